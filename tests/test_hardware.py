@@ -27,9 +27,9 @@ DRIVER_NAMES = {
     "NVIDIA H20-3e": None,
     "NVIDIA GH200 480GB": "GH200",
     "NVIDIA B200": "B200",
-    "NVIDIA GB200": None,
+    "NVIDIA GB200": "GB200",
     "NVIDIA B300 SXM6 AC": "B300",
-    "NVIDIA GB300": None,
+    "NVIDIA GB300": "GB300",
     "NVIDIA A100-SXM4-80GB": "A100-80GB",
     "NVIDIA A100-SXM4-40GB": "A100-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIe-80GB",
@@ -41,26 +41,50 @@ DRIVER_NAMES = {
     "NVIDIA A10": "A10",
     "NVIDIA A10G": "A10G",
     "NVIDIA L4": "L4",
-    "NVIDIA L40": None,
+    "NVIDIA L40": "L40",
     "NVIDIA L40S": "L40S",
     "NVIDIA RTX A6000": "A6000",
-    "NVIDIA RTX 6000 Ada Generation": None,
+    "NVIDIA RTX 6000 Ada Generation": "RTX6000Ada",
     "NVIDIA GeForce RTX 3090": "RTX3090",
     "NVIDIA GeForce RTX 3090 Ti": None,
     "NVIDIA GeForce RTX 4090": "RTX4090",
-    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 D": "RTX4090D",
     "NVIDIA GeForce RTX 4090 Laptop GPU": None,
     "NVIDIA GeForce RTX 5090": "RTX5090",
     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX-PRO-6000",
-    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": None,
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX-PRO-6000-Max-Q",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": None,
     "AMD Instinct MI300X": "MI300X",
     "AMD Instinct MI300A": None,
-    "AMD Instinct MI325X": None,
+    "AMD Instinct MI325X": "MI325X",
     "Tesla T4": "T4",
     "Tesla V100-SXM2-32GB": "V100-32GB",
     "Tesla V100-PCIE-32GB": "V100-PCIe-32GB",
     "Tesla V100-SXM2-16GB": None,
+    "Tesla P100-PCIE-16GB": "P100-PCIe",
+    "Tesla P100-PCIE-12GB": None,
+    "Tesla P100-SXM2-16GB": "P100",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX2080Ti",
+    "NVIDIA A40": "A40",
+    "NVIDIA A800 80GB PCIe": "A800-PCIe",
+    "NVIDIA A800-SXM4-80GB": "A800",
+    "NVIDIA A800-SXM4-40GB": None,
+    "NVIDIA GeForce RTX 3060": "RTX3060",
+    "NVIDIA GeForce RTX 3080": "RTX3080",
+    "NVIDIA GeForce RTX 4070": "RTX4070",
+    "NVIDIA GeForce RTX 4080": "RTX4080",
+    "NVIDIA GeForce RTX 4080 SUPER": None,
+    "NVIDIA GeForce RTX 5070": "RTX5070",
+    "NVIDIA GeForce RTX 5070 Ti": "RTX5070Ti",
+    "NVIDIA GeForce RTX 5080": "RTX5080",
+    "NVIDIA RTX PRO 4500 Blackwell": "RTX-PRO-4500",
+    "NVIDIA RTX PRO 5000 Blackwell": "RTX-PRO-5000",
+    "NVIDIA GB10": "GB10",
+    "NVIDIA H800": "H800",
+    "NVIDIA H800 PCIe": "H800-PCIe",
+    "AMD Instinct MI350X": "MI350X",
+    "AMD Instinct MI355X": "MI355X",
+    "NVIDIA L40G": None,
 }
 
 
@@ -88,6 +112,23 @@ def test_peaks_follow_from_clock_and_units():
         "MI300X": 1216 * 512 * 2100e6,
         "RTX5090": 680 * 128 * 2407e6,
         "A6000": 336 * 256 * 1800e6,
+        "A40": 336 * 256 * 1740e6,
+        "L40": 568 * 128 * 2490e6,
+        "RTX6000Ada": 568 * 256 * 2505e6,
+        "RTX2080Ti": 544 * 64 * 1545e6,
+        "RTX3060": 112 * 128 * 1777e6,
+        "RTX3080": 272 * 128 * 1710e6,
+        "RTX4070": 184 * 128 * 2475e6,
+        "RTX4080": 304 * 128 * 2505e6,
+        "RTX4090D": 456 * 128 * 2520e6,
+        "RTX5070": 192 * 128 * 2512e6,
+        "RTX5070Ti": 280 * 128 * 2452e6,
+        "RTX5080": 336 * 128 * 2617e6,
+        "RTX-PRO-4500": 328 * 256 * 2617e6,
+        "RTX-PRO-6000-Max-Q": 752 * 256 * 2288e6,
+        "MI325X": 1216 * 512 * 2100e6,
+        "MI350X": 1024 * 1024 * 2200e6,
+        "MI355X": 1024 * 1024 * 2400e6,
     }
     for name, expected in by_hand.items():
         assert find_gpu(name).half_flops == pytest.approx(expected, rel=0.01), name
@@ -138,6 +179,15 @@ def test_the_peak_of_a_gpu_without_bf16_is_none():
         ("1x12xH100", 1, 12, "H100", 78.9),
         ("RTX PRO 6000", 1, 1, "RTX-PRO-6000", 94.8),
         ("8xmi300x", 1, 8, "MI300X", 191.2),
+        ("RTX 6000 Ada", 1, 1, "RTX6000Ada", 47.2),
+        ("rtx-4090", 1, 1, "RTX4090", 23.2),
+        ("4090D", 1, 1, "RTX4090D", 23.2),
+        ("2x5070Ti", 1, 2, "RTX5070Ti", 15.2),
+        ("DGX Spark", 1, 1, "GB10", 119.0),
+        ("dgx-spark", 1, 1, "GB10", 119.0),
+        ("8xH100-PCIe", 1, 8, "H100-PCIe", 78.9),
+        ("RTX PRO 6000 Max-Q", 1, 1, "RTX-PRO-6000-Max-Q", 94.8),
+        ("18x4xGB200", 18, 4, "GB200", 184.3),
     ],
 )
 def test_machines_are_read(text, num_machines, gpus_each, gpu, usable):
@@ -167,6 +217,13 @@ def test_a_size_alone_has_no_speed_and_says_so():
     assert "8xH100" in parse_machines("8x80GB").no_speed
     assert "1xRTX4090" in parse_machines("1x24GB").no_speed
     assert parse_machines("cpu").no_speed
+    assert "nobody states the speed of a P100" in parse_machines("P100").no_speed
+
+
+def test_what_a_kind_of_machine_has_that_no_figure_tells_is_a_note():
+    assert "one memory for GPU and CPU" in parse_machines("DGX Spark").notes[0]
+    assert "--fabric 7200" in parse_machines("18x4xGB200").notes[0]
+    assert not parse_machines("18x4xGB200", fabric_gbits=7200).notes and not parse_machines("4xGB200").notes
 
 
 @pytest.mark.parametrize(
@@ -176,6 +233,15 @@ def test_a_size_alone_has_no_speed_and_says_so():
         ("8xB310", "did you mean B300?"),
         ("A100-64GB", "did you mean A100-"),
         ("8xpotato", "known here: "),
+        ("4080 SUPER", "no GPU 4080SUPER in the table"),
+        ("8xTPU v5e", "TPUv5e is a TPU of Google; training here needs GPUs of NVIDIA, or AMD's"),
+        ("v5p", "is a TPU"),
+        ("trn1", "is a chip of AWS"),
+        ("16xInferentia2", "is a chip of AWS"),
+        ("8xGaudi3", "is a Gaudi of Intel"),
+        ("M4 Max", "is a chip of Apple"),
+        ("Ascend 910B", "is an Ascend of Huawei"),
+        ("910B", "is an Ascend of Huawei"),
         ("0xH100", "0 GPUs to a machine"),
         ("0x8xH100", "0 machines"),
         ("8x80TB", "write its GB"),

@@ -30,6 +30,7 @@ EFFICIENCY = {
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
     "cdna3": (0.20, 0.40),
+    "cdna4": (0.20, 0.40),
 }
 """Share of the dense peak that matrix products reach in training, with recomputation and half of causal attention.
 
@@ -40,7 +41,7 @@ fms-fsdp, Llama-2-70B with checkpointing under FSDP1 on 128 A100 (380 tokens/s, 
 al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune,
 Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s,
 41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X
-(5,377 tokens/s, 21 %), with room above."""
+(5,377 tokens/s, 21 %), with room above; CDNA 4 is taken like it."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
 """Share of a link's rate that a ring of large messages reaches; assumptions. Without peer access, as on GeForce cards,
@@ -149,7 +150,7 @@ def caveat(sizes: ModelSizes) -> str | None:
 
 def no_forecast(machines: Machines, precision: Precision | Literal["fp8"]) -> str | None:
     """Why there is no forecast of time; None if there is."""
-    if machines.gpu is None:
+    if machines.gpu is None or machines.no_speed:
         return machines.no_speed
     if precision == "fp8":
         return "mixed_precision fp8: its products were not measured on a GPU: no forecast of time for it"
@@ -176,7 +177,7 @@ def step_seconds(
         trace: a micro-batch of a process in eager mode, with all layers; without it, formulas count its kernels.
     """
     gpu = machines.gpu
-    assert gpu is not None and no_forecast(machines, step.precision) is None
+    assert gpu is not None and gpu.half_flops is not None and no_forecast(machines, step.precision) is None
     count = num_processes or strategy.num_processes or machines.num_gpus
     gpus_each = min(count, machines.gpus_each)
     messages = transfers(strategy, sizes, step, count, num_local=gpus_each)

@@ -11,7 +11,7 @@ from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 
 GIB = 2**30
 MAX_GPUS = 16
-"""Most GPUs of one machine: a DGX-2 has as many. Larger NVLink domains (GB200 NVL72) are not in the table."""
+"""Most GPUs of one machine: a DGX-2 has as many. The trays of a larger NVLink domain (GB200 NVL72) are machines."""
 USUAL_GPUS = 8
 """Most GPUs of one machine, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
 MAX_MACHINES = 1024
@@ -55,8 +55,8 @@ class Gpu:
     """What people call it by: the 80 of "H100 80GB"."""
     memory_mib: int
     """As nvidia-smi reports it: less than sold where ECC takes a sixteenth of GDDR6."""
-    half_flops: float
-    """bf16 with float32 sums; fp16 for a GPU that has no bf16."""
+    half_flops: float | None
+    """bf16 with float32 sums; fp16 for a GPU that has no bf16. None: nobody states it."""
     bandwidth: float
     """Bytes to or from its own memory."""
     nvlink: float | None
@@ -82,7 +82,7 @@ class Gpu:
     def has_grouped_products(self) -> bool:
         """Whether torch multiplies with all experts in one kernel, in bf16, and not in a loop over them (2.13,
         aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: compute capabilities 9 and 10, and CDNA 3)."""
-        return self.generation in ("hopper", "cdna3") or self.name in ("B200", "B300")
+        return self.generation in ("hopper", "cdna3") or self.name in ("B200", "GB200", "B300", "GB300")
 
     @property
     def memory_gib(self) -> float:
@@ -96,27 +96,51 @@ class Gpu:
 
 
 # Rates in TFLOP/s and GB/s. Reported memory: thundergolfer.com/blog/nvidia-gpu-memory-capacity for T4, A10, A100, L4,
-# L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity of
-# 191.98 GiB" for the MI300X. NVIDIA published no sheet of the H20: its figures are those of machines that are sold with
-# it. RTX PRO 6000 is the Workstation Edition, whose peak others state; its namesakes are slower. Earlier rows win.
+# L40S, H100 and H200, nvidia-smi tables in public issues and logs for the others, and torch's own "total capacity" for
+# AMD's (191.98, 255.98 and 287.98 GiB) and the GB10 (119.70 GiB). NVIDIA published no sheet of the H20, H800 and A800:
+# theirs are the figures of machines that are sold with them. RTX PRO 6000 is the Workstation Edition, whose peak others
+# state; the Server Edition is slower. A peak that nobody states is left out (P100: no unit for fp16 products with
+# float32 sums; GB10: FP4 with sparsity alone). A word with several spellings has them with slashes. Earlier rows win.
 _TABLE = """
 name           | words           | generation | sold | MiB    | half  | memory | NVLink | host  | sheet
+P100-PCIe      | P100 PCIE       | pascal     | 16   | 16280  |       | 732    |        | PCIe3 | P100, 2016
+P100           | P100            | pascal     | 16   | 16280  |       | 732    | 80     | PCIe3 | P100, 2016
 V100-PCIe-32GB | V100 PCIE       | volta      | 32   | 32768  | 112   | 900    |        | PCIe3 | V100, January 2020
 V100-32GB      | V100            | volta      | 32   | 32768  | 125   | 900    | 150    | PCIe3 | V100, January 2020
 T4             | T4              | turing     | 16   | 15360  | 65    | 300    |        | PCIe3 | T4, March 2019
+RTX2080Ti      | 2080 TI         | turing     | 11   | 11264  | 53.8  | 616    |        | PCIe3 | paper Turing, 2018
 A10G           | A10G            | ampere     | 24   | 23028  | 70    | 600    |        | PCIe4 | A10G (AWS G5), 2021
 A10            | A10             | ampere     | 24   | 23028  | 125   | 600    |        | PCIe4 | A10, 2021
+A40            | A40             | ampere     | 48   | 46068  | 149.7 | 696    |        | PCIe4 | A40, 2021
+A800-PCIe      | A800 PCIE       | ampere     | 80   | 81920  | 312   | 1935   |        | PCIe4 | sellers, 2023
+A800           | A800            | ampere     | 80   | 81920  | 312   | 2039   | 200    | PCIe4 | sellers, 2023
 A100-PCIe-40GB | A100 PCIE 40GB  | ampere     | 40   | 40960  | 312   | 1555   |        | PCIe4 | A100, June 2021
 A100-PCIe-80GB | A100 PCIE       | ampere     | 80   | 81920  | 312   | 1935   |        | PCIe4 | A100, June 2021
 A100-40GB      | A100 40GB       | ampere     | 40   | 40960  | 312   | 1555   | 300    | PCIe4 | A100, June 2021
 A100-80GB      | A100            | ampere     | 80   | 81920  | 312   | 2039   | 300    | PCIe4 | A100, June 2021
 A6000          | A6000           | ampere     | 48   | 49140  | 154.8 | 768    |        | PCIe4 | paper GA102, 2021
+RTX3060        | 3060            | ampere     | 12   | 12288  | 25.5  | 360    |        | PCIe4 | from units x clock
+RTX3080        | 3080            | ampere     | 10   | 10240  | 59.5  | 760    |        | PCIe4 | paper GA102, 2021
 RTX3090        | 3090            | ampere     | 24   | 24576  | 71    | 936    |        | PCIe4 | paper GA102, 2021
 L40S           | L40S            | ada        | 48   | 46068  | 362   | 864    |        | PCIe4 | L40S, 2023
+L40            | L40             | ada        | 48   | 46068  | 181   | 864    |        | PCIe4 | L40, 2022
 L4             | L4              | ada        | 24   | 23034  | 121   | 300    |        | PCIe4 | L4, 2023
+RTX6000Ada     | 6000 ADA        | ada        | 48   | 49140  | 364.2 | 960    |        | PCIe4 | RTX 6000 Ada, 2022
+RTX4070        | 4070            | ada        | 12   | 12282  | 58.3  | 504    |        | PCIe4 | from units x clock
+RTX4080        | 4080            | ada        | 16   | 16376  | 97.5  | 717    |        | PCIe4 | paper Ada, 2023
+RTX4090D       | 4090 D          | ada        | 24   | 24564  | 147.1 | 1008   |        | PCIe4 | from units x clock
 RTX4090        | 4090            | ada        | 24   | 24564  | 165.2 | 1008   |        | PCIe4 | paper Ada, 2023
+RTX5070Ti      | 5070 TI         | blackwell  | 16   | 16303  | 87.9  | 896    |        | PCIe5 | paper RTX 50, 2025
+RTX5070        | 5070            | blackwell  | 12   | 12227  | 61.7  | 672    |        | PCIe5 | paper RTX 50, 2025
+RTX5080        | 5080            | blackwell  | 16   | 16303  | 112.6 | 960    |        | PCIe5 | paper RTX 50, 2025
 RTX5090        | 5090            | blackwell  | 32   | 32607  | 209.5 | 1792   |        | PCIe5 | paper RTX 50, 2025
+RTX-PRO-4500   | RTX PRO 4500    | blackwell  | 32   | 32623  | 219.7 | 896    |        | PCIe5 | from technical.city
+RTX-PRO-5000   | RTX PRO 5000    | blackwell  | 48   | 48935  | 258   | 1344   |        | PCIe5 | RTX PRO 5000, 2025
+RTX-PRO-6000-Max-Q | RTX PRO 6000 MAX Q | blackwell | 96 | 97887 | 438.9 | 1792 |      | PCIe5 | RTX PRO 6000, 2025
 RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com
+GB10           | GB10/DGX_SPARK/DGXSPARK | blackwell | 128 | 122573 |  | 273    |        | 300   | DGX Spark, 2025
+H800-PCIe      | H800 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | sellers, 2023
+H800           | H800            | hopper     | 80   | 81559  | 989   | 3350   | 200    | PCIe5 | sellers, 2023
 H100-NVL       | H100 NVL        | hopper     | 94   | 95830  | 835   | 3900   |        | PCIe5 | H100, 2023
 H100-PCIe      | H100 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | H100, 2022
 H100           | H100            | hopper     | 80   | 81559  | 989   | 3350   | 450    | PCIe5 | H100, 2023
@@ -125,7 +149,12 @@ H200-NVL       | H200 NVL        | hopper     | 141  | 143771 | 835   | 4800   |
 H200           | H200            | hopper     | 141  | 143771 | 989   | 4800   | 450    | PCIe5 | H200, 2024
 GH200          | GH200           | hopper     | 96   | 97871  | 989   | 4000   |        | 450   | GH200 with HBM3, 2023
 B200           | B200            | blackwell  | 180  | 183359 | 2250  | 8000   | 900    | PCIe5 | HGX and DGX B200, 2024
+GB200          | GB200           | blackwell  | 186  | 189471 | 2500  | 8000   | 900    | 225   | GB200 NVL72, 2024
 B300           | B300            | blackwell  | 288  | 275040 | 2250  | 8000   | 900    | PCIe5 | HGX B300, 2025
+GB300          | GB300           | blackwell  | 279  | 284208 | 2500  | 8000   | 900    | 225   | GB300 NVL72, 2025
+MI355X         | MI355 X         | cdna4      | 288  | 294892 | 2516  | 8000   | 537    | PCIe5 | AMD MI355X, 2025
+MI350X         | MI350 X         | cdna4      | 288  | 294892 | 2307  | 8000   | 537    | PCIe5 | AMD MI350X, 2025
+MI325X         | MI325 X         | cdna3      | 256  | 262124 | 1307  | 6000   | 448    | PCIe5 | AMD MI325X, 2024
 MI300X         | MI300 X         | cdna3      | 192  | 196588 | 1307  | 5300   | 448    | PCIe5 | AMD MI300X, 2023
 """
 
@@ -139,11 +168,11 @@ def _read(row: str) -> Gpu:
         generation=generation,
         sold_gb=int(sold_gb),
         memory_mib=int(memory_mib),
-        half_flops=float(half) * 1e12,
+        half_flops=float(half) * 1e12 if half else None,
         bandwidth=float(memory) * 1e9,
         nvlink=float(nvlink) * 1e9 if nvlink else None,
         host_link=PCIE_X16[int(host[-1])] if host.startswith("PCIe") else float(host) * 1e9,
-        has_bf16=generation not in ("volta", "turing"),
+        has_bf16=generation not in ("pascal", "volta", "turing"),
         sheet=_sheet(sheet),
     )
 
@@ -158,13 +187,28 @@ def _sheet(words: str) -> str:
 
 GPUS = tuple(_read(row) for row in _TABLE.strip().splitlines()[1:])
 
-OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "MAX", "SERVER", "NVL", "PCIE"}
-"""Words that make another GPU of a name, unless the row asks for them: an RTX 4090 D, a slice of an A100, an H20-3e."""
+OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "G", "MAX", "SERVER", "NVL", "PCIE", "SUPER"}
+"""Words that make another GPU of a name, unless the row asks for them: an RTX 3090 Ti, a slice of a GPU, an H20-3e."""
+
+NOT_SERVED = {
+    r"TPU.*|V\d[EP]|TRILLIUM|IRONWOOD": "a TPU of Google",
+    r"TRAINIUM\d?|TRN\d.*|INFERENTIA\d?|INF\d.*": "a chip of AWS",
+    r"GAUDI\d?|HPU|HL\d+": "a Gaudi of Intel",
+    r"(APPLE)?M\d(PRO|MAX|ULTRA)?|MPS|MAC.*": "a chip of Apple",
+    r"ASCEND.*|NPU|910[A-D]\d?": "an Ascend of Huawei",
+}
+"""Accelerators that are neither NVIDIA's nor AMD's, by what people call them, without signs."""
 
 
 def _tokens(name: str) -> list[str]:
     """`A100-SXM4-80GB` -> A 100 SXM 4 80 GB: letters and digits apart, so that an A1000 is no A100."""
     return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO"))
+
+
+def _is_word(word: str, tokens: list[str]) -> bool:
+    """Whether one of the word's spellings is in a name."""
+    parts = [_tokens(spelling) for spelling in word.split("/")]
+    return any(tokens[i : i + len(part)] == part for part in parts for i in range(len(tokens)))
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -173,17 +217,12 @@ def find_gpu(name: str) -> Gpu | None:
     A size in the name must be that of the row: an `A100-64GB` is none that we know.
     """
     tokens = _tokens(name)
-
-    def is_there(word: str) -> bool:
-        part = _tokens(word)
-        return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
-
     sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
     for gpu in GPUS:
         # The name of a GH200 has the memory of its CPU too.
         known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
-        foreign = OTHER_GPUS.intersection(tokens) - set(gpu.words)
-        if all(map(is_there, gpu.words)) and sizes <= known and not foreign:
+        foreign = OTHER_GPUS.intersection(tokens).difference(*map(_tokens, gpu.words))
+        if all(_is_word(word, tokens) for word in gpu.words) and sizes <= known and not foreign:
             return gpu
     return None
 
@@ -221,7 +260,18 @@ class Machines:
     def notes(self) -> list[str]:
         """Warnings about them, for the head of a plan."""
         rocm = f"nothing of this project was tried on ROCm: of a {self.gpu.name} all is arithmetic" if self.gpu else ""
-        return [note for note in (self.note, rocm if self.gpu and self.gpu.is_amd else "") if note]
+        notes = [self.note, rocm if self.gpu and self.gpu.is_amd else "", self._kind_note]
+        return [note for note in notes if note]
+
+    @property
+    def _kind_note(self) -> str:
+        """What a kind of machine has that the figures leave out."""
+        kind = self.gpu.name if self.gpu else ""
+        if kind == "GB10":
+            return "a GB10 has one memory for GPU and CPU: what is forecast of each must fit together"
+        if kind in ("GB200", "GB300") and self.num_machines > 1 and self.fabric_gbits == Machines.fabric_gbits:
+            return "machines are taken to be on a network; those of one NVL72 are on NVLink: --fabric 7200"
+        return ""
 
     @property
     def num_gpus(self) -> int:
@@ -237,6 +287,8 @@ class Machines:
             example = kinds[-1] if kinds else "H100"
             count = re.sub(r"[^x]+$", "", self.text)
             return f"{self.text} gives the memory and not the speed: name the GPU, as in {count}{example}"
+        if self.gpu.half_flops is None:
+            return f"nobody states the speed of a {self.gpu.name} in 16 bits with float32 sums: no forecast of time"
         return None
 
 
@@ -319,10 +371,22 @@ def _count(text: str, digits: str, what: str, most: int) -> int:
     raise RecipeError(f"--gpus {text}: {digits} {what}; write 1 to {most}")
 
 
+SIZES = ("GB", "GIB", "G")
+
+
+def _check_served(text: str, kind: str) -> None:
+    plain = "".join(_tokens(kind))
+    for pattern, what in NOT_SERVED.items():
+        if re.fullmatch(pattern, plain):
+            needs = "training here needs GPUs of NVIDIA, or AMD's with ROCm"
+            raise RecipeError(f"--gpus {text}: {kind} is {what}; {needs}")
+
+
 def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
-    size = re.fullmatch(r"(?i)(\d+(?:\.\d+)?)([a-z]*)", kind)
+    _check_served(text, kind)
+    size = re.fullmatch(r"(?i)(\d+(?:\.\d+)?)((?:[kmgt]i?)?b|g|)", kind)
     if size and (size[2] or find_gpu(kind) is None):
-        if size[2].upper() not in ("GB", "GIB", "G"):
+        if size[2].upper() not in SIZES:
             raise RecipeError(f"--gpus {text}: {kind} is no memory of a GPU; write its GB, as in 8x80GB")
         sold_gb = float(size[1])
         if not 4 <= sold_gb <= 300:
@@ -331,7 +395,8 @@ def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
     gpu = find_gpu(kind)
     if gpu is None:
         names = {gpu.name.upper(): gpu.name for gpu in GPUS}
-        close = difflib.get_close_matches(kind.upper(), names, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(kind.upper(), names, n=3, cutoff=0.6)
+        close.sort(key=lambda name: (abs(len(name) - len(kind)), name[0] != kind[0].upper()))
         hint = f"did you mean {names[close[0]]}?" if close else f"known here: {', '.join(names.values())}."
         raise RecipeError(f"--gpus {text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
     return gpu, gpu.usable_gib
