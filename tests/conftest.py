@@ -150,9 +150,12 @@ def is_due(item: pytest.Item) -> bool:
     thorough = item.get_closest_marker("thorough")
     if thorough is None and item.get_closest_marker("slow") is None:
         return False
-    turn = os.environ.get("TURN")
-    if turn is None or (thorough and thorough.kwargs):
+    turn, options = os.environ.get("TURN"), thorough.kwargs if thorough else {}
+    if turn is None or "needs" in options:
         return thorough is None
+    if "turn" in options:
+        part, parts = options["turn"]
+        return int(turn) % parts == part
     parts = THOROUGH_PARTS if thorough else PARTS
     return crc32(item.nodeid.encode()) % parts == int(turn) % parts
 

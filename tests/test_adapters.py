@@ -108,7 +108,7 @@ def test_no_two_layers_begin_with_the_same_numbers():
 
 
 def test_dropout_is_that_of_the_recipe():
-    """Of the inputs of a matrix as many as asked for are 0, and the others larger."""
+    """As many of the inputs of a matrix as asked for are 0, and the others larger."""
     model = new_model()
     adapters.add_adapter(model, AdapterSection(name="lora", dropout=0.25), seed=7)
     dropped = model.model.layers[0].self_attn.q_proj.lora_dropout["default"](torch.ones(10_000))

@@ -140,6 +140,21 @@ def save(target: Saver, step: int, **options) -> None:
     target.wait()
 
 
+def test_what_is_saved_in_the_background_is_the_moment_at_which_it_began(tmp_path: Path):
+    """Two parts of one weight, of which each has a copy of its own."""
+    whole = torch.arange(24.0).view(4, 6)
+    target, before = saver(tmp_path, in_background=True), whole.clone()
+    for step in (1, 2):
+        staged = [StagedPiece.copy_of(piece) for piece in flat_pieces("a", whole, "weight", [12])]
+        assert not any(one.data.data_ptr() == whole.data_ptr() for one in staged)
+        target.save(step, flat_pieces("a", whole, "weight", [12]), STATE)
+        whole += 100  # as the next step does
+        target.wait()
+        into = StagedPiece("a", "weight", 0, 0, torch.zeros(1, 24))
+        Reader(target.newest.pieces).read_into(into)
+        assert torch.equal(into.data.view(4, 6), before + 100 * (step - 1))
+
+
 def test_what_a_name_promises_is_on_the_disk_before_it(tmp_path: Path, monkeypatch):
     """A power cut keeps what was flushed, and of the rest anything. Kills of processes would not show this order."""
     done: list[str] = []

@@ -72,6 +72,17 @@ def test_order_depends_on_seed_and_epoch_only():
     assert order.tolist() not in others and others[0] not in others[1:]
 
 
+def test_two_epochs_of_twelve_rows_by_hand():
+    """The numbers are those of `numpy.random.RandomState([7, epoch]).permutation(12)`, which numpy guarantees."""
+    steps = train_steps(
+        token_set([3] * 12), Layout(num_ranks=1, rank=0, pad_id=PAD, micro_batch_size=5), seed=7, global_batch_size=5
+    )
+    found = [sorted(number for mine in next(steps).sample_numbers for number in mine) for _ in range(6)]
+    first, second = [5, 11, 0, 1, 7, 3, 4, 10, 9, 6, 2, 8], [7, 5, 10, 0, 11, 2, 6, 3, 9, 8, 1, 4]
+    expected = [order[begin : begin + 5] for order in (first, second) for begin in (0, 5, 10)]
+    assert found == [sorted(window) for window in expected]
+
+
 @pytest.mark.parametrize(("num_samples", "size", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
 def test_steps_per_epoch_counts_the_partial_one(num_samples, size, steps):
     assert steps_per_epoch(token_set([2] * num_samples), size) == steps

@@ -71,6 +71,18 @@ def test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_te
     ] * len(chats)
 
 
+def test_what_a_question_has_besides_is_asked_after_an_empty_line(tmp_path):
+    rows = read(tmp_path, {"instruction": "Translate.", "input": "oui", "output": "yes"})
+    ((asked, answer),) = [chat for chat, _ in kinds()[rows.kind].chats(rows.rows[0])]
+    assert (asked["role"], asked["content"], answer) == ("user", "Translate.\n\noui", said("yes"))
+
+
+def test_all_parts_of_a_content_are_read(tmp_path):
+    parts = [{"type": "text", "text": text} for text in ("a", " b", "c")]
+    rows = read(tmp_path, {"messages": [USER | {"content": parts}, said([*parts, {"type": "text", "text": "d"}])]})
+    assert rows.rows[0]["messages"] == [USER | {"content": "a bc"}, said("a bcd")]
+
+
 def test_a_system_message_is_read_once(tmp_path):
     row = {"system": "S", "messages": [SYSTEM, USER, said()]}
     assert read(tmp_path, row).rows == [{"messages": row["messages"]}]

@@ -506,6 +506,7 @@ def test_bad_preference_is_named_with_its_reason(tmp_path, raw, message):
     assert error.value.mistakes[0].startswith(f"{path}:1: {message}")
 
 
+LABELS = ("true", "false", "True", "FALSE", 1, 0, "1", "0", 1.0, 0.0, "1.0", " 0.0 ")
 JUDGEMENTS = {
     "texts": ({"prompt": "q", "completion": "y", "label": True, "id": 3}, None),
     "messages": (
@@ -526,6 +527,13 @@ def test_a_judgement_keeps_its_label_and_passes_again(tmp_path, raw, expected):
         rows = read_rows(Source(path=write_lines(tmp_path / f"{i}.jsonl", json.dumps(row))), "error", "kto_zero")
         assert rows.rows == [expected]
         assert rows.kind == ("judgement" if isinstance(raw["completion"], str) else "chat_judgement")
+
+
+def test_a_label_may_be_a_text_or_a_number(tmp_path):
+    """As tables without types have it; any text that is not empty is true to Python."""
+    lines = [json.dumps({"prompt": "q", "completion": "y", "label": label}) for label in LABELS]
+    rows = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", *lines)), "error", "kto_zero").rows
+    assert [row["label"] for row in rows] == [True, False] * (len(LABELS) // 2)
 
 
 @pytest.mark.parametrize("name", JUDGEMENTS)

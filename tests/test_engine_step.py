@@ -1,9 +1,11 @@
 """Steps of an engine are those of plain torch: gradients, norm, clipping, update and means, one process and no run.
+What a save leaves is what torch's optimizer holds, and a restored engine goes on with it.
 
 python -m pytest -q tests/test_engine_step.py
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,15 +23,18 @@ from cookbook.config.objectives import Objective
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.planning.launchers import World
 from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.training.checkpoint import resume
+from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import TokenSet, join
 from cookbook.training.engine import Engine, engine_class
 from cookbook.training.models.loss import add_loss
 
-VOCAB, LEARNING_RATE = 61, 1e-2
+VOCAB, LEARNING_RATE, BETAS, EPS = 61, 1e-2, (0.8, 0.95), 1e-4
 LENGTHS = (9, 4, 12, 7, 5)
 MICRO_BATCHES = ([0], [1, 2], [3, 4])
 OBJECTIVE = Objective.of(name="sft")
+CLIP = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +54,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def samples() -> TokenSet:
-    """Of each sequence a prompt without labels, and the rest with."""
+    """Each sequence has a prompt without labels, and the rest with."""
     chance = np.random.default_rng(5)
     pieces = [(chance.integers(0, VOCAB, n, dtype=np.int32), np.arange(n) >= 2 + n % 3) for n in LENGTHS]
     return join(pieces)
@@ -57,7 +63,13 @@ def samples() -> TokenSet:
 def engine_of(model: LlamaForCausalLM, clip: float) -> Engine:
     recipe, strategy = load_pair(
         Path("recipes/small.yaml"),
-        [f"optim.max_grad_norm={clip}", f"optim.learning_rate={LEARNING_RATE}", "optim.weight_decay=0.1"],
+        [
+            f"optim.max_grad_norm={clip}",
+            f"optim.learning_rate={LEARNING_RATE}",
+            f"optim.betas={list(BETAS)}",
+            f"optim.eps={EPS}",
+            "optim.weight_decay=0.1",
+        ],
         Path("accelerate_configs/single.yaml"),
     )
     plan = make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="recipes/small.yaml")
@@ -69,7 +81,7 @@ def engine_of(model: LlamaForCausalLM, clip: float) -> Engine:
 
 
 def losses_of(model: LlamaForCausalLM, tokens: TokenSet) -> list[torch.Tensor]:
-    """Of each label, by the logits of its whole sequence alone."""
+    """The loss of each label, by the logits of its whole sequence alone."""
     found = []
     for start, end in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True):
         ids = torch.from_numpy(tokens.ids[start:end].astype(np.int64))
@@ -79,30 +91,93 @@ def losses_of(model: LlamaForCausalLM, tokens: TokenSet) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5, 1e3], ids=["off", "clipped", "not reached"])
+class Plain:
+    """torch's own loop, and its optimizer."""
+
+    def __init__(self, model: LlamaForCausalLM, clip: float) -> None:
+        self.model, self.clip = model, clip
+        matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+
+    def step(self, tokens: TokenSet) -> tuple[float, float, int]:
+        """Loss, norm before clipping, and number of labels."""
+        every = torch.cat(losses_of(self.model, tokens))
+        every.mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or 1e9)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return every.mean().item(), norm.item(), len(every)
+
+
+def steps(engine: Engine, tokens: TokenSet, numbers: range) -> list:
+    """What the engine says of each."""
+    batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
+    count, found = sum(len(batch["targets"]) for batch in batches), []
+    for number in numbers:
+        engine.begin_step(number, seed=0)
+        found.append(engine.step(engine.gradients(OBJECTIVE.compute, batches, count), 7.0))
+    return found
+
+
+@pytest.mark.parametrize("clip", [0.0, CLIP, 1e3], ids=["off", "clipped", "not reached"])
 def test_steps_are_those_of_plain_torch(book, clip: float):
     model = new_model()
-    plain, tokens = copy.deepcopy(model), samples()
-    engine = engine_of(model, clip)
-    matrices, others = ([p for p in plain.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
-    count = sum(len(batch["targets"]) for batch in batches)
-    for step in range(3):
-        engine.begin_step(step + 1, seed=0)
-        result = engine.step(engine.gradients(OBJECTIVE.compute, batches, count), 7.0)
-        every = torch.cat(losses_of(plain, tokens))
-        assert len(every) == count
-        every.mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or 1e9)
-        assert clip != 0.5 or norm > 2 * clip, "nothing was clipped"
-        optimizer.step()
-        optimizer.zero_grad()
-        assert result.means == {"loss": pytest.approx(every.mean().item(), rel=1e-6)}
-        assert (result.grad_norm, result.maxima) == (pytest.approx(norm.item(), rel=1e-5), [7.0])
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+    plain, tokens = Plain(copy.deepcopy(model), clip), samples()
+    for result in steps(engine_of(model, clip), tokens, range(1, 4)):
+        loss, norm, _ = plain.step(tokens)
+        assert clip != CLIP or norm > 2 * CLIP, "nothing was clipped"
+        assert result.means == {"loss": pytest.approx(loss, rel=1e-6)}
+        assert (result.grad_norm, result.maxima) == (pytest.approx(norm, rel=1e-5), [7.0])
+    for (name, one), other in zip(model.named_parameters(), plain.model.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=2e-3 * LEARNING_RATE), name
+
+
+def saver_in(folder: Path) -> Saver:
+    options = {"rank": 0, "num_ranks": 1, "attempt": "a", "keep_last": 2, "keep_best": 0, "say": print}
+    return Saver(folder, in_background=True, **options)
+
+
+def save(saver: Saver, engine: Engine, step: int) -> Path:
+    saver.save(step, engine.pieces(), {"parameters": engine.parameter_shapes(), "counts": engine.counts()})
+    saver.wait()
+    return saver.newest.path
+
+
+def test_a_checkpoint_holds_the_weights_moments_and_count_of_plain_torch(book):
+    model = new_model()
+    plain, tokens = Plain(copy.deepcopy(model), CLIP), samples()
+    engine = engine_of(model, CLIP)
+    steps(engine, tokens, range(1, 4))
+    for _ in range(3):
+        plain.step(tokens)
+    folder = save(saver_in(Path("checkpoints")), engine, 3)
+    (file,) = folder.glob("*.safetensors")
+    found = load_file(file)
+    assert len(found) == 3 * len(list(plain.model.parameters()))
+    for name, weight in plain.model.named_parameters():
+        moments = plain.optimizer.state[weight]
+        for kind, tensor in (("weight", weight), *((kind, moments[kind]) for kind in ("exp_avg", "exp_avg_sq"))):
+            scale = float(tensor.detach().abs().max())
+            assert torch.allclose(found[f"{name}|{kind}|0"], tensor.flatten(), rtol=1e-4, atol=1e-5 * scale), (
+                name,
+                kind,
+            )
+    counts = json.loads((folder / "state.json").read_text())["counts"]
+    assert counts == {"updates": int(moments["step"]), "loss_scaler": None} and counts["updates"] == 3
+
+
+def test_a_restored_engine_goes_on_as_if_it_had_not_stopped(book):
+    model, tokens, other = new_model(), samples(), new_model()
+    engine, saver = engine_of(model, CLIP), saver_in(Path("checkpoints"))
+    steps(engine, tokens, range(1, 4))
+    save(saver, engine, 3)
+    expected = steps(engine, tokens, range(4, 6))
+    torch.nn.init.zeros_(other.lm_head.weight)
+    restored = engine_of(other, CLIP)
+    resume.load(saver.newest, restored.parameter_shapes(), restored.restore)
+    assert steps(restored, tokens, range(4, 6)) == expected
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_held_out_loss_is_the_mean_over_all_labels_of_all_batches(book):
@@ -129,3 +204,12 @@ def test_a_step_that_is_not_finite_leaves_the_weights(book):
     assert 0 < len(engine.nonfinite_micro_batches()) < len(batches)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("asked", "found"), [(0.0, 1.0), (None, "bf16"), (False, True), (2, 1)])
+def test_what_should_be_off_and_is_on_is_a_difference_too(book, monkeypatch, asked, found):
+    engine = engine_of(new_model(), CLIP)
+    monkeypatch.setattr(engine, "_findings", lambda: iter([("the like", 0, 0), ("something", asked, found)]))
+    with pytest.raises(RuntimeError, match=r"single\.yaml is not what runs:\n  something: asked for") as error:
+        engine.assert_in_force()
+    assert str(error.value).count("\n") == 1

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from cookbook.config.sections import LossScaleSection
+from cookbook.training.engine import Engine
 from cookbook.training.engine.loss_scale import LossScale
 
 SETTINGS = {"initial": 1024.0, "window": 2, "hysteresis": 2, "minimum": 256.0}
@@ -32,6 +33,15 @@ def path_of(scaler, steps: int, overflows: set[int]) -> list[float]:
         found.append(scaler.scale)
         scaler.update(overflowed=step in overflows)
     return found
+
+
+def test_a_restored_run_goes_on_with_the_scale_and_the_counts_of_its_save():
+    saved, engine, applied = LossScale(settings=LossScaleSection(**SETTINGS)), Engine.__new__(Engine), []
+    path_of(saved, 2, OVERFLOWS)
+    engine.loss_scale = LossScale(settings=LossScaleSection(**SETTINGS))
+    engine.held_pieces, engine._apply_loss_scale = lambda kinds: iter(()), applied.append
+    engine.restore(list, lambda name: [], {"updates": None, "loss_scaler": json.loads(json.dumps(saved.state()))})
+    assert path_of(engine.loss_scale, 4, {1, 2}) == PATH[2:6] and applied == [2048]
 
 
 class Torch:

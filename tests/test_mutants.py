@@ -1,22 +1,39 @@
-"""Each fault of `make mutants` has its place in the code, and the test that notices it is there.
+"""Each fault of `make mutants` has its place in the code, and the test that notices it is there and notices it.
 
 python -m pytest -q tests/test_mutants.py
 """
 
+import subprocess
+import sys
+
 import pytest
 
-from tests.mutants import FAULTS, ROOT, Fault
+from tests.mutants import PARTS
+from tests.planted import FAULTS, ROOT, Fault
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.harm)
 def test_a_fault_can_be_planted_and_the_test_that_notices_it_is_there(fault: Fault):
     right = (ROOT / fault.file).read_text(encoding="utf-8")
-    compile(fault.planted_in(right), fault.file, "exec")
+    planted = fault.planted_in(right)
+    if fault.file.endswith(".py"):
+        compile(planted, fault.file, "exec")
     file, name = fault.test.split("::")
-    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+    assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_no_fault_is_there_twice():
+    assert len({(fault.file, fault.text) for fault in FAULTS}) == len({fault.harm for fault in FAULTS}) == len(FAULTS)
 
 
 def test_a_place_that_has_moved_is_named():
     gone = Fault("loss", "train.py", "no such line", "", "nothing", "tests/test_mutants.py::gone")
     with pytest.raises(ValueError, match=r"train\.py has 0 times: no such line"):
         gone.planted_in("import sys\n")
+
+
+@pytest.mark.parametrize("part", [pytest.param(i, marks=pytest.mark.thorough(turn=(i, PARTS))) for i in range(PARTS)])
+def test_the_tests_notice_a_part_of_the_faults(part: int):
+    command = [sys.executable, "tests/mutants.py", "--part", str(part)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -50,7 +50,7 @@ def test_numbers_of_16_bits_are_squared_in_32():
 
 
 def test_a_part_counts_as_often_as_there_are_different_ones():
-    """Of a gradient in four parts the mean over the ranks of four times a part's squares is the whole square."""
+    """The mean over four ranks of four times the squares of a part is the square of the whole."""
     weights = [torch.nn.Parameter(torch.zeros(8)) for _ in range(3)]
     weights[0].grad, weights[1].grad = torch.arange(8.0), torch.full((8,), 0.5)
     times = {id(weights[0].grad): 4.0, id(weights[1].grad): 1.0}

@@ -163,6 +163,14 @@ def test_sgd_takes_the_momentum_of_the_recipe(settings: dict, expected: float):
     assert {group["momentum"] for group in optimizer.param_groups} == {expected}
 
 
+@pytest.mark.parametrize(("settings", "expected"), [({}, 0.95), ({"momentum": 0.0}, 0.0)], ids=str)
+def test_muon_takes_the_momentum_of_the_recipe_and_rounds_where_the_run_does(settings: dict, expected: float):
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
+        optimizer = build_optimizer(tiny_llama(), muon(**settings), precision)
+        found = {group["momentum"] for group in optimizer.param_groups if group["orthogonal"]}
+        assert (found, optimizer.dtype) == ({expected}, dtype)
+
+
 def tiny_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -73,7 +73,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "sft, tied, clipped, warm-up, decay": {"warmup": 4, "weight_decay": 0.1, "clip": 0.5, "least": 1e-4},
+    "sft, tied, clipped, warm-up, decay": {"times": 2, "warmup": 4, "weight_decay": 0.1, "clip": 0.5, "least": 1e-4},
     "sft, last turn, untied": {"train_on": "last", "model": "untied", "schedule": "linear", "least": 2e-4},
     "sft, all tokens, packed": {"train_on": "all", "schedule": "constant", "packing": True},
     "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "least": 0.03, "clip": 0.3},
@@ -91,13 +91,14 @@ OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
 
 
 def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
-    given = {key: value for key, value in case.items() if key not in ("packing", "model", "adapter")}
+    given = {key: value for key, value in case.items() if key not in ("packing", "model", "adapter", "times")}
     kind = given.get("objective", "sft")
     rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo', 'cpo', 'simpo') else kind}.jsonl"
     return Setup(model=shelf / case.get("model", "tied"), rows=rows, **given)
 
 
 def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
+    times = case.get("times", 1)  # the batch is as many times that of the learning rate
     objective: dict[str, Any] = {"name": OF_RECIPE.get(setup.objective, setup.objective)}
     if setup.objective == "sft":
         objective["train_on"] = setup.train_on
@@ -107,10 +108,11 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     objective |= {"gamma": setup.margin} if setup.objective == "simpo" else {}
     objective |= {"nll_weight": setup.nll_weight} if setup.objective == "cpo" else {}
     objective |= {"label_smoothing": setup.label_smoothing} if setup.label_smoothing else {}
-    optim = {"name": setup.optimizer, "learning_rate": setup.peak, "weight_decay": setup.weight_decay}
+    optim = {"name": setup.optimizer, "learning_rate": setup.peak / times, "weight_decay": setup.weight_decay}
     optim |= {"momentum": 0.0} if setup.optimizer == "sgd" else {}
     schedule: dict[str, Any] = {"name": setup.schedule, "warmup_steps": setup.warmup}
     schedule |= {"decay_steps": setup.decay_steps} if setup.schedule == "wsd" else {}
+    schedule |= {"scale_lr": "linear", "base_batch_size": NUM_ROWS // times} if times > 1 else {}
     schedule |= {"min_learning_rate": setup.least} if setup.least else {}
     sections: dict[str, Any] = {
         "model": {"name_or_path": str(setup.model)},
