@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from cookbook.system import faults
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint import saver as saver_module
+from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.tensors import Reader, StagedPiece, room_for, write_pieces
@@ -278,6 +279,24 @@ def test_a_state_that_is_nested_without_end_is_broken(saved: Path):
     (saved / "state.json").write_text("[" * 100_000)
     with pytest.raises(BrokenCheckpoint, match=r"state\.json"):
         folder.Checkpoint(saved, {}).state()
+
+
+def test_a_state_of_another_step_than_the_manifest_is_broken(tmp_path: Path):
+    state = {
+        "recipe": {"data": {"train": "x"}},
+        "made_from": {},
+        "run": {},
+        "counts": {"updates": 3},
+        "num_samples": 24,
+    }
+    for step, says in ((3, 3), (4, 3)):
+        target = saver(tmp_path)
+        target.save(step, flat_pieces("a", torch.randn(4, 6), "weight", []), STATE | state | {"step": says})
+        if step == says:
+            assert read_content(target.newest)[0]["step"] == 3
+        else:
+            with pytest.raises(BrokenCheckpoint, match="of different steps"):
+                read_content(target.newest)
 
 
 def test_another_format_is_named(saved: Path):

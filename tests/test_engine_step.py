@@ -23,11 +23,13 @@ from cookbook.config.objectives import Objective
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.planning.launchers import World
 from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import TokenSet, join
 from cookbook.training.engine import Engine, engine_class
+from cookbook.training.engine.state import Piece
 from cookbook.training.models.loss import add_loss
 
 VOCAB, LEARNING_RATE, BETAS, EPS = 61, 1e-2, (0.8, 0.95), 1e-4
@@ -165,6 +167,30 @@ def test_a_checkpoint_holds_the_weights_moments_and_count_of_plain_torch(book):
             )
     counts = json.loads((folder / "state.json").read_text())["counts"]
     assert counts == {"updates": int(moments["step"]), "loss_scaler": None} and counts["updates"] == 3
+
+
+@pytest.mark.parametrize("change", [{"lm_head.weight": [VOCAB, 25]}, {"another.weight": [1]}], ids=["width", "name"])
+def test_a_checkpoint_of_another_model_is_not_read(book, change: dict):
+    engine, saver = engine_of(new_model(), CLIP), saver_in(Path("checkpoints"))
+    save(saver, engine, 3)
+    with pytest.raises(RecipeError, match=f"of another model: {next(iter(change))} is "):
+        resume.load(saver.newest, engine.parameter_shapes() | change, engine.restore)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_of_what_several_ranks_hold_each_writes_a_part_and_all_write_everything(rows: int, copies: int):
+    """A run of 35 elements from 4 on, or rows of 7 elements, 10 apart."""
+    data = torch.arange(35.0).view(rows, -1)
+    place = {"name": "a", "kind": "weight", "shape": (6, 10), "start": 4, "stride": 10 * (rows > 1)}
+    written = {}
+    for copy_ in range(copies):
+        share = Piece(data=data, copies=copies, copy=copy_, **place).share()
+        for i, run in enumerate(share.data):
+            for k, value in enumerate(run.tolist()):
+                assert written.setdefault(share.start + i * share.stride + k, value) == value
+    expected = {4 + 10 * i + k: 7.0 * i + k for i in range(5) for k in range(7)}
+    assert written == (expected if rows > 1 else {4 + i: float(i) for i in range(35)})
 
 
 def test_a_restored_engine_goes_on_as_if_it_had_not_stopped(book):

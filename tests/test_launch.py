@@ -361,6 +361,17 @@ def test_a_world_that_no_launcher_sets_is_refused(variables):
         read_world(variables)
 
 
+@pytest.mark.parametrize("plan", ["xx", "{}", "[1]", '[{"at": "step.loss"}]'])
+def test_what_a_later_step_could_not_read_of_the_environment_is_refused_by_name_and_value(plan):
+    variables = {"TORCHELASTIC_RESTART_COUNT": "x", "COOKBOOK_FAULTS": plan}
+    with pytest.raises(RecipeError) as error:
+        read_world(variables)
+    restarts, faults = error.value.mistakes
+    assert restarts.startswith("environment: TORCHELASTIC_RESTART_COUNT is 'x', ")
+    assert faults.startswith(f"environment: COOKBOOK_FAULTS is {plan!r}, ")
+    assert read_world({"TORCHELASTIC_RESTART_COUNT": "3", "COOKBOOK_FAULTS": "[]"}).num_processes == 1
+
+
 @pytest.mark.parametrize(
     ("listing", "visible", "expected"),
     [

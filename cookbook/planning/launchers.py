@@ -15,8 +15,8 @@ import psutil
 
 from cookbook.config.strategy import Strategy, load_strategy, strategy_path
 from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
-from cookbook.system import hosts
-from cookbook.system.files import RecipeError
+from cookbook.system import faults, hosts
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -152,8 +152,9 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     """The world described by torchrun's variables; one process without them.
 
     Raises:
-        RecipeError: inconsistent variables.
+        RecipeError: inconsistent variables, or one that a later step could not read.
     """
+    refuse(_unreadable(environment))
     rank, local_rank, size = (
         environment.get(*pair) for pair in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
     )
@@ -171,6 +172,16 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
         num_local=int(local_size),
         is_launched="WORLD_SIZE" in environment,
     )
+
+
+def _unreadable(environment: Mapping[str, str]) -> list[str]:
+    restarts, planned = (environment.get(name) for name in ("TORCHELASTIC_RESTART_COUNT", faults.VARIABLE))
+    mistakes = []
+    if restarts is not None and not restarts.isdecimal():
+        mistakes.append(f"environment: TORCHELASTIC_RESTART_COUNT is {restarts!r}, no number as torchrun's; unset it")
+    if planned and not faults.is_plan(planned):
+        mistakes.append(f"environment: {faults.VARIABLE} is {planned!r}, no list of faults for the tests; unset it")
+    return mistakes
 
 
 def elastic_sizes(world: World) -> list[int]:

@@ -12,6 +12,15 @@ import time
 VARIABLE = "COOKBOOK_FAULTS"
 
 
+def is_plan(text: str) -> bool:
+    """Whether `at` can read it."""
+    try:
+        plan = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(plan, list) and all(isinstance(one, dict) and one.keys() >= {"at", "do"} for one in plan)
+
+
 def at(point: str, step: int) -> bool:
     """Executes the faults planned for a named point of a step. Returns whether one of them is "nan".
 
