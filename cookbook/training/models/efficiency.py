@@ -62,7 +62,7 @@ def compile_layers(model: PreTrainedModel) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers to compile"
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
