@@ -273,7 +273,7 @@ def loop(run: "Run", services: "Services") -> str | None:
             with phase("save"):
                 save(run, services)
         saved = time.perf_counter()
-        services.profile.end_step(step)
+        services.end_step(run, first_step)
         if settings.stop_after_steps and step - first_step >= settings.stop_after_steps and not is_last:
             reason = reason or "run.stop_after_steps"
         if reason is not None or is_last:

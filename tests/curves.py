@@ -109,6 +109,10 @@ class Curve:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
+    def events(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    @property
     def steps(self) -> list[dict]:
         return [line for line in self.lines if "loss" in line]
 

@@ -738,6 +738,22 @@ def sums_over_micro_batches_in_16_bits() -> None:
     Fsdp2._keep_sums_in_float32 = lambda self: None
 
 
+def compile_without_inductor() -> None:
+    """No mistake: graphs as with inductor, whose processes do not survive a fork, and no minute for their code."""
+    from torch import nn
+
+    right = nn.Module.compile
+    nn.Module.compile = lambda self, *args, **options: right(self, *args, backend="aot_eager", **options)
+
+
+def compile_with_symbols() -> None:
+    """Layers that FSDP2 has wrapped get symbols in place of their sizes."""
+    from torch import nn
+
+    right = nn.Module.compile
+    nn.Module.compile = lambda self: right(self, backend="aot_eager", dynamic=True)
+
+
 if __name__ == "__main__":
     mistake = sys.argv.pop(1)
     globals()[mistake]()

@@ -40,6 +40,7 @@ CLASHES = {
         "ddp",
         0,
     ),
+    "model.compile with ZeRO-3": (["model.compile=true"], "zero3", 0),
     "model.compile with sequence parallel": (["model.compile=true"], "fsdp2_sp", 0),
     "model.liger_kernels with pipeline parallel, on GPUs": (["model.liger_kernels=true"], "pp", 2),
     "model.liger_kernels with expert parallel, on GPUs": (["model.liger_kernels=true"], "fsdp2_ep", 4),
@@ -83,7 +84,8 @@ BESIDE = [
     (["model.gradient_checkpointing=true"], "zero3"),
     (["model.gradient_checkpointing=offload"], "zero3"),
     (["model.gradient_checkpointing=true", "model.compile=true"], "ddp"),
-    (["model.compile=true"], "zero3"),
+    (["model.compile=true"], "zero2"),
+    (["model.compile=true"], "fsdp2"),
     (["optim.gradient_dtype=bf16"], "zero1"),
 ]
 

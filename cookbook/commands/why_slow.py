@@ -45,7 +45,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
-    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps)))
+    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps), *_compiled(run)))
     profiles = read_ranks(folder / "profile", "phases")
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
@@ -77,6 +77,13 @@ def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     mfu = [line["mfu"] for line in steps if "mfu" in line]
     if mfu:
         yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
+
+
+def _compiled(run: History) -> Iterator[tuple[str, ...]]:
+    """What torch's compiler made of the layers, after the first steps of the last start."""
+    for event in [event for event in run.events if event["event"] == "compiled"][-1:]:
+        broken = f"{event['graph_breaks']} graph breaks, {event['given_up']} calls given up"
+        yield "compiled", f"{event['graphs']} graphs", f"{broken}, {event['recompilations']} recompilations"
 
 
 def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> str:

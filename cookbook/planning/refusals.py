@@ -168,6 +168,13 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="model.compile: false, or model.gradient_checkpointing: true",
     ),
     Combination(
+        what="model.compile with ZeRO-3",
+        clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.zero_stage == 3,
+        why="its hooks break the graph of each layer, until torch gives up and runs the layers uncompiled",
+        seen="torch 2.13, deepspeed 0.19.8",
+        way_out="model.compile: false, or accelerate_configs/fsdp2.yaml",
+    ),
+    Combination(
         what="model.compile with sequence parallel",
         clashes=lambda recipe, strategy, num_gpus: recipe.model.compile and strategy.sp_size > 1,
         why="the exchange between tokens and heads lies inside each layer, and compiling it has not been tried",

@@ -24,11 +24,15 @@ from cookbook.training import metrics, trackers
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data import batches
 from cookbook.training.data.tokens import TokenSet
+from cookbook.training.models.efficiency import compile_counts
 from cookbook.training.models.fp8 import num_converted
 from cookbook.training.profiling import Profile
 
 if TYPE_CHECKING:
     from cookbook.run.forecasts import Memory
+
+STEPS_TO_COMPILE = 4
+"""Steps of a start within which batches of other lengths come, for which layers are compiled again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,18 @@ class Services:
     watch: Watch
     saver: Saver
     profile: Profile
+
+    def end_step(self, run: Run, first_step: int) -> None:
+        """Ends the profile of a step; after a start's first ones tells what torch's compiler made of the layers."""
+        step = run.progress.step
+        self.profile.end_step(step)
+        if run.recipe.model.compile and step == first_step + STEPS_TO_COMPILE:
+            counts = compile_counts()
+            self.log.event("compiled", step, **counts)
+            if counts["graph_breaks"] or counts["given_up"]:
+                what = f"model.compile: {counts['graph_breaks']} graph breaks, {counts['given_up']} calls given up"
+                how = "parts of the layers run uncompiled; TORCH_LOGS=graph_breaks,recompiles names them"
+                self.log.say(f"{what}: {how}", "bold red")
 
 
 def start_services(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Services:

@@ -56,13 +56,32 @@ def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwa
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each decoder layer in place, for any batch size and length.
 
-    Seen on CPU (torch 2.13): one compilation serves all layers, and from the second packed row on, all lengths. There
-    the split attention breaks the graph; checkpointed layers cannot have a graph break, so they run uncompiled.
+    Seen on CPU (torch 2.13): one compilation serves all layers, a second one all further lengths, under each strategy
+    that is served (`tests/test_compiled.py`). On a CPU the split attention of packed rows breaks the graph;
+    checkpointed layers cannot have a graph break, so they run uncompiled.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers to compile"
     for layer in layers:
+        # Not dynamic=True: under FSDP2 a layer's sizes and factors would be symbols, which breaks its graph.
         layer.compile()
+
+
+def compile_counts() -> dict[str, int]:
+    """What torch's compiler did in this process: `graphs`, `graph_breaks`, `recompilations`, and the calls of functions
+    that it then left uncompiled, `given_up`.
+
+    The counters are private (torch 2.13, _dynamo/utils.py `counters`, _dynamo/convert_frame.py).
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "recompilations": sum(times - 1 for times in convert_frame.FRAME_COMPILE_COUNTER.values()),
+        "given_up": counters["frames"]["total"] - counters["frames"]["ok"],
+    }
 
 
 def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
