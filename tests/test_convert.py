@@ -618,13 +618,13 @@ def test_no_value_of_any_key_is_a_traceback(folder, value):
                 if not isinstance(home, dict):
                     break
             else:
-                home.setdefault(last, value)
+                home.setdefault(last, copy.deepcopy(value))
         assert convert(json.dumps(values), "--from", name, "--out", f"recipes/{name}.yaml", name="file.json") in (0, 2)
 
 
 OTHER_TRAININGS = {
     "axolotl": ("base_model: m\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\n", {
-        "rl: grpo": "no such objective",
+        "rl: grpo": "it samples and scores answers while it trains",
         "load_in_8bit: true": "weights in 8 bits",
         "reward_model: true": "a reward model",
         "adapter: llama-adapter": "write adapter",
@@ -639,8 +639,8 @@ OTHER_TRAININGS = {
         "use_galore: true": "another optimizer",
     }),
     "torchtune": ("tokenizer: {max_seq_len: 64}\ncheckpointer: {checkpoint_dir: m}\ndataset: {source: r}\n", {
-        "loss: {_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss}": "no such objective",
-        "loss: {_component_: torchtune.rlhf.loss.PPOLoss}": "no such objective",
+        "loss: {_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss}": "it samples and scores answers",
+        "loss: {_component_: torchtune.rlhf.loss.PPOLoss}": "it samples and scores answers",
         "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}": "a teacher",
         "fake_quant_after_n_steps: 100": "quantization-aware training",
         "transform: {image_size: 560}": "pictures",
@@ -656,7 +656,7 @@ OTHER_TRAININGS = {
         "temperature: 0.9": "rewards while training",
         "center_rewards_coefficient: 0.01": "a reward model",
         "loss_type: [sigmoid, sft]": "no such objective",
-        "loss_type: hinge": "no such objective",
+        "loss_type: hinge": "another loss, which is not here",
     }),
 }  # fmt: skip
 
@@ -683,20 +683,54 @@ def test_without_a_number_of_processes_and_a_distribution_one_process_trains(fol
     assert yaml.safe_load(Path("recipes/one.yaml").read_text())["strategy"] == "single"
 
 
+WSD = "lr_scheduler_kwargs: {num_decay_steps: 7, min_lr_ratio: 0.2, decay_type: linear}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "least"),
     [
         (TRL.replace("cosine", "cosine_with_min_lr") + "lr_scheduler_kwargs: {min_lr_rate: 0.1}\n", 0.1),
         (TRL.replace("cosine", "cosine_with_min_lr") + "lr_scheduler_kwargs: {min_lr: 1.0e-6}\n", None),
         (AXOLOTL + "cosine_min_lr_ratio: 0.25\n", 0.25),
+        (TRL.replace("cosine", "warmup_stable_decay") + WSD, 0.2),
     ],
-    ids=["share", "rate", "axolotl"],
+    ids=["share", "rate", "axolotl", "wsd"],
 )
 def test_the_rate_at_the_end_is_a_rate_or_its_share_of_the_peak(folder, text, least):
     recipe = recipe_of(text)
-    assert recipe["schedule"]["name"] == "cosine"
+    is_wsd = "warmup_stable_decay" in text
+    assert recipe["schedule"]["name"] == ("wsd" if is_wsd else "cosine")
+    assert recipe["schedule"].get("decay_steps") == (7 if is_wsd else None)
     wanted = 1e-6 if least is None else least * recipe["optim"]["learning_rate"]
     assert recipe["schedule"]["min_learning_rate"] == pytest.approx(wanted)
+
+
+def test_a_wsd_that_falls_as_a_cosine_is_listed(folder, capsys):
+    recipe_of(TRL.replace("cosine", "warmup_stable_decay") + "lr_scheduler_kwargs: {num_decay_steps: 7}\n")
+    assert "not in the file: its decay is half a cosine" in capsys.readouterr().out
+
+
+def test_deepspeed_s_share_at_the_end_of_a_cosine_is_a_rate(folder, capsys):
+    params = {"warmup_num_steps": 3, "total_num_steps": 20, "cos_min_ratio": 0.3}
+    zero = {"scheduler": {"type": "WarmupCosineLR", "params": params}, "zero_optimization": {"stage": 2}}
+    assert convert(json.dumps(zero | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}), name="file.json") == 0
+    assert "min_learning_rate: 0.0003" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("epochs", "saves"), [(1, 1), (0.25, 4), (0.3, None), (2, None)])
+def test_saves_every_so_many_epochs_are_saves_per_epoch(folder, capsys, epochs, saves):
+    text = "".join(line for line in V1.splitlines(True) if not line.startswith("save_"))
+    assert recipe_of(text + f"save_epochs: {epochs}\n")["run"].get("saves_per_epoch") == saves
+    assert ("save_epochs is" in capsys.readouterr().out) == (saves is None)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"), [("", True), ("stage: pt\n", False), ("stage: dpo\n", True)], ids=["sft", "pt", "dpo"]
+)
+def test_that_llama_factory_cuts_prompt_and_answer_in_proportion_is_said(folder, capsys, more, is_said):
+    text = "model_name_or_path: m\ndataset: d\ntemplate: qwen\nfinetuning_type: lora\ncutoff_len: 64\n"
+    assert convert(text + (more or "stage: sft\n"), "--from", "llama-factory") == 0
+    assert ("cuts prompt and answer in proportion" in capsys.readouterr().out) == is_said
 
 
 ALL_COSTS = """\

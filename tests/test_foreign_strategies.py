@@ -15,6 +15,7 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
@@ -261,6 +262,72 @@ def test_where_the_meaning_is_known_it_is_told(name: str, tmp_path: Path):
     assert f"for that take strategy {name}" in mistake and "did you mean" not in mistake
     stage_0 = with_json(tmp_path, {"zero_optimization": {"stage": 0}})
     assert "is 0, which is DDP: take strategy ddp" in mistakes_of(stage_0)[0]
+
+
+SAID_OF_JSON: dict[str, tuple[dict[str, Any], str]] = {
+    "ZeRO-Offload as of 2020": ({"cpu_offload": True}, "write zero_optimization.offload_optimizer: {device: cpu}"),
+    "auto that nobody fills in": ({"sub_group_size": "auto"}, "sub_group_size is 'auto', and accelerate fills in none"),
+    "SuperOffload": ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "an optimizer of its own"),
+    "ZenFlow": ({"zenflow": {"topk_ratio": 0.1}}, "an update of another order"),
+    "MiCS": ({"mics_shard_size": 4}, "take strategy hsdp"),
+}
+
+
+@pytest.mark.parametrize("case", SAID_OF_JSON)
+def test_a_key_of_deepspeed_that_is_not_served_is_answered_by_its_meaning(case: str, tmp_path: Path):
+    block, said = SAID_OF_JSON[case]
+    (mistake, *more) = mistakes_of(with_json(tmp_path, {"zero_optimization": {"stage": 3, **block}}))
+    assert said in mistake and "known here" not in mistake and len(more) <= 1
+
+
+def test_every_key_with_deepspeed_s_own_default_is_passed_over(tmp_path: Path):
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    names = {name: (field.alias or name, field.get_default()) for name, field in fields}
+    values = {written: value for written, value in names.values() if type(value) in (bool, int, float)}
+    only_below = ("round_robin_gradients", "allgather_partitions", "allgather_bucket_size")
+    values = {key: value for key, value in values.items() if key not in only_below} | {"stage": 3}
+    assert len(values) > 20
+    load_strategy(with_json(tmp_path, {"zero_optimization": json.loads(json.dumps(values))}))
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"zero_stage": 3, "offload_param_device": "cpu"}, "offload_param_device: goes with offload_optimizer"),
+        ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "add offload_optimizer_nvme_path: nvme_swap"),
+        ({"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}, "needs stage 3"),
+    ],
+)
+def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str, Any], said: str, tmp_path: Path):
+    mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "zero2", deepspeed_config=block))
+    assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
+
+
+def test_a_training_file_of_another_project_is_no_strategy(tmp_path: Path):
+    path = tmp_path / "train.yaml"
+    path.write_text("model_name_or_path: m\nfsdp: full_shard\nfsdp_config: {version: 2}\n")
+    (mistake,) = mistakes_of(path)
+    assert f"is a file of a training, not a strategy; `cookbook convert {path}` makes a recipe of it" in mistake
+
+
+def test_the_name_that_accelerate_had_for_prefetching_is_read(tmp_path: Path):
+    block = {key: value for key, value in FSDP1.items() if key != "fsdp_backward_prefetch"}
+    path = yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block | {"fsdp_backward_prefetch_policy": "NO_PREFETCH"})
+    found = load_strategy(path).fsdp
+    assert found is not None and found.fsdp_backward_prefetch == "NO_PREFETCH"
+
+
+def test_a_share_at_the_end_of_the_cosine_is_compared_with_the_recipe_s(lab, tmp_path, capsys):
+    schedule = {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.3}}}
+    assert check(lab, with_json(tmp_path, PAGES["zero2"] | schedule)) == 2
+    assert "cos_min_ratio is 0.3, but the recipe's min_share is 0.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "hint"), [("{// a\n}", "no comments"), ('{"a": 1,}', "no comma before")])
+def test_what_json_has_not_is_said(text: str, hint: str, tmp_path: Path):
+    path = with_json(tmp_path, PAGES["zero2"])
+    (tmp_path / "page.json").write_text(text)
+    assert hint in mistakes_of(path)[0]
 
 
 WRONG = {

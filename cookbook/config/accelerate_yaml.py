@@ -1,7 +1,7 @@
 """accelerate's YAML: the keys that a strategy may write, and which of them contradict one another."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -56,7 +56,7 @@ class DeepspeedBlock(Block):
             ("offload_param", self.offload_param_device, self.offload_param_nvme_path),
         ):
             if device not in (None, "none"):
-                zero[block] = {"device": device} | ({"nvme_path": path} if device == "nvme" else {})
+                zero[block] = {"device": device} | ({"nvme_path": path} if path is not None else {})
         if self.offload_param_device == "nvme":
             zero["stage3_prefetch_bucket_size"] = 0  # see `_check_zero`
         return {"zero_optimization": zero}
@@ -182,7 +182,7 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
         least = math.prod(block.sizes.values())
         copies = (machines if machines > 1 else SMALLEST) if len(block.open_sizes) > 1 else 1
         multiple = copies * least // SMALLEST ** len(block.open_sizes)
-        fits = count == "auto" or count == least or (block.open_sizes and count > least and count % multiple == 0)
+        fits = count == "auto" or least in (1, count) or (block.open_sizes and count > least and count % multiple == 0)
         if not fits:
             mesh = " x ".join(str(size) for size in block.written.values() if size != 1)
             more = f" or more, in multiples of {multiple}" if block.open_sizes else ""
@@ -198,6 +198,21 @@ def _check_deepspeed_block(block: DeepspeedBlock, place: Callable[..., str]) -> 
     for key in others if block.deepspeed_config_file is not None else ():
         way = OWNED_BY_THE_RECIPE.get(key, "take it out")
         yield f"{place('deepspeed_config', key)}: would be ignored beside a JSON; {way}"
+
+
+def in_terms_of_block(mistakes: Iterable[str]) -> list[str]:
+    """Mistakes of `DeepspeedBlock.in_place_of_json` by the keys of the YAML."""
+    found = []
+    for mistake in mistakes:
+        for block in ("offload_optimizer", "offload_param"):
+            mistake = mistake.replace(f"add {block}: {{device: cpu}}", f"add {block}_device: cpu")
+            mistake = mistake.replace(f"zero_optimization.{block}.device", f"deepspeed_config.{block}_device")
+            mistake = mistake.replace(f"zero_optimization.{block}.nvme_path", f"deepspeed_config.{block}_nvme_path")
+            mistake = mistake.replace(f"zero_optimization.{block}", f"deepspeed_config.{block}_device")
+            if f"deepspeed_config.{block}_device is" in mistake:
+                mistake = mistake.replace("no nvme_path; add nvme_path", f"no {block}_nvme_path; add {block}_nvme_path")
+        found.append(mistake)
+    return found
 
 
 def _check_ignored(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:

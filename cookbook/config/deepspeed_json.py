@@ -35,6 +35,15 @@ def stage_number(value: Any) -> Any:
 _group_or_auto = partial(count_or_auto, auto="the processes of a machine")
 
 
+BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+"""What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
+MAY_BE_AUTO = {*BY_HIDDEN_SIZE, "zero_hpz_partition_size"}
+
+
 class JsonBlock(Block):
     """A block of a DeepSpeed JSON: a key that is left out has DeepSpeed's default, and null is no value."""
 
@@ -44,6 +53,8 @@ class JsonBlock(Block):
         info = cls.model_fields[str(field.field_name)]
         if value is None and not info.is_required():
             raise ValueError("is empty; write a value, or take the key out")
+        if value == "auto" and not info.is_required() and field.field_name not in MAY_BE_AUTO:
+            raise ValueError("is 'auto', and accelerate fills in none; take it out")
         # 5e8, as DeepSpeed's own pages have it: pydantic makes an integer of a whole number there.
         is_whole = isinstance(value, float) and value.is_integer() and "int" in str(info.annotation)
         return int(value) if is_whole else value
@@ -51,12 +62,6 @@ class JsonBlock(Block):
 
 MOST_ELEMENTS = 10**11
 """Elements of a buffer: more than any GPU holds, of whatever dtype."""
-BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda hidden: hidden * hidden,
-    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-}
-"""What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
 
 
 def _elements(value: Any, *, least: int = 1, most: int = MOST_ELEMENTS, auto: bool = False) -> Any:

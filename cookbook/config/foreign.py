@@ -74,7 +74,7 @@ class Key:
     def answer(self) -> str:
         """What to write in a recipe in the place of this key."""
         if self.ours is not None and self.ours.startswith("strategy."):
-            return STRATEGY
+            return self.why or STRATEGY
         if self.ours is None or self.ours[0] == "~":
             return self.why
         return f"write it as {self.ours}"
@@ -139,6 +139,16 @@ def _count(value: Any) -> int:
 def _limit(value: Any) -> int | None:
     """A count, or None for 0 and -1, which mean that there is no limit."""
     return None if _number(value) in (0, -1) else _count(value)
+
+
+def _saves(epochs: Any) -> int:
+    """`run.saves_per_epoch` of a checkpoint every so many epochs."""
+    per_epoch = 1 / (_number(epochs) or math.inf)
+    if per_epoch < 1 or not per_epoch.is_integer():
+        raise NoCounterpart(
+            "a checkpoint has no counterpart after so many epochs; write run.saves_per_epoch, from 1 on"
+        )
+    return int(per_epoch)
 
 
 def _epochs(value: Any) -> int:
@@ -216,6 +226,7 @@ SPECIAL = (
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
     "linear": "linear",
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -254,6 +265,8 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "optim.name": OPTIMIZERS,
     "schedule.name": SCHEDULES,
     **dict.fromkeys(("strategy.offload_optimizer", "strategy.offload_param"), OFFLOAD),
+    "~save_epochs": _saves,
+    "schedule.decay_steps": _count,
     "strategy.fsdp_version": {1: 1, 2: 2},
     "strategy.zero_stage": {0: 0, 1: 1, 2: 2, 3: 3},
     "run.trackers": _trackers,
@@ -290,9 +303,9 @@ MEANINGS: dict[str, dict[str, str]] = {
 }
 """What other projects' values for keys of ours are, with what to write here; in small letters."""
 for _key, _known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
-    MEANINGS[_key] |= {theirs: f"write {ours}" for theirs, ours in _known.items() if theirs != ours}
+    MEANINGS[_key] = {theirs: f"write {ours}" for theirs, ours in _known.items() if theirs != ours} | MEANINGS[_key]
 NEVER_TRAINED = (
-    *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~keep", "~deepspeed", "~fsdp"),
+    *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~save_epochs", "~keep", "~deepspeed", "~fsdp"),
     *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),
 )
 """Derived keys without influence on the curve."""

@@ -18,6 +18,7 @@ from cookbook.config.accelerate_yaml import (
     ParallelismBlock,
     check_blocks,
     check_fsdp_alone,
+    in_terms_of_block,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero
 from cookbook.config.foreign import MEANINGS
@@ -241,7 +242,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     document = read_document(path)
     refuse(_wrong_kind(document))
     rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
-    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE)
+    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE, MEANINGS)
     found = [settled]
     deepspeed_name, source = None, _json_of_block(rest)
     if (written := _deepspeed_file(rest)) is not None:
@@ -256,7 +257,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         source, more = settle(source, DeepspeedFile, "deepspeed")
         found.append(more)
         deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE)
-        mistakes += [*wrong, *check_zero(source)]
+        mistakes += [*wrong, *check_zero(source)] if written is not None else in_terms_of_block(check_zero(source))
     if parsed is not None:
         mistakes += check_blocks(parsed, document.place)
     else:
@@ -283,23 +284,35 @@ def _wrong_kind(document: Document) -> list[str]:
         ]
     if {"model", "data"} <= {*keys}:
         return [f"{document.name}: is a recipe, not a strategy; name it first: cookbook launch {document.name}"]
+    if "distributed_type" not in keys and any(marks & {*keys} for marks in OF_TRAININGS):
+        return [
+            f"{document.name}: is a file of a training, not a strategy; `cookbook convert {document.name}` makes a"
+            " recipe of it, and names its strategy"
+        ]
     return []
 
 
+OF_TRAININGS = (
+    {"model_name_or_path", "learning_rate", "per_device_train_batch_size", "output_dir", "fsdp"},
+    {"base_model", "micro_batch_size"},
+    {"tokenizer", "checkpointer"},
+)
+"""Keys of which a training file of another project has at least one, and a strategy none."""
+
+
 def _with_names_of_today(document: Document) -> Document:
-    """FSDP1's sharding strategy under the name that `accelerate config` 1.15 gives it."""
+    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, and a key that it had another name for."""
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None
-    if isinstance(block, dict) and block.get("fsdp_reshard_after_forward") in SHARDING_STRATEGIES.values():
-        block = {**block, "fsdp_sharding_strategy": block["fsdp_reshard_after_forward"]}
-        del block["fsdp_reshard_after_forward"]
-        values = {**values, "fsdp_config": block}
-        lines = {
-            (*path[:1], "fsdp_sharding_strategy") if path[1:] == ("fsdp_reshard_after_forward",) else path: line
-            for path, line in document.lines.items()
-        }
-        return replace(document, values=values, lines=lines)
-    return document
+    names = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+    if isinstance(block, dict) and str(block.get("fsdp_reshard_after_forward")) in SHARDING_STRATEGIES.values():
+        names["fsdp_reshard_after_forward"] = "fsdp_sharding_strategy"
+    if not isinstance(block, dict):
+        return document
+    names = {old: name for old, name in names.items() if old in block and name not in block}
+    block = {names.get(key, key): value for key, value in block.items()}
+    lines = {(*path[:1], *(names.get(str(one), one) for one in path[1:])): at for path, at in document.lines.items()}
+    return replace(document, values={**values, "fsdp_config": block}, lines=lines)
 
 
 def _json_of_block(document: Document) -> Document | None:

@@ -33,6 +33,8 @@ def owned_by(found: Mapping[str, Any]) -> dict[str, Any]:
     if (optim := found.get("optim")) is not None:
         values |= {f"optim.{key}": getattr(optim, key, None) for key in type(optim).model_fields}
         values["optim.max_grad_norm"] = optim.max_grad_norm or 0.0
+    if (schedule := found.get("schedule")) is not None and optim is not None:
+        values["~min_share"] = schedule.least / optim.learning_rate
     if (scale := found.get("loss_scaling")) is not None:
         values["~initial_scale_power"] = math.log2(scale.initial)
         values |= {f"loss_scale.{key}": getattr(scale, key) for key in ("window", "hysteresis", "minimum")}

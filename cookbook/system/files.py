@@ -278,7 +278,11 @@ def _parse_json(name: str, text: str) -> Document:
     try:
         values = json.loads(text, parse_float=lambda number: _int_if_whole(number, float(number)))
     except json.JSONDecodeError as error:
-        raise RecipeError(f"{name}:{error.lineno}: not valid JSON: {error.msg}") from None
+        is_comment = re.match(r"\s*(//|/\*|#)", error.doc[error.pos :])
+        hint = " (JSON has no comments)" if is_comment else ""
+        if error.doc[: error.pos].rstrip().endswith(",") and error.doc[error.pos : error.pos + 1] in ("}", "]"):
+            hint = " (no comma before a closing bracket)"
+        raise RecipeError(f"{name}:{error.lineno}: not valid JSON: {error.msg}{hint}") from None
     except RecursionError:
         raise RecipeError(f"{name}: not valid JSON: nested too deeply") from None
     except ValueError:

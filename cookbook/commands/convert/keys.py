@@ -64,9 +64,19 @@ class Conversion(Collected):
                 f"for rows of prompt and completion, of which {project.name} trains on the completion, write"
                 " objective.train_on: assistant"
             )
+        if self.take("cut_in_proportion") and not self.recipe.keys() & {"data.too_long", "data.streaming"}:
+            self._proportion()
         if self.take("no_limit") and "data.max_length" not in self.recipe:
             self.recipe["data.too_long"] = "error"
             self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
+
+    def _proportion(self) -> None:
+        """LLaMA-Factory's `infer_seqlen` (data/processor/processor_utils.py)."""
+        if self._objective_name != "cpt":
+            self.changes.append(
+                "a row above data.max_length loses its end, where LLaMA-Factory cuts prompt and answer in proportion;"
+                " data.too_long: drop leaves such rows out"
+            )
 
     def _holds(self, key: str, *, has_adapter: bool) -> bool:
         """Whether a default says something of this training."""
@@ -133,7 +143,8 @@ class Conversion(Collected):
         if "dpo" in component:
             loss = "sigmoid"
         elif component and not re.match(r"ce|.*cross_?entropy", component):
-            self.others.append(f"{self.places['~loss']}: no such objective (docs/recipes.md#objective)")
+            is_online = any(one in component for one in ONLINE)
+            self.others.append(f"{self.places['~loss']}: {SAMPLED if is_online else NO_SUCH}")
         for name in (rl, loss):
             if name == "simpo":
                 self._simpo("pref_loss" in self.places.get("~pref_loss", self.places.get("~rl", "")))
@@ -146,7 +157,8 @@ class Conversion(Collected):
                 self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
             elif name not in (None, "nll", "chunked_nll"):
                 key = next(one for one in ("~rl", "~pref_loss", "~loss_type") if one in self.places)
-                self.others.append(f"{self.places[key]}: no such objective (docs/recipes.md#objective)")
+                why = SAMPLED if name in ONLINE else MEANINGS["objective.name"].get(str(name), NO_SUCH)
+                self.others.append(f"{self.places[key]}: {why}")
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
@@ -236,6 +248,8 @@ class Conversion(Collected):
             self.note("~min_share", "a share of a peak that the file has not; write schedule.min_learning_rate")
         elif share:
             self.recipe.setdefault("schedule.min_learning_rate", float(f"{share * peak:.6g}"))
+        if self.take("decay_type") is None and self.recipe.get("schedule.name") == "wsd":
+            self.changes.append("not in the file: its decay is half a cosine, and that of schedule.name wsd is linear")
 
     def _length_and_batch(self) -> None:
         if "run.max_steps" in self.recipe and "run.num_epochs" in self.recipe:
@@ -285,6 +299,8 @@ class Conversion(Collected):
                 self.note(f"~{what}_strategy", advice)
             elif strategy == "no" and steps:
                 self.note(f"~{what}_steps", f"{what}_strategy is no; left out")
+            if what == "save" and (saves := self.take("save_epochs")) and key not in self.recipe:
+                self.recipe[per_epoch] = saves
             if key in self.recipe and self.recipe.pop(per_epoch, None) is not None:
                 self.note(per_epoch, f"{key} {self.recipe[key]} holds; left out")
         self._best()
@@ -308,6 +324,11 @@ class Conversion(Collected):
                 self.note(
                     "~load_best", "only where each checkpoint is evaluated: write run.export: best and keep_best: 1"
                 )
+
+
+NO_SUCH = "no such objective (docs/recipes.md#objective)"
+ONLINE = ("grpo", "gdpo", "ebft", "ppo", "rloo", "reinforce", "online_dpo")
+SAMPLED = "it samples and scores answers while it trains, which no objective does (docs/recipes.md#objective)"
 
 
 def _named_strategy(stem: str) -> str:
