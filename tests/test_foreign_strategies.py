@@ -410,7 +410,7 @@ sys.exit(2)"""
     assert run_child([sys.executable, "-c", code], dict(os.environ), tmp_path) == 2
 
 
-def test_auto_sizes_are_forecast_as_accelerate_fills_them_in(tmp_path: Path):
+def test_auto_sizes_are_forecast_and_explained_as_accelerate_fills_them_in(tmp_path: Path, capsys):
     source = inspect.getsource(Accelerator._prepare_deepspeed)
     for filled in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
         (expression,) = re.findall(rf'"zero_optimization\.{filled}": (.+),', source)
@@ -422,6 +422,10 @@ def test_auto_sizes_are_forecast_as_accelerate_fills_them_in(tmp_path: Path):
     recipe, machines = load_recipe(ROOT / "recipes/quickstart.yaml"), parse_machines("2x24GB")
     sizes = {"reduce_bucket_size": 36864, "stage3_prefetch_bucket_size": 33177}
     sizes |= {"stage3_param_persistence_threshold": 1920}  # of the quickstart's 192
+    page = ["explain", str(ROOT / "recipes/quickstart.yaml"), "--strategy", str(with_json(tmp_path, PAGES["zero3"]))]
+    assert main(page) == 0
+    text = capsys.readouterr().out
+    assert re.search('reduce_bucket_size +"auto" -> 36864', text) and "prefetch_bucket_size" in text
     memory = []
     for more in ({}, sizes, dict.fromkeys(sizes, 10**9)):
         block = {"zero_optimization": PAGES["zero3"]["zero_optimization"] | more}

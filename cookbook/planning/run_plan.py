@@ -74,7 +74,7 @@ def load_pair(
     assignments: list[str] | None = None,
     strategy: Path | Callable[[Path | None], Path | None] | None = None,
 ) -> tuple[Recipe, Strategy]:
-    """A validated recipe and its strategy.
+    """A validated recipe and its strategy, whose sizes that are "auto" have those of the model, where files tell them.
 
     Args:
         strategy: instead of the one that the recipe names, which then need not name one; or a choice, given that one,
@@ -105,7 +105,8 @@ def load_pair(
         if recipe is None and document.is_whole:
             recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
         raise BrokenPair(mistakes, recipe, loaded)
-    return recipe, loaded
+    hidden = getattr(known_config(recipe.model), "hidden_size", None)
+    return recipe, loaded if hidden is None else loaded.of_width(hidden)
 
 
 def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
