@@ -599,7 +599,13 @@ STRATEGY_MISTAKES = {
         "use_cpu: true\nnum_processes",
         ":2: use_cpu is true: a run uses all ...",
     ),
-    "MULTI_CPU": ("ddp", YAML, "MULTI_GPU", "MULTI_CPU", ":1: distributed_type is 'MULTI_CPU'; use ..."),
+    "MULTI_CPU": (
+        "ddp",
+        YAML,
+        "MULTI_GPU",
+        "MULTI_CPU",
+        ":1: distributed_type is 'MULTI_CPU': without GPUs a run takes the CPU by itself; write MULTI_GPU",
+    ),
     "bare NO": (
         "single",
         YAML,
