@@ -198,6 +198,8 @@ def test_peft_opens_an_adapter(tmp_path: Path, capsys, monkeypatch, here, name: 
         again = AutoPeftModelForCausalLM.from_pretrained(made.folder / "export").eval()(input_ids=IDS).logits
     assert torch.allclose(again, made.logits(), atol=1e-5)
     assert (made.folder / "export" / adapters.BASE_RECORD).is_file()
+    modes = {path.name: path.stat().st_mode & 0o044 for path in (made.folder / "export").iterdir()}
+    assert set(modes.values()) == {0o044}, f"a server runs as another user: {modes}"
 
 
 def test_what_is_exported_stops_at_the_end_of_its_turn_and_where_its_model_did(tmp_path: Path, here):
@@ -206,6 +208,18 @@ def test_what_is_exported_stops_at_the_end_of_its_turn_and_where_its_model_did(t
     assert export(made) == 0
     end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end != 5 and GenerationConfig.from_pretrained(made.folder / "export").eos_token_id == [5, end]
+
+
+def test_the_sampling_settings_of_the_model_stay_and_all_tokens_at_which_it_stops(tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    written = {"do_sample": True, "temperature": 0.3, "top_k": 7, "eos_token_id": [5, 6], "pad_token_id": 1}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(written))
+    for end, stops in ((9, [5, 6, 9]), (6, [5, 6]), (None, [5, 6])):
+        folder = tmp_path / str(end)
+        folder.mkdir()
+        building.write_generation_config(folder, like=tmp_path / "base", end_of_turn=end)
+        found = json.loads((folder / "generation_config.json").read_text())
+        assert {key: found[key] for key in written} == written | {"eos_token_id": stops}
 
 
 def test_adapter_and_base_become_one(lora: Run, capsys, here):
