@@ -13,7 +13,14 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from cookbook.commands.merge import merge_run
 from cookbook.config.sections import AdapterSection
@@ -166,7 +173,7 @@ def run(tmp_path: Path) -> Path:
     record = adapters.Base(str(base), None, weights_digest(base))
     adapters.write_adapter(weights, folder, config=config(), settings=settings, base=record)
     tokenizer.save_pretrained(folder)
-    checkpoint.write_generation_config(folder, like=base, end_of_turn=2)
+    checkpoint.write_generation_config(folder, like=base, end_of_turn=7)
     return tmp_path / "run"
 
 
@@ -211,6 +218,7 @@ def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
         base = AutoModelForCausalLM.from_pretrained(run.parent / "base").eval()(input_ids=ids).logits
     assert torch.allclose(merged, expected, atol=1e-4)
     assert (base - expected).abs().max() > 0.1, "the adapter does something"
+    assert GenerationConfig.from_pretrained(run / "merged").eos_token_id == [2, 7], "it stops where the adapter does"
 
 
 def test_merging_into_another_base_is_refused_and_nothing_is_written(run: Path):
