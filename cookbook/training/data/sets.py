@@ -135,7 +135,8 @@ def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
     num_rows, num_kept = (sum(len(rows.rows) for rows in side) for side in (train, kept))
     if num_kept in (0, num_rows):
         taken = "none" if num_kept else "all"
-        raise RecipeError(f"data.holdout is {share}: it takes {taken} of the {num_rows} rows of data.train")
+        why = "rows that are equal stay together; take it out, or write data.eval"
+        raise RecipeError(f"data.holdout is {share}: it takes {taken} of the {num_rows} rows of data.train; {why}")
     return kept, [rows for rows in held_out if rows.rows]
 
 
