@@ -57,7 +57,8 @@ def state_tensors(optimizer: Any) -> Iterator[Any]:
 
 def quantization(model: Any) -> Iterator[Any]:
     """The constants beside 4-bit weights: a parameter carries them, or its module where FSDP replaced that."""
-    for owner in (*model.parameters(), *model.modules()):
+    packed = (one for module in model.modules() for one in getattr(module, "packed", {}).values())
+    for owner in (*model.parameters(), *model.modules(), *packed):
         state = getattr(owner, "quant_state", None)
         while state is not None:
             yield from (tensor for tensor in (state.absmax, state.code, state.offset) if tensor is not None)

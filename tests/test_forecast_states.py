@@ -70,6 +70,7 @@ CHUNKS = {"pp-chunks": "pp", "pp_fsdp2-chunks": "pp_fsdp2"}
 EXPERTS = ("model={name_or_path: EXPERTS}",)
 """A mixture, in a folder that the run makes."""
 ON_EXPERTS = "adapter={name: lora, rank: 5, targets: [all-linear, gate_up_proj, down_proj]}"
+PACKED_EXPERTS = ON_EXPERTS.replace("lora", "qlora")
 SIZES = dict.fromkeys(("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp_tp", "pp_tp_fsdp2"), EVEN)
 SIZES |= {"fsdp2_ep": EXPERTS, "zero3_nvme": LARGE}
 
@@ -126,6 +127,7 @@ SLOW = [
     run("fsdp2_tp", 4, *BF16),
     run("fsdp2_ep", 4, *BF16),
     run("fsdp2_ep", 4, ON_EXPERTS, *BF16),
+    Run(strategy="fsdp2", processes=2, settings=(*EXPERTS, PACKED_EXPERTS, *BF16)),
     run("pp_fsdp2", 4, *BF16),
     run("pp_tp", 4, *BF16),
 ]
@@ -168,6 +170,10 @@ REST += [
     run("zero2-sums", 3, *BF16),
 ]
 REST += [run("pp_fsdp2-chunks", 4, *BF16, "model.from_scratch.num_hidden_layers=4")]
+REST += [
+    Run(strategy=name, processes=count, settings=(*EXPERTS, PACKED_EXPERTS, *BF16))
+    for name, count in (("single", 1), ("zero2", 2), ("zero3", 2))
+]
 REST += [run("single", 1, *QLORA), run("zero2", 2, *QLORA, *BF16), run("zero3_offload", 2, *QLORA, *BF16)]
 CASES = [
     *(pytest.param(case, id=str(case)) for case in QUICK),

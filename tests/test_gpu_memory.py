@@ -214,6 +214,24 @@ def test_a_process_takes_what_was_forecast_of_its_experts(gpu_lab: GpuLab, lab: 
     assert abs(run.record["forecast"]["allocated"] / other - 1) > 5 * WITHIN
 
 
+PACKED_EXPERTS = {
+    "adapter": "{name: qlora, rank: 8}",
+    "data.packing": "true",
+    "optim": "{name: sgd, learning_rate: 1e-3, momentum: 0}",
+}
+
+
+@pytest.mark.simulated
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["false", pytest.param("true", marks=pytest.mark.thorough)])
+def test_experts_in_4_bits_are_whole_a_layer_at_a_time(gpu_lab: GpuLab, lab: Lab, checkpointing: str):
+    """Without checkpointing too: those of all layers would be half of the peak, 50 of 91 MB."""
+    settings = experts(lab, **simulated.MIXTURE) | PACKED_EXPERTS | {"model.gradient_checkpointing": checkpointing}
+    run = gpu_lab.run("single", settings, recipe="memory")
+    print(checkpointing, error_of(run), run.record["forecast"])
+    assert abs(error_of(run)) < WITHIN
+
+
 @pytest.mark.simulated
 @pytest.mark.slow
 @pytest.mark.thorough

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cookbook.training.adapters.four_bit_experts import is_in_4_bits
+
 BLOCK = 64
 """Weights per scale (bitsandbytes 0.50.2, nn/modules.py, Params4bit)."""
 
@@ -65,12 +67,31 @@ def _product(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return _Product.apply(hidden.to(dtype), self.weight, bias).to(hidden.dtype)  # type: ignore[no-untyped-call]
 
 
+class _Packed:
+    """See `training.adapters.four_bit_experts.Packed`; here the experts lie whole in the dtype of the product."""
+
+    def whole(self, stored: torch.Tensor) -> torch.Tensor:
+        return _dequantize(stored, stored.dtype)[0].view(stored.shape)
+
+
+def _pack_experts(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        names = [name for name, one in module.named_parameters(recurse=False) if is_in_4_bits(module, one)]
+        if names:
+            from cookbook.training.adapters.stacked import use_own_forward
+
+            use_own_forward(module)
+            found: Any = module
+            found.packed |= dict.fromkeys(names, _Packed())
+
+
 def multiply_in_4_bits(model: PreTrainedModel) -> None:
-    """Makes frozen linear layers, except the head, and peft's adapters on them allocate as with 4-bit weights."""
+    """Makes frozen linear layers but the head, stacked experts and peft's adapters allocate as with 4-bit weights."""
     from peft.tuners.lora import Linear
     from peft.tuners.lora.bnb import Linear4bit
 
     head = model.get_output_embeddings()
+    _pack_experts(model)
     for module in model.modules():
         if isinstance(module, Linear):
             module.forward = MethodType(Linear4bit.forward, module)  # type: ignore[method-assign]

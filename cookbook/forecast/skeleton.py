@@ -10,7 +10,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import examine, inject
+from cookbook.training.adapters import examine, experts_in_4_bits, inject
 
 
 def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
@@ -26,7 +26,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     quantized = set()
     if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
         linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not last)
-        quantized = {id(module.weight) for module in linear}
+        quantized = {id(one) for one in (*(module.weight for module in linear), *experts_in_4_bits(model))}
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]

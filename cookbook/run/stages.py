@@ -3,6 +3,7 @@
 Imports torch, which takes seconds, so `train.py` checks files and rows before it imports this.
 """
 
+import contextlib
 import json
 import math
 import time
@@ -39,6 +40,7 @@ from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.engine import Engine, engine_class, make_deterministic
+from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
@@ -318,7 +320,8 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
 def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
     """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
     quantization = adapters.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
-    with engine.reading(is_quantized=bool(quantization)):
+    packed = each_weight(adapters.packing(quantization)) if quantization else contextlib.nullcontext()
+    with packed, engine.reading(is_quantized=bool(quantization)):
         return models.load_model(
             folder,
             recipe.model,

@@ -87,4 +87,20 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
     bases = [opened(base, **options) for _ in range(2)]
+    if options:
+        for model in bases:
+            _round_experts(model)
     return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]
+
+
+def _round_experts(model: Any) -> None:
+    """Give stacked experts the values that bitsandbytes' 4 bits have, which transformers puts into linear layers alone.
+    In place.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if hasattr(module, "is_transposed") else ():
+            if parameter.ndim == 3:
+                stored = quantize_4bit(parameter.data, quant_type="nf4", compress_statistics=True)
+                parameter.data = dequantize_4bit(*stored)

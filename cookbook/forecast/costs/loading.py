@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from cookbook.forecast.costs.inputs import CostInputs, Skeleton, hidden_bytes
+from cookbook.config.strategy import Strategy
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, hidden_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
 from cookbook.planning.pipeline_stages import begun, stage_chunks
 
@@ -29,10 +30,9 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
     stays = states.host.weights * local
     largest = sorted((weight.num_elements for weight in skeleton.weights), reverse=True)
     on_the_way = FLOAT32 * sum(largest[: 1 if is_quantized else READERS])
-    is_zero3 = strategy.kind == "zero" and strategy.zero_stage == 3
-    if is_quantized and (is_zero3 or strategy.fsdp is not None):
+    if is_quantized and (_is_zero3(strategy) or strategy.fsdp is not None):
         return Loading(host=on_the_way * local + stays, gpu=_cut_as_read(skeleton, inputs))
-    if is_zero3:
+    if _is_zero3(strategy):
         # The first process maps the files; each weight is sharded on the GPU before the next is created.
         return Loading(host=stays, gpu=0)
     whole = _as_read(skeleton, inputs)
@@ -53,15 +53,26 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
         whole = late and states.gpu.weights + late
     elif strategy.tp_size > 1:
         whole = 0
+    if any(map(_is_stacked, skeleton.weights)):
+        whole = max(whole, _cut_as_read(skeleton, inputs))
     return Loading(host=on_the_way * local + stays, gpu=whole)
 
 
+def _is_stacked(weight: Weight) -> bool:
+    """Whether it has a layer's experts in 4 bits."""
+    return weight.is_quantized and len(weight.shape) == 3
+
+
+def _is_zero3(strategy: Strategy) -> bool:
+    return strategy.kind == "zero" and strategy.zero_stage == 3
+
+
 def _cut_as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
-    """Peak bytes of a GPU that keeps its part of each weight before the next is read and quantized
+    """Peak bytes of a GPU that keeps its part of each weight, or all of it, before the next is read and quantized
     (`engine.as_read`).
     """
     strategy, peak, kept = inputs.strategy, 0, 0
-    count = inputs.num_shards if strategy.fsdp is not None else inputs.num_processes
+    count = inputs.num_shards if strategy.fsdp is not None else inputs.num_processes if _is_zero3(strategy) else 1
     is_offloaded = strategy.offload_param is not None or (strategy.fsdp and strategy.fsdp.fsdp_offload_params)
     has_whole = inputs.adapter is not None and bool(inputs.adapter.modules_to_save) and strategy.fsdp is not None
     # In transformers' order: by name, numbers as such (core_model_loading.py, dot_natural_key).
@@ -72,7 +83,10 @@ def _cut_as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
         read, made = inputs.low_bytes * weight.num_elements, 0
         if weight.is_quantized:  # a float32 scale for each 64, before these are quantized too
             read, made = read + stored, max(0, FLOAT32 * weight.num_elements // 64 - part)
-        peak = max(peak, kept + read + scales + part + made)
+        # Experts that lie apart in the files are stacked, then gate and up joined (transformers 5.23,
+        # core_model_loading.py, MergeModulelist, Concatenate): what is made beside what it is made of.
+        stacked = 2 * inputs.low_bytes * weight.num_elements * _is_stacked(weight)
+        peak = max(peak, kept + stacked, kept + read + scales + part + made)
         stays_whole = has_whole and weight.layer is None and len(weight.shape) > 1
         kept += scales + (stored if stays_whole else part)
     trained_whole = sum(w.num_elements for w in skeleton.weights if w.is_trained and w.layer is None)

@@ -56,7 +56,7 @@ def precision(inputs: CostInputs) -> dict[str, str]:
     if inputs.adapter is not None:
         rest = "float32" if strategy.kind == "fsdp1" else low
         found["frozen weights"] = (
-            f"4 bits (NF4) in linear layers, {rest} elsewhere" if inputs.adapter.is_quantized else rest
+            f"4 bits (NF4) in linear layers and experts, {rest} elsewhere" if inputs.adapter.is_quantized else rest
         )
     return found
 

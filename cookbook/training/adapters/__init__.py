@@ -8,8 +8,9 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.planning.language_part import has_tower, language_config, language_key
 from cookbook.system.files import RecipeError, first_line
+from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -176,8 +178,21 @@ def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
         for name, module in model.named_modules()
         if "expert" in type(module).__name__.lower()
         for key, parameter in module.named_parameters(recurse=False)
-        if len(getattr(parameter, "ds_shape", parameter.shape)) == 3
+        if len(_whole_shape(parameter)) == 3
     }
+
+
+def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """The shape of a parameter, also where it is a placeholder (ZeRO-3) or in 4 bits."""
+    packed = getattr(parameter, "quant_state", None)
+    found: torch.Size = getattr(parameter, "ds_shape", parameter.shape) if packed is None else packed.shape
+    return found
+
+
+def experts_in_4_bits(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The parameters of a model, as transformers creates it, that `is_in_4_bits` means."""
+    found = ((one, parameter) for one in model.modules() for parameter in one.parameters(recurse=False))
+    return [parameter for module, parameter in found if is_in_4_bits(module, parameter)]
 
 
 def _renamed(model: PreTrainedModel, names: str | Collection[str] | None) -> list[str]:
@@ -278,7 +293,9 @@ def _no_4_bits(model: PreTrainedModel) -> str | None:
 def _note_on_experts(
     model: PreTrainedModel, settings: AdapterSection, stacked: dict[str, torch.nn.Parameter]
 ) -> list[str]:
-    notes = [_note_on_4_bits(stacked)] if settings.is_quantized and stacked else []
+    packed = {id(one) for one in experts_in_4_bits(model)} if settings.is_quantized else set()
+    left = {name: one for name, one in stacked.items() if id(one) not in packed}
+    notes = [_note_on_4_bits(left)] if settings.is_quantized and left else []
     if ALL_LINEAR in settings.targets and (others := _other_products(model)):
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
@@ -294,10 +311,11 @@ def _note_on_experts(
 
 
 def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
-    """transformers 5.23 hands linear layers to bitsandbytes (integrations/bitsandbytes.py, replace_with_bnb_linear)."""
     size = 2 * sum(one.numel() for one in stacked.values()) / 2**30
     names = ", ".join(_last_parts(stacked, 2))
-    return f"adapter.name: qlora stores linear layers in 4 bits; the experts' {names}, {size:,.1f} GiB in 16, are none"
+    return (
+        f"adapter.name: qlora leaves the experts' {names} in 16 bits, {size:,.1f} GiB: no kernel here serves them in 4"
+    )
 
 
 def inject(model: PreTrainedModel, settings: AdapterSection, new_rows: range = NO_ROWS) -> None:
@@ -399,18 +417,26 @@ def _sizes_of_modules() -> Iterator[None]:
     a process computes with under tensor parallel alone, and less than that where FSDP2 shards it further.
     """
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
-    theirs = LoraLayer._get_in_out_features
+    theirs, parameter = LoraLayer._get_in_out_features, ParamWrapper.get_param
 
     def sizes(self: LoraLayer, module: torch.nn.Module) -> Any:
         is_sharded = isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor)
         return (module.in_features, module.out_features) if is_sharded else theirs(self, module)
 
+    def in_whole_shape(self: ParamWrapper) -> Any:
+        found = parameter(self)
+        is_packed = getattr(found, "quant_state", None) is not None
+        return found.data.new_empty(()).expand(_whole_shape(found)) if is_packed else found
+
     LoraLayer._get_in_out_features = sizes  # type: ignore[method-assign]
+    ParamWrapper.get_param = in_whole_shape  # type: ignore[method-assign]
     try:
         yield
     finally:
         LoraLayer._get_in_out_features = theirs  # type: ignore[method-assign]
+        ParamWrapper.get_param = parameter  # type: ignore[method-assign]
 
 
 def add_adapter(
@@ -514,6 +540,11 @@ def quantization_options(settings: AdapterSection | None, mixed_precision: str) 
         bnb_4bit_quant_storage=compute,
     )
     return {"quantization_config": config}
+
+
+def packing(options: dict[str, Any]) -> Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter]:
+    """What becomes of each weight that is read with `quantization_options`, before an engine takes its part."""
+    return partial(pack, options["quantization_config"])
 
 
 def write_adapter(

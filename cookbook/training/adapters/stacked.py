@@ -1,4 +1,5 @@
-"""LoRA of experts that transformers stacks in one tensor: peft's weights and names, multiplied as low-rank products.
+"""LoRA of experts that transformers stacks in one tensor: peft's weights and names, multiplied as low-rank products,
+beside experts in 16 or 4 bits.
 
 peft 0.21.2 adds B A to the whole tensor in each forward (tuners/lora/layer.py, ParamWrapper), so that a layer without
 checkpointing keeps a second copy of its experts, its backward makes their whole gradient, and a change smaller than
@@ -7,6 +8,8 @@ are the same numbers, in the experts' own forward.
 """
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +62,35 @@ def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> 
     return product
 
 
+class PackedProduct(torch.autograd.Function):
+    """The same with matrices in 4 bits, which are dequantized in both directions and not kept, as in bitsandbytes'
+    product of a linear layer (0.50.2, autograd/_functions.py, MatMul4Bit).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, whole: Callable[[], torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            whole: makes [experts, inputs, outputs]; called in the backward too, for which engines gather again.
+        """
+        ctx.whole, ctx.dtype = whole, rows.dtype
+        ctx.save_for_backward(ends)
+        return _multiply(rows, whole(), ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,), (ends,) = gradients, ctx.saved_tensors
+        weights = ctx.whole()
+        return _multiply(gradient.to(weights.dtype), weights.mT, ends).to(ctx.dtype), None, None
+
+
+def _matrices(experts: Any, name: str) -> torch.Tensor:
+    """[experts, inputs, outputs], also of those in 4 bits."""
+    stored = getattr(experts, name)
+    weights: torch.Tensor = experts.packed[name].whole(stored) if name in experts.packed else stored
+    return weights if experts.is_transposed else weights.mT
+
+
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -66,7 +98,7 @@ def experts_forward(
     integrations/moe.py); the indices are those of this process's experts, as `AllToAllEP` sends them.
 
     Args:
-        experts: a module of `use_experts_implementation`, with its `adapters` by parameter.
+        experts: a module of `use_experts_implementation`, with `adapters` and what is `packed` by parameter.
         top_k_index, top_k_weights: [tokens, experts of a token].
     """
     top_k = top_k_index.shape[-1]
@@ -75,8 +107,11 @@ def experts_forward(
     ends = torch.searchsorted(of_row, numbers, right=True).int()
 
     def project(name: str, rows: torch.Tensor) -> torch.Tensor:
-        weights = getattr(experts, name)
-        result = _multiply(rows, weights if experts.is_transposed else weights.mT, ends)
+        matrices = partial(_matrices, experts, name)
+        if name in experts.packed:
+            result = PackedProduct.apply(rows, matrices, ends)
+        else:
+            result = _multiply(rows, matrices(), ends)
         if name in experts.adapters:
             result = result + experts.adapters[name].change(rows, ends).to(result.dtype)
         return result + getattr(experts, f"{name}_bias")[of_row] if experts.has_bias else result
@@ -101,11 +136,19 @@ def multiply_low_rank(model: torch.nn.Module, adapter_name: str) -> None:
             adapted.__class__ = LowRankExperts
             adapted.adapter_name = adapter_name
             adapted.first_expert = _first_expert(wrapper.get_param(), experts.num_experts)
-            # By a plain dict, which makes the wrapper no module of what it wraps.
-            experts.adapters = getattr(experts, "adapters", {}) | {wrapper.parameter_name: wrapper}
-            # A copy: other models are made from the configuration too.
-            experts.config = copy.copy(experts.config)
-            experts.config._experts_implementation = IMPLEMENTATION
+            use_own_forward(experts)
+            experts.adapters[wrapper.parameter_name] = wrapper
+
+
+def use_own_forward(experts: Any) -> None:
+    """Have experts multiplied by `experts_forward`, in place."""
+    if experts.config._experts_implementation == IMPLEMENTATION:
+        return
+    # Plain dicts, which make a wrapper no module of what it wraps.
+    experts.adapters, experts.packed = {}, {}
+    # A copy: other models are made from the configuration too.
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = IMPLEMENTATION
 
 
 def _first_expert(weight: torch.Tensor, num_here: int) -> int:

@@ -13,13 +13,13 @@ from transformers import modeling_utils
 
 
 @contextlib.contextmanager
-def each_weight(replace: Callable[[torch.nn.Module, torch.nn.Parameter], torch.nn.Parameter]) -> Iterator[None]:
-    """Put `replace(module, weight)` in the place of each weight that transformers reads inside of this context, one
-    after the other (transformers 5.23, core_model_loading.py: a model that it quantizes is read without threads).
+def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter]) -> Iterator[None]:
+    """Put `replace(module, name, weight)` in the place of each weight that transformers reads inside of this context,
+    one after the other (transformers 5.23, core_model_loading.py: a model that it quantizes is read without threads).
     """
 
     def registered(module: torch.nn.Module, name: str, weight: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
-        return None if weight is None or weight.is_meta else replace(module, weight)
+        return None if weight is None or weight.is_meta else replace(module, name, weight)
 
     # It would reserve the memory of the whole model on the GPU, to read faster.
     warm_up = modeling_utils.caching_allocator_warmup
@@ -45,7 +45,7 @@ class Shards:
         self._rank, self._count, self._device, self._keeps_whole = rank, count, device, keeps_whole
         self._shards: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def take(self, module: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def take(self, module: torch.nn.Module, _: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """The stand-in for a weight, on the CPU, where adapters beside it are made."""
         is_whole = self._keeps_whole and isinstance(module, torch.nn.Embedding | torch.nn.Linear)
         if weight in self._shards or (is_whole and not hasattr(weight, "quant_state")):

@@ -120,7 +120,7 @@ class Zero(Engine):
         # Of a module without parameters, for the linear layers that it puts in the place of torch's.
         init = Init(module=torch.nn.Module(), config_dict_or_path=config_in_force())
 
-        def partition(module: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        def partition(module: torch.nn.Module, _: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
             init._convert_to_zero_parameters([weight])  # not a second time, where it is tied
             return weight
 
