@@ -38,6 +38,8 @@ LIBRARIES = (
 OTHER_RUNS = ("PYTEST_", "CURVES", "GPU_RUNS", "TURN")
 """Variables of a pytest around this one. With its folder of runs, those of a fault would be taken for the others'."""
 LONGEST_TEST = 120
+NONE_CHOSEN = 5
+"""pytest's exit code."""
 
 
 def copy_of_tree(folder: Path) -> None:
@@ -53,7 +55,7 @@ def copy_of_tree(folder: Path) -> None:
     (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
 
 
-def first_failure(tests: list[str]) -> str | None:
+def first_failure(tests: list[str], *options: str) -> str | None:
     """The first of these tests that fails in the working directory.
 
     Raises:
@@ -70,7 +72,17 @@ def first_failure(tests: list[str]) -> str | None:
             try:
                 code = int(
                     pytest.main(
-                        ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={LONGEST_TEST}", *tests]
+                        [
+                            "-q",
+                            "-x",
+                            "-p",
+                            "no:cacheprovider",
+                            "-p",
+                            "no:xdist",
+                            f"--timeout={LONGEST_TEST}",
+                            *options,
+                            *tests,
+                        ]
                     )
                 )
             finally:
@@ -81,6 +93,8 @@ def first_failure(tests: list[str]) -> str | None:
             os.killpg(child, signal.SIGKILL)  # what a test that failed has left
         output.seek(0)
         text = output.read().decode(errors="replace")
+    if code == NONE_CHOSEN and not options:  # all of its cases were slow when they were last measured
+        return first_failure(tests, "-m", "not thorough")
     if code not in (0, 1):
         raise RuntimeError(f"{' '.join(tests)} ended with {code}:\n{text[-2000:]}")
     failed = (line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR ")))
