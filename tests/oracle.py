@@ -6,6 +6,7 @@ any strategy should: losses, gradient norms, rates and weights.
 
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,22 @@ class Setup:
     model: Path
     rows: Path
     objective: str = "sft"
-    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo or simpo."""
+    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo, simpo or grpo."""
     train_on: str = "assistant"
     beta: float = 0.1
     margin: float = 0.0
     nll_weight: float = 0.0
     label_smoothing: float = 0.0
+    mean: str = "tokens"
+    """grpo: over tokens, over answers, or a number of tokens that divides the sum of each answer."""
+    deviation: str = "group"
+    """grpo: what divides advantages; group, batch or none."""
+    low: float = 0.2
+    high: float = 0.2
+    corrected: bool = True
+    """grpo: whether the divergence is multiplied by the ratio."""
+    whole: bool = False
+    """grpo: whether the ratio is that of the whole answer."""
     optimizer: str = "adamw"
     peak: float = 1e-3
     weight_decay: float = 0.0
@@ -59,7 +70,9 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
     samples = [sample_of(json.loads(line), tokenizer, setup) for line in setup.rows.open()]
     model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
     with torch.no_grad():
-        references = [[log_likelihoods(model, answer).sum() for answer in answers] for answers, _ in samples]
+        references = [[log_likelihoods(model, answer) for answer in answers] for answers, _ in samples]
+    if setup.objective == "grpo":
+        samples = with_advantages(samples, setup)
     if setup.adapter is not None:
         from peft import PeftModel
 
@@ -67,7 +80,7 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
         model = model.double()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = optimizer_of(setup, list(trained.values()))
-    num_labels = sum(int((answers[0].labels[:, 1:] != IGNORED).sum()) for answers, _ in samples)
+    divisor = number_of(samples, setup)
     steps = []
     for step in range(setup.steps):
         rate = setup.peak * rate_of(setup, step)
@@ -76,8 +89,7 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
         optimizer.zero_grad()
         total = 0.0
         for (answers, is_good), reference in zip(samples, references, strict=True):
-            loss = loss_of(model, answers, is_good, reference, setup)
-            loss = loss / (num_labels if setup.objective in ("sft", "cpt") else len(samples))
+            loss = loss_of(model, answers, is_good, reference, setup) / divisor
             loss.backward()
             total += loss.item()
         limit = setup.clip or math.inf
@@ -87,8 +99,31 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
     return steps, {name: parameter.detach() for name, parameter in trained.items()}
 
 
-def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[Answer], bool]:
-    """The answers of a row, and whether it is a good one."""
+def number_of(samples: list[tuple[list[Answer], Any]], setup: Setup) -> float:
+    """What the sum of all losses is divided by."""
+    if setup.objective in ("sft", "cpt") or (setup.objective == "grpo" and setup.mean == "tokens"):
+        return sum(int((one.labels[:, 1:] != IGNORED).sum()) for answers, _ in samples for one in answers)
+    return sum(len(answers) for answers, _ in samples) if setup.objective == "grpo" else len(samples)
+
+
+def with_advantages(samples: list[tuple[list[Answer], Any]], setup: Setup) -> list[tuple[list[Answer], Any]]:
+    """arXiv 2402.03300, section 4.1.2: rewards become distances from the mean of the group, in deviations."""
+    of_all = statistics.stdev([reward for _, (rewards, _) in samples for reward in rewards])
+    found = []
+    for answers, (rewards, sampled) in samples:
+        divisor = {"group": statistics.stdev(rewards) + 1e-4, "batch": of_all + 1e-4, "none": 1.0}[setup.deviation]
+        mean = sum(rewards) / len(rewards)
+        found.append((answers, ([(reward - mean) / divisor for reward in rewards], sampled)))
+    return found
+
+
+def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[Answer], Any]:
+    """The answers of a row, and whether it is a good one; of a group its rewards, and the log-probabilities with which
+    its answers were sampled, if it has them.
+    """
+    if setup.objective == "grpo":
+        answers = [answer_of(row["prompt"] + one, tokenizer, "last") for one in row["completions"]]
+        return answers, (row["rewards"], row.get("logprobs"))
     if setup.objective == "cpt":
         ids = torch.tensor([[*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]])
         return [Answer(ids, ids)], True
@@ -126,15 +161,20 @@ def log_likelihoods(model: Any, answer: Answer) -> torch.Tensor:
 
 
 def loss_of(
-    model: Any, answers: list[Answer], is_good: bool, reference: list[torch.Tensor], setup: Setup
+    model: Any, answers: list[Answer], is_good: Any, reference: list[torch.Tensor], setup: Setup
 ) -> torch.Tensor:
-    """The loss of a row: summed over its labels for sft and cpt, else that of the pair or the answer."""
+    """The loss of a row: summed over its labels for sft and cpt, over its answers for grpo, else that of the pair or
+    the answer."""
     logps = [log_likelihoods(model, answer) for answer in answers]
     beta = setup.beta
+    if setup.objective == "grpo":
+        advantages, sampled = is_good
+        old = reference if sampled is None else [torch.tensor(one, dtype=torch.float64) for one in sampled]
+        return sum(map(loss_of_answer, logps, old, reference, advantages, [setup] * len(logps)), torch.tensor(0.0))
     if setup.objective in ("sft", "cpt"):
         return -logps[0].sum()
     if setup.objective == "kto":  # arXiv 2402.01306, eqs. 7 and 8, z0 = 0
-        ratio = logps[0].sum() - reference[0]
+        ratio = logps[0].sum() - reference[0].sum()
         return 1 - torch.sigmoid(beta * ratio if is_good else -beta * ratio)
     if setup.objective == "orpo":  # arXiv 2403.07691, eqs. 4 to 7
         means = [one.mean() for one in logps]
@@ -143,12 +183,26 @@ def loss_of(
     if setup.objective in ("cpo", "simpo"):  # arXiv 2401.08417, eq. 3; arXiv 2405.14734, eq. 6
         rewards = [beta * (one.mean() if setup.objective == "simpo" else one.sum()) for one in logps]
         return -F.logsigmoid(rewards[0] - rewards[1] - setup.margin) - setup.nll_weight * logps[0].mean()
-    ratios = [one.sum() - first for one, first in zip(logps, reference, strict=True)]
+    ratios = [one.sum() - first.sum() for one, first in zip(logps, reference, strict=True)]
     if setup.objective == "ipo":  # arXiv 2310.12036, eq. 17, on means over tokens
         per_token = [ratio / len(one) for ratio, one in zip(ratios, logps, strict=True)]
         return (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
     margin, swapped = beta * (ratios[0] - ratios[1]), setup.label_smoothing  # arXiv 2305.18290, eq. 7
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
+
+
+def loss_of_answer(
+    logps: torch.Tensor, old: torch.Tensor, first: torch.Tensor, advantage: float, setup: Setup
+) -> torch.Tensor:
+    """arXiv 2402.03300, eqs. 3 and 4, token by token; over whole answers arXiv 2507.18071, eqs. 5 and 7."""
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for i in range(len(logps)):
+        ratio = torch.exp((logps - old).mean() if setup.whole else logps[i] - old[i])
+        clipped = torch.clamp(ratio, 1 - setup.low, 1 + setup.high)
+        away = first[i] - logps[i]
+        divergence = (away.exp() - away - 1) * (ratio if setup.corrected else 1)  # arXiv 2512.02556
+        total = total - torch.min(ratio * advantage, clipped * advantage) + setup.beta * divergence
+    return total / (1 if setup.mean == "tokens" else len(logps) if setup.mean == "answers" else int(setup.mean))
 
 
 def optimizer_of(setup: Setup, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

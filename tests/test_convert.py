@@ -1018,7 +1018,8 @@ def test_times_an_epoch_stay_times_an_epoch(folder, capsys):
 
 
 MEANT = {
-    "objective.name=grpo": "rewards while training, which is not here; dpo, orpo and kto_zero",
+    "objective.name=ppo": "rewards while training, which is not here; grpo, dpo and kto_zero",
+    "objective.name=gspo": "write name: grpo, importance_sampling_level: sequence",
     "objective.name=kto": "write kto_zero, which has its reference point at 0",
     "objective.name=pretrain": "write cpt",
     "adapter={name: pissa}": "write lora",

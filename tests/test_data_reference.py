@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cookbook.config.objectives import Objective
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.data.tokens import TokenSet
 
+DPO = Objective.of(name="dpo")
 PAIRS = TokenSet(
     ids=np.arange(8, dtype=np.int32),
     is_label=np.ones(8, dtype=bool),
@@ -39,7 +41,7 @@ def reference(
     cache: Path, model: Model, made_from: str = "weights", tokens: TokenSet = PAIRS, agree=lambda value: value
 ):
     sets = TokenSets(train=tokens, eval={}, notes=[])
-    return with_reference(sets, [made_from], cache=cache, all_true=agree, compute=model).train.reference_logps
+    return with_reference(sets, [made_from], DPO, cache=cache, all_true=agree, compute=model).train.reference_logps
 
 
 def test_the_second_run_reads_what_the_first_computed(tmp_path: Path, model: Model):

@@ -569,6 +569,60 @@ def test_bad_judgement_is_named_with_its_reason(tmp_path, raw, message):
     assert error.value.mistakes[0].startswith(f"{path}:1: {message}")
 
 
+GROUP = {"prompt": [ASK], "completions": ["y", "no"], "rewards": [1, 0.5]}
+BAD_GROUPS = {
+    "one answer": ({"completions": ["y"], "rewards": [1]}, "a group of fewer than two answers: `completions` has 1"),
+    "no list": ({"completions": "y"}, "completions not a list: `completions` is a string"),
+    "a reward missing": ({"rewards": [1]}, "rewards of another length: `rewards` has 1 for 2 completions"),
+    "not finite": ({"rewards": [1, float("nan")]}, "not a finite number: `rewards` has nan"),
+    "a word": ({"rewards": [1, "good"]}, "not a finite number: `rewards` has 'good'"),
+    "an empty answer": ({"completions": ["y", ""]}, "empty text: completion 2"),
+    "lists missing": ({"logprobs": [[-1.0]]}, "logprobs of another length: `logprobs` is 1 lists for 2 completions"),
+    "probabilities": ({"logprobs": [[0.5], [0.5]]}, "logprobs above 0"),
+}
+
+
+@pytest.mark.parametrize("prompt", [[ASK], "q"], ids=["chat", "text"])
+def test_all_bad_groups_are_named_together_with_line_and_reason(tmp_path, prompt):
+    rows = [GROUP | {"prompt": prompt}] + [GROUP | {"prompt": prompt} | bad for bad, _ in BAD_GROUPS.values()]
+    path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), "error", "grpo")
+    for line, (_, message) in enumerate(BAD_GROUPS.values(), start=2):
+        found = [one for one in error.value.mistakes if one.startswith(f"{path}:{line}: ")]
+        assert found and message in found[0], (found, message)
+
+
+def test_each_answer_of_a_group_is_a_sample_with_its_advantage_and_its_log_probabilities(tmp_path):
+    rows = [GROUP | {"logprobs": [[-1.0] * 2, [-2.0] * 3]}, GROUP | {"completions": ["no", "no"], "rewards": [2, 2]}]
+    rows[1]["logprobs"] = [[-3.0] * 3, [-4.0] * 3]
+    found = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))), "error", "grpo")
+    tokens, _ = run_tokenize(found, make_tokenizer(), max_length=60, name="grpo")
+    assert (found.kind, len(tokens), tokens.num_targets.tolist()) == ("chat_group", 4, [2, 3, 3, 3])
+    assert tokens.old_logps.tolist() == [-1.0] * 2 + [-2.0] * 3 + [-3.0] * 3 + [-4.0] * 3
+    assert tokens.values.tolist() == pytest.approx([0.25 / (0.125**0.5 + 1e-4), -0.25 / (0.125**0.5 + 1e-4), 0, 0])
+    assert [one.num_rows for one in tokens.remarks if "one reward" in one.words] == [1]
+    short, _ = run_tokenize(found, make_tokenizer(), max_length=int(tokens.lengths.max()) - 2, name="grpo")
+    assert short.num_targets.tolist() == [2, 2, 2, 2] and len(short.old_logps) == 8
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"logprobs": [[-1.0] * 2, [-1.0] * 2]}, "logprobs of another length: `logprobs` 2 has 2 for 3 trained tokens"),
+        ({"logprobs": None}, "logprobs in some rows only: the first row has some, this not"),
+    ],
+)
+def test_log_probabilities_that_are_not_those_of_the_tokens_are_bad_rows(tmp_path, second, reason):
+    good = GROUP | {"logprobs": [[-1.0] * 2, [-1.0] * 3]}
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(good), json.dumps(good | second))
+    rows = read_rows(Source(path=path), "error", "grpo")
+    with pytest.raises(RecipeError) as error:
+        run_tokenize(rows, make_tokenizer(), max_length=60, name="grpo")
+    assert [one for one in error.value.mistakes if reason in one] == [error.value.mistakes[0]]
+    assert "rows.jsonl:2: " in error.value.mistakes[0] or "row 2" in error.value.mistakes[0], error.value.mistakes
+
+
 @pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
 def test_a_made_up_row_is_a_good_one_of_its_kind(kind):
     row = kind.check(kind.made_up(MadeUp(random.Random(0), ["a", "b"])))

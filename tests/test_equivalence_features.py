@@ -49,6 +49,8 @@ COLUMNS = {
     "cpo": (None, DISTRIBUTED),
     "simpo": (None, DISTRIBUTED),
     "kto_zero": (None, DISTRIBUTED),
+    "grpo": (None, DISTRIBUTED),
+    "gspo": (None, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
 }
 # One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has its
@@ -64,6 +66,8 @@ CHOSEN = {
     "cpo": ("zero3",),
     "simpo": ("ddp", "fsdp2"),
     "kto_zero": ("ddp", "fsdp2"),
+    "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
+    "gspo": ("fsdp2", "ddp_sp", "pp"),
     "muon": ("ddp", "fsdp2", "pp"),
 }
 CASES = [
@@ -109,7 +113,28 @@ def write_judgements(path: Path, num_rows: int = 53) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_groups(path: Path, num_rows: int = 18) -> None:
+    """Groups of two to four answers of ragged lengths."""
+    chance = random.Random(3)
+
+    def message(role: str, high: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": " ".join(chance.choices(WORDS, k=chance.randint(1, high)))}]
+
+    rows = []
+    for _ in range(num_rows):
+        count = chance.randint(2, 4)
+        answers = [message("assistant", 30) for _ in range(count)]
+        rewards = [chance.random() for _ in range(count)]
+        rows.append({"prompt": message("user", 12), "completions": answers, "rewards": rewards})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 OBJECTIVES = {
+    "grpo": ("{name: grpo, beta: 0.3, epsilon: 0.1, epsilon_high: 0.15}", write_groups),
+    "gspo": (
+        "{name: grpo, loss_type: grpo, beta: 0.1, importance_sampling_level: sequence, epsilon: 0.02}",
+        write_groups,
+    ),
     "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
     "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
     "cpo": ("{name: cpo, beta: 0.2}", write_pairs),

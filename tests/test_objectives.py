@@ -8,6 +8,7 @@ from target_grid import from_grid
 
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.objectives.forward import sequence_logps
+from tests.needs import need_trl
 
 NUM_PAIRS, LENGTH, VOCAB = 3, 7, 11
 
@@ -121,8 +122,9 @@ def test_swapped_answers_are_another_loss(batch, logits):
     assert abs(right - wrong).item() > 0.1
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "cpo", "simpo", "kto_zero"])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "cpo", "simpo", "kto_zero", "grpo"])
 def test_a_micro_batch_without_samples_still_has_a_backward(batch, logits, name: str):
+    batch |= {"old_logps": torch.zeros(len(batch["targets"]), dtype=torch.float64)}
     empty = {"input_ids": batch["input_ids"][:1, :2]}
     empty |= {name: value[:0] for name, value in batch.items() if name not in ("input_ids", "num_sequences")}
     empty["num_sequences"] = 0
@@ -219,6 +221,156 @@ def test_cpo_and_simpo_are_the_equations_of_their_papers(batch, grid, logits, ke
     assert outcome.metrics["reward_accuracy"].item() == sum(margin > 0 for margin in margins)
     swapped = without | {"target_sequences": batch["target_sequences"] ^ 1}
     assert abs(Objective.of(**keys).compute(model(logits), swapped).loss_sum - outcome.loss_sum).item() > 0.01
+
+
+# GRPO.
+
+VARIANTS = {
+    "dapo": {"beta": 0.3, "epsilon_high": 0.28},
+    "grpo": {"loss_type": "grpo", "epsilon": 0.1, "beta": 0.2, "use_bias_correction_kl": False},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 9, "beta": 0.1},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "beta": 0.2},
+    "dapo of whole ratios": {"importance_sampling_level": "sequence", "epsilon": 0.05},
+}
+
+
+@pytest.fixture
+def answers(batch, logits) -> dict[str, torch.Tensor]:
+    """A batch of answers, each token of which was sampled with another probability and has one under the reference."""
+    chance = torch.Generator().manual_seed(4)
+    now = -model(logits)(**{name: batch[name] for name in ("input_ids", "targets", "target_positions")}).detach()
+    old, reference = (now.double() + 0.3 * torch.randn(len(now), generator=chance) for _ in range(2))
+    advantages = torch.randn(2 * NUM_PAIRS, generator=chance).double()
+    return batch | {"old_logps": old, "token_reference_logps": reference, "values": advantages}
+
+
+def loss_of_answers(answers, keys: dict) -> tuple[float, float]:
+    """Token by token from eqs. 3 and 4 of arXiv 2402.03300 and eq. 7 of arXiv 2507.18071; and the clipped share."""
+    logps = answers["logps"]
+    loss = clipped = 0.0
+    divisor = len(logps) if keys.get("loss_type", "dapo") == "dapo" else 2 * NUM_PAIRS
+    for answer in range(2 * NUM_PAIRS):
+        mine = (answers["target_sequences"] == answer).nonzero().flatten().tolist()
+        advantage, low = answers["values"][answer].item(), keys.get("epsilon", 0.2)
+        high, weight = keys.get("epsilon_high", low), 1.0
+        if keys.get("loss_type", "dapo") != "dapo":
+            weight = 1 / len(mine)
+        parts = [logps[i].item() - answers["old_logps"][i].item() for i in mine]
+        if keys.get("importance_sampling_level") == "sequence":
+            parts = [sum(parts) / len(parts)] * len(parts)
+        for i, part in zip(mine, parts, strict=True):
+            ratio, away = math.exp(part), (answers["token_reference_logps"][i] - logps[i]).item()
+            inside = max(min(ratio, 1 + high), 1 - low)
+            divergence = (math.exp(away) - away - 1) * (ratio if keys.get("use_bias_correction_kl", True) else 1)
+            one = -min(ratio * advantage, inside * advantage) + keys.get("beta", 0) * divergence
+            loss += one / keys["max_completion_length"] if "max_completion_length" in keys else one * weight
+            clipped += weight * (ratio * advantage > inside * advantage)
+    return loss / divisor, clipped / divisor
+
+
+@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+def test_grpo_is_the_equations_of_its_papers(answers, logits, keys):
+    outcome = Objective.of(name="grpo", **keys).compute(model(logits), answers)
+    names = ("input_ids", "targets", "target_positions")
+    logps = -model(logits)(**{name: answers[name] for name in names}).detach().double()
+    loss, clipped = loss_of_answers(answers | {"logps": logps}, keys)
+    assert outcome.loss_sum.item() / outcome.count == pytest.approx(loss, rel=1e-5)
+    assert outcome.metrics["clipped"].item() / outcome.count == pytest.approx(clipped) and clipped > 0
+    swapped = answers | {"values": -answers["values"]}
+    assert abs(Objective.of(name="grpo", **keys).compute(model(logits), swapped).loss_sum - outcome.loss_sum) > 0.01
+
+
+def test_advantages_are_those_within_a_group():
+    groups = [[1.0, 0.0, 0.5], [2.0, 2.0], [0.0, 4.0]]
+    mean, half = [0.5, -0.5, 0.0, 0.0, 0.0, -2.0, 2.0], 8**0.5
+    whole = torch.tensor([reward for group in groups for reward in group]).double().std().item()
+    for scaled, divisors in {
+        "none": [1.0] * 7,
+        "group": [0.5 + 1e-4] * 3 + [1e-4] * 2 + [half + 1e-4] * 2,
+        "batch": [whole + 1e-4] * 7,
+    }.items():
+        found = Objective.of(name="grpo", scale_rewards=scaled).values_of(groups)
+        assert found == pytest.approx([a / b for a, b in zip(mean, divisors, strict=True)])
+
+
+@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+def test_parts_of_a_batch_add_up_to_its_loss_and_their_means_do_not(answers, logits, keys):
+    objective = Objective.of(name="grpo", **keys)
+    whole, parts = objective.compute(model(logits), answers), []
+    for first, last in ((0, 2), (2, 2 * NUM_PAIRS)):
+        mine = (answers["target_sequences"] >= first) & (answers["target_sequences"] < last)
+        names = ("targets", "target_positions", "target_sequences", "old_logps", "token_reference_logps")
+        part = answers | {name: answers[name][mine] for name in names} | {"values": answers["values"][first:last]}
+        part |= {"target_sequences": part["target_sequences"] - first, "num_sequences": last - first}
+        parts.append(objective.compute(model(logits), part))
+    assert sum(one.count for one in parts) == whole.count
+    assert sum(one.loss_sum for one in parts).item() == pytest.approx(whole.loss_sum.item(), rel=1e-5)
+    mean = sum(one.loss_sum.item() / one.count for one in parts) / len(parts)
+    assert abs(mean - whole.loss_sum.item() / whole.count) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+def test_grpo_is_that_of_trl(tmp_path, grid, answers, keys):
+    """Loss and gradient norm of `GRPOTrainer._compute_loss` on the same answers."""
+    need_trl()
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.manual_seed(6)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.5, **sizes)).eval()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"e": 0, "u": 1}, unk_token="u")), pad_token="e", eos_token="e"
+    )
+    trainer = GRPOTrainer(
+        model=network,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            tmp_path, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", num_generations=2,
+            per_device_train_batch_size=2 * NUM_PAIRS, gradient_accumulation_steps=1, **keys | {"beta": 0.0},
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "u"}] * 8),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.beta = keys.get("beta", 0.0)  # the reference's log-probabilities are given, so it need not load one
+    trainer.current_gradient_accumulation_steps = 1
+    # Positions 0 to LENGTH - 1 predict `grid`, so the completions are the tokens one place on.
+    mask = (grid != -100).int()
+    ids = torch.cat([torch.ones(len(grid), 1, dtype=torch.long), grid.clamp(min=0)], 1)
+    by_place = {}
+    for name in ("old_logps", "token_reference_logps"):
+        by_place[name] = torch.zeros(grid.shape, dtype=torch.float64)
+        by_place[name][mask.bool()] = answers[name]
+    theirs = trainer._compute_loss(
+        network,
+        {
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": torch.ones(len(grid), 1, dtype=torch.int),
+            "completion_ids": ids[:, 1:],
+            "completion_mask": torch.ones_like(mask),
+            "tool_mask": mask,
+            "advantages": answers["values"],
+            "old_per_token_logps": by_place["old_logps"],
+            "ref_per_token_logps": by_place["token_reference_logps"],
+            "num_items_in_batch": mask.sum(),
+        },
+    )
+    theirs.backward()
+    expected = torch.nn.utils.get_total_norm([one.grad for one in network.parameters()]).item()
+    network.zero_grad()
+
+    def ours(*, input_ids, targets, target_positions):
+        found = network(input_ids=ids[:, :-1]).logits.flatten(0, 1)[target_positions]
+        return torch.nn.functional.cross_entropy(found, targets, reduction="none")
+
+    outcome = Objective.of(name="grpo", **keys).compute(ours, answers)
+    (outcome.loss_sum / outcome.count).backward()
+    assert (outcome.loss_sum / outcome.count).item() == pytest.approx(theirs.item(), rel=1e-5)
+    norm = torch.nn.utils.get_total_norm([one.grad for one in network.parameters()]).item()
+    assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.01
 
 
 # KTO with z0 = 0.

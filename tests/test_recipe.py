@@ -39,6 +39,7 @@ OVERRIDES = {
     "simpo": ["objective={name: simpo, beta: 2.5, gamma: 1.4, nll_weight: 0.5}"],
     "cpo": ["objective={name: cpo, beta: 0.2}"],
     "kto_zero": ["objective={name: kto_zero, undesirable_weight: 1.5}"],
+    "grpo": ["objective={name: grpo, loss_type: dr_grpo, max_completion_length: 64, epsilon_high: 0.28, beta: 0.04}"],
     "cpt": ["objective={name: cpt}", "batch={global_batch_size: 8, micro_batch_tokens: 512}"],
     "muon": ["optim={name: muon, learning_rate: 1e-3}"],
     "wsd": ["schedule={name: wsd, warmup_steps: 3, decay_steps: 9, scale_lr: sqrt, base_batch_size: 8}"],

@@ -126,7 +126,7 @@ def _check_data(
     if data.streaming and objective is not None and objective.needs_reference:
         problem = f"computes the reference of all {objective.sample}s before the first step; take it out"
         yield f"{place('data', 'streaming')} is true, but {objective.name} {problem}"
-    if data.too_long == "split" and objective is not None and objective.mean_over != "tokens":
+    if data.too_long == "split" and objective is not None and not objective.takes_parts:
         problem = f"{objective.name} compares whole answers; write cut, drop or error"
         yield f"{place('data', 'too_long')} is 'split', but {problem}"
     if batch is not None and batch.micro_batch_tokens is not None:

@@ -5,9 +5,10 @@ kind of a row.
 """
 
 import json
+import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, ClassVar, NamedTuple
@@ -66,6 +67,10 @@ class RowKind:
     """Whether the objective decides if prompts, or all tokens of a chat, carry loss."""
     value: Callable[[Row], float] | None = None
     """A number per row that the objective finds in `batch["values"]`."""
+    values: Callable[[Row], Sequence[float]] | None = None
+    """The same for rows of any number of sequences, each of which is a sample: a number for each."""
+    logps: Callable[[Row], list[list[float]] | None] | None = None
+    """Log-probabilities of the labelled tokens of each of these sequences when it was sampled, if the row has them."""
     other_keys: tuple[str, ...] = ()
     """Optional keys."""
     namings: tuple[Naming, ...] = ()
@@ -181,11 +186,21 @@ def texts_in(row: Row) -> Iterator[str]:
             yield value
         elif key in FOR_TEMPLATE:
             yield json.dumps(value, ensure_ascii=False)
-        elif isinstance(value, list):
-            for message in value:
-                yield message.get("content", "")
-                if more := {key: item for key, item in message.items() if key not in ("role", "content", "train")}:
-                    yield json.dumps(more, ensure_ascii=False)
+        elif isinstance(value, list) and key not in NUMBERS:
+            yield from _texts_of_list(value)
+
+
+def _texts_of_list(items: list[Any]) -> Iterator[str]:
+    for one in items:
+        if isinstance(one, str):
+            yield one
+            continue
+        if isinstance(one, list):
+            yield from _texts_of_list(one)
+            continue
+        yield one.get("content", "")
+        if more := {key: item for key, item in one.items() if key not in ("role", "content", "train")}:
+            yield json.dumps(more, ensure_ascii=False)
 
 
 def _check_texts(*keys: str) -> Callable[[Row], Row]:
@@ -418,6 +433,65 @@ def _check_chat_judgement(raw: Row) -> Row:
     return {"prompt": answered.pop("prompt"), "completion": answered.pop("completion"), "label": label} | answered
 
 
+def _check_group(raw: Row) -> tuple[list[Any], Row]:
+    """The answers of a group as they are, and its numbers."""
+    answers, rewards, logprobs = (from_json(raw.get(key)) for key in ("completions", *NUMBERS))
+    if not isinstance(answers, list):
+        raise BadRow("completions not a list", f"`completions` is {kind_in_words(answers)}")
+    if len(answers) < 2:
+        seen = f"`completions` has {len(answers)}; an advantage compares the answers to one prompt"
+        raise BadRow("a group of fewer than two answers", seen)
+    numbers: Row = {"rewards": _numbers(rewards, "`rewards`", len(answers))}
+    if not is_empty(logprobs):
+        if not isinstance(logprobs, list) or len(logprobs) != len(answers):
+            seen = f"{len(logprobs)} lists" if isinstance(logprobs, list) else kind_in_words(logprobs)
+            raise BadRow("logprobs of another length", f"`logprobs` is {seen} for {len(answers)} completions")
+        numbers["logprobs"] = [_numbers(one, f"`logprobs` {i}") for i, one in enumerate(logprobs, start=1)]
+        if any(logp > 0 for one in numbers["logprobs"] for logp in one):
+            raise BadRow("logprobs above 0", "a log-probability is at most 0")
+    return answers, numbers
+
+
+def _numbers(value: Any, name: str, count: int | None = None) -> list[float]:
+    if not isinstance(value, list):
+        raise BadRow("not a list of numbers", f"{name} is {kind_in_words(value)}")
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
+            raise BadRow("not a finite number", f"{name} has {ascii(one)[:40]}")
+    if count is not None and len(value) != count:
+        raise BadRow("rewards of another length", f"{name} has {len(value)} for {count} completions")
+    return list(map(float, value))
+
+
+def _check_text_group(raw: Row) -> Row:
+    answers, numbers = _check_group(raw)
+    texts = [check_text(one, f"completion {i}") for i, one in enumerate(answers, start=1)]
+    return {**_check_asked(raw), "completions": texts, **numbers}
+
+
+def _check_chat_group(raw: Row) -> Row:
+    answers, numbers = _check_group(raw)
+    checked = []
+    for i, one in enumerate(answers, start=1):
+        try:
+            checked.append(_check_chat_completion(raw | {"completion": one}))
+        except BadRow as bad:
+            raise BadRow(bad.reason, f"completion {i}: {bad.seen}") from None
+    prompts, ends = zip(*((one.pop("prompt"), one.pop("completion")) for one in checked), strict=True)
+    return {"prompt": prompts[0], "completions": list(ends), **numbers, **checked[0]}
+
+
+def _is_chat_group(raw: Row) -> bool:
+    answers = from_json(raw["completions"])
+    return _are_messages(raw.get("prompt")) or (isinstance(answers, list) and any(map(_are_messages, answers)))
+
+
+def _made_up_group(some: "MadeUp", prompt: Any, answer: Callable[[], Any]) -> Row:
+    count = some.chance.randint(2, 4)
+    rewards = [some.chance.random() for _ in range(count)]
+    return {"prompt": prompt, "completions": [answer() for _ in range(count)], "rewards": rewards}
+
+
 def _conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
     prompt, answer = raw.get("prompt"), _answer(raw[name])
@@ -477,6 +551,8 @@ EXCHANGES = (
     ("problem", "solution"),
 )
 """Columns of a question and its answer, without an established name."""
+NUMBERS = ("rewards", "logprobs")
+"""Keys of a group whose values are numbers."""
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
@@ -621,6 +697,29 @@ for _kind in (
         texts=lambda row: (row["prompt"], (row["completion"],)),
         value=lambda row: float(row["label"]),
         made_up=lambda some: {"prompt": some.text(), "completion": some.text(), "label": some.chance.random() < 0.5},
+    ),
+    RowKind(
+        name="chat_group",
+        keys=("prompt", "completions", "rewards"),
+        other_keys=("logprobs", "context", *CHAT_KEYS),
+        matches=_is_chat_group,
+        form=" of messages",
+        check=_check_chat_group,
+        chats=lambda row: [(row["prompt"] + one, num_turns(row["prompt"])) for one in row["completions"]],
+        values=lambda row: row["rewards"],
+        logps=lambda row: row.get("logprobs"),
+        made_up=lambda some: _made_up_group(some, some.chat("user"), lambda: some.chat("assistant")),
+    ),
+    RowKind(
+        name="group",
+        keys=("prompt", "completions", "rewards"),
+        other_keys=("logprobs", "context"),
+        matches=lambda raw: not _is_chat_group(raw),
+        check=_check_text_group,
+        texts=lambda row: (row["prompt"], tuple(row["completions"])),
+        values=lambda row: row["rewards"],
+        logps=lambda row: row.get("logprobs"),
+        made_up=lambda some: _made_up_group(some, some.text(), some.text),
     ),
 ):
     registry.register(_kind)

@@ -14,13 +14,15 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from cookbook.config import plugins
-from cookbook.config.objectives.forward import Batch, sequence_logps
+from cookbook.config.objectives import Objective
+from cookbook.config.objectives.forward import Batch, sequence_logps, target_logps
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
@@ -39,6 +41,7 @@ from cookbook.training.data import batches
 from cookbook.training.data.ahead import Ahead
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
+from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models.efficiency import kernel_notes
@@ -334,6 +337,15 @@ def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool
         )
 
 
+def _reference_of(engine: Engine, objective: Objective, tokens: TokenSet, layout: batches.Layout) -> np.ndarray:
+    """See `with_reference`. Collective."""
+    if objective.reference_of == "tokens":
+        found, size = batches.batches_of_targets(tokens, layout), int(tokens.num_targets.sum())
+        return engine.collect(target_logps, found, size, what="reference")
+    found = batches.indexed_batches(tokens, layout)
+    return engine.collect(sequence_logps, found, len(tokens.lengths), what="reference")
+
+
 def make_run(
     recipe: Recipe,
     inputs: Inputs,
@@ -364,11 +376,10 @@ def make_run(
         data = with_reference(
             data,
             [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter), *inputs.new_tokens],
+            recipe.objective,
             cache=cache,
             all_true=engine.collectives.all_true,
-            compute=lambda tokens: engine.collect(
-                sequence_logps, batches.indexed_batches(tokens, layout), len(tokens.lengths), what="reference"
-            ),
+            compute=lambda tokens: _reference_of(engine, recipe.objective, tokens, layout),
         )
     # After the reference, which the untrained model computes.
     progress = Progress()

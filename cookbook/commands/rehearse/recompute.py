@@ -29,27 +29,38 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
             return -network(input_ids=ids, labels=labels).loss.item() * count, count
 
+    def token_logps(network: Any, sequence: LabelledIds) -> list[float]:
+        ids, is_label = (torch.tensor(part[:length]) for part in sequence)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            logits = network(input_ids=ids[None]).logits[0, :-1].float()
+        found = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+        return found[is_label[1:].bool()].tolist()
+
     def answer(sequence: LabelledIds) -> Answer:
         total, count = logp(model, sequence)
+        if objective.reference_of == "tokens":
+            by_token = (token_logps(network, sequence) for network in (model, reference))
+            return Answer(total, count, math.nan, *by_token)
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
     encoded = Encoder(
         tokenizer, objective.labels, TextKeys.of(DataSection.model_validate({"train": str(eval_file)} | small["data"]))
     ).encode(rows)
-    samples, values = [], []
-    value_of = kinds()[rows.kind].value
+    samples, groups = [], []
+    kind, size = kinds()[rows.kind], len(objective.sequences)
     for row, sample in zip(rows.rows, encoded, strict=True):
-        if not isinstance(sample, BadRow) and _is_trained(sample.sequences, length):
-            samples.append([answer(sequence) for sequence in sample.sequences])
-            values.append(value_of(row) if value_of else math.nan)
-    return objective.by_hand(samples, values)
+        if not isinstance(sample, BadRow) and _is_trained(sample.sequences, length, size):
+            answers = [answer(sequence) for sequence in sample.sequences]
+            samples += [answers[start : start + size] for start in range(0, len(answers), size)]
+            groups.append(kind.values(row) if kind.values else [kind.value(row) if kind.value else math.nan])
+    return objective.by_hand(samples, objective.values_of(groups))
 
 
-def _is_trained(sample: list[LabelledIds], length: int) -> bool:
+def _is_trained(sample: list[LabelledIds], length: int, size: int) -> bool:
     """Whether the run keeps a sample truncated to this length; transformers' mean over no label would be nan."""
     if not all(any(is_label[1:length]) for _, is_label in sample):
         return False
-    return len(sample) == 1 or sample[0][0][:length] != sample[1][0][:length]
+    return size == 1 or sample[0][0][:length] != sample[1][0][:length]
 
 
 def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:

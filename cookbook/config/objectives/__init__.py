@@ -4,7 +4,7 @@ A loss returns a *sum* over the tokens or samples of one micro-batch; the engine
 global batch. That makes every objective the same under every strategy.
 """
 
-from cookbook.config.objectives import cpo, dpo, kto_zero, orpo, token_loss
+from cookbook.config.objectives import cpo, dpo, grpo, kto_zero, orpo, token_loss
 from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
 
-__all__ = ["Answer", "Objective", "TooLong", "TrainOn", "cpo", "dpo", "kto_zero", "orpo", "token_loss"]
+__all__ = ["Answer", "Objective", "TooLong", "TrainOn", "cpo", "dpo", "grpo", "kto_zero", "orpo", "token_loss"]

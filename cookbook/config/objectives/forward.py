@@ -40,8 +40,8 @@ def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tenso
 
 
 def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,). Of ranks that share
-    the tokens of the samples each gets some of the sequences; collective for them.
+    """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,), or (S, k) of
+    (L, k). Of ranks that share the tokens of the samples each gets some of the sequences; collective for them.
 
     Float64, as preference losses depend on small differences between sums of several hundred.
     """
@@ -54,8 +54,8 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
 
 
 def _own_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sums over the targets that this rank sees, float64 (S,)."""
-    zeros = torch.zeros(batch["num_sequences"], dtype=torch.float64, device=values.device)
+    """Sums over the targets that this rank sees, float64 (S,) or (S, k)."""
+    zeros = torch.zeros(batch["num_sequences"], *values.shape[1:], dtype=torch.float64, device=values.device)
     return zeros.index_add(0, batch["target_sequences"], values.double())
 
 
@@ -89,3 +89,8 @@ def next_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Log-probability of the targets of each sequence that this rank sees, float64 (S,)."""
     return _own_sums(-negative_log_likelihood(model, batch), batch)
+
+
+def target_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Log-probability of each target that this rank sees, float32 (L,)."""
+    return -negative_log_likelihood(model, batch)

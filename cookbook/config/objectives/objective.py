@@ -23,6 +23,9 @@ class Answer(NamedTuple):
     """Number of labelled tokens."""
     reference_logp: float
     """`logp` under the model before training."""
+    token_logps: Sequence[float] = ()
+    """Of each labelled token, for an objective whose `reference_of` is tokens."""
+    token_reference_logps: Sequence[float] = ()
 
 
 class Objective(Named):
@@ -39,7 +42,7 @@ class Objective(Named):
     sequences: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a sample."""
     mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
-    """What the loss is averaged over: labelled tokens, or samples."""
+    """What the loss is averaged over: labelled tokens, or samples; see `averaged_over`."""
     shares_samples: ClassVar[bool] = False
     """Whether ranks that share the tokens of samples may share the samples too, for a loss over samples: `compute`
     takes its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it
@@ -47,6 +50,10 @@ class Objective(Named):
     """
     needs_reference: ClassVar[bool] = False
     """Whether batches carry `reference_logps`, computed by the model before training."""
+    reference_of: ClassVar[Literal["sequences", "tokens"]] = "sequences"
+    """With tokens, batches carry `token_reference_logps` of each target instead, and `old_logps` if rows have them."""
+    settings_of_values: ClassVar[tuple[str, ...]] = ()
+    """Keys that `values_of` depends on."""
     splits_rows: ClassVar[bool] = False
     """Whether rows longer than data.max_length are split into several samples if the recipe does not choose."""
 
@@ -54,6 +61,32 @@ class Objective(Named):
     def labels(self) -> TrainOn:
         """The tokens that carry loss, for row kinds that leave the choice to the objective."""
         return "assistant"
+
+    @property
+    def averaged_over(self) -> Literal["tokens", "samples"]:
+        """`mean_over`, unless the keys decide it."""
+        return self.mean_over
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a row may be split into several samples."""
+        return self.mean_over == "tokens" and not self.shares_samples
+
+    def compares(self, *, has_old_logps: bool) -> bool:
+        """Whether an objective that needs a reference does so for a set that has `old_logps`, or has none."""
+        return True
+
+    def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:
+        """What batches have as `values`.
+
+        Args:
+            groups: of each row of a set the numbers of its samples (`RowKind.value` or `values`).
+        """
+        return [value for group in groups for value in group]
+
+    def remarks(self, values: Sequence[float]) -> tuple[str, ...]:
+        """What is to be said of a row with these numbers, for the user."""
+        return ()
 
     def long_rows(self, chosen: TooLong | None) -> TooLong:
         """What happens to rows longer than data.max_length.

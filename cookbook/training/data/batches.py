@@ -9,7 +9,7 @@ B rows, T tokens, S sequences, L targets in a micro-batch, W samples in a step, 
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from cookbook.training.data.stream import Stream, Window
 from cookbook.training.data.tokens import TokenSet
 
 IGNORE_INDEX = -100
+BY_TARGET = ("old_logps", "token_reference_logps")
+"""What a token set may have for each target."""
 MAX_STEPS_MEASURED = 100
 """By `measure`."""
 
@@ -215,6 +217,7 @@ def collate(
         `num_sequences` S, 0 without samples.
         `values` (W,) float64, if the token set has them: a number for each sample; (0,) without samples.
         `reference_logps` (S,) float64, if the token set has them; (0,) without samples.
+        `old_logps` and `token_reference_logps` (L,) float64, if the token set has them.
     """
     sequences = _sequences(tokens, samples)
     inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
@@ -242,6 +245,9 @@ def collate(
         arrays["values"] = tokens.values[np.asarray(samples, dtype=np.int64)]
     if tokens.reference_logps is not None:
         arrays["reference_logps"] = tokens.reference_logps[sequences]
+    for name in BY_TARGET:
+        if (values := getattr(tokens, name)) is not None:
+            arrays[name] = values[_targets(tokens, sequences)]
     batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     # Integers, since wrappers of the model move every tensor among its arguments to the device.
     batch["num_sequences"] = len(sequences)
@@ -275,7 +281,7 @@ def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: in
     part = {"input_ids": batch["input_ids"][:, begin : begin + width].contiguous()}
     part["position_ids"] = positions[:, begin : begin + width].contiguous()
     part["target_positions"] = (row * width + column)[mine]
-    part |= {name: batch[name][mine] for name in ("targets", "target_sequences")}
+    part |= {name: batch[name][mine] for name in ("targets", "target_sequences", *BY_TARGET) if name in batch}
     if group_size is None:
         return batch | part
     own = torch.arange(batch["num_sequences"]).view(-1, group_size)[rank::size].flatten()
@@ -288,6 +294,13 @@ def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: in
 def _sequences(tokens: TokenSet, samples: Sequence[int] | np.ndarray) -> np.ndarray:
     first = np.asarray(samples, dtype=np.int64)[:, None] * tokens.group_size
     return (first + np.arange(tokens.group_size)).ravel()
+
+
+def _targets(tokens: TokenSet, sequences: np.ndarray) -> np.ndarray:
+    """Indices of the targets of these sequences among all, in order, int64 (L,)."""
+    ends = tokens.target_ends[sequences]
+    ranges = map(np.arange, ends - tokens.num_targets[sequences], ends)
+    return np.concatenate([np.empty(0, np.int64), *ranges])
 
 
 def _stack(parts: list[np.ndarray], filler: int, packing: bool, multiple: int) -> np.ndarray:
@@ -378,3 +391,11 @@ def indexed_batches(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str
     for mine in _micro_batches_of_rank(lengths, shares, layout):
         batch = _collate(tokens, mine, layout)
         yield batch, torch.from_numpy(_sequences(tokens, mine))
+
+
+def batches_of_targets(tokens: TokenSet, layout: Layout) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """`eval_batches` with the indices of the targets that this rank sees among all of the set, (L,) int64."""
+    # Numbers take the way of what a set has for each target, which packing and sequence parallel arrange.
+    numbered = replace(tokens, old_logps=np.arange(tokens.num_targets.sum(), dtype=np.float64))
+    for batch, _ in indexed_batches(numbered, layout):
+        yield batch, batch["old_logps"].long()

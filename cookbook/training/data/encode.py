@@ -134,12 +134,12 @@ def _encode_plain_rows(
         asked_all = [asked for asked, _ in batch if asked is not None]
         prompts = pieces.ids(asked_all, **options) if asked_all else None
         after = pieces.ids if prompts is None else pieces.continued
-        answers = [after(list(column), **options) for column in zip(*(texts for _, texts in batch), strict=True)]
+        answers = iter(after([text for _, texts in batch for text in texts], **options))
         for i, (asked, texts) in enumerate(batch):
             prompt = [] if prompts is None else _start_with(prompts[i], start)
             sequences, remarks = [], []
-            for column in answers:
-                answer = column[i] if column[i][-1:] == [end] else [*column[i], end]
+            for ids in islice(answers, len(texts)):
+                answer = ids if ids[-1:] == [end] else [*ids, end]
                 answer = answer if prompts is not None else _start_with(answer, start)
                 sequences.append((prompt + answer, [prompt_label] * len(prompt) + [1] * len(answer)))
             # The end token of a text is the one that would be added.
@@ -210,7 +210,6 @@ def _encode_chats(
     chats_of: Callable[[Row], list[tuple[Chat, int]]],
     encoder: "_ChatEncoder",
 ) -> Iterator[Encoded | BadRow]:
-    num_chats = len(chats_of(rows.rows[0]))
     chats = (
         Asked(
             chat,
@@ -223,7 +222,8 @@ def _encode_chats(
         for chat, num_shared in chats_of(row)
     )
     encoded = (sequence for batch in _batches(chats) for sequence in encoder.encode(batch))
-    while found := list(islice(encoded, num_chats)):
+    for row in rows.rows:
+        found = list(islice(encoded, len(chats_of(row))))
         bad = [one for one in found if isinstance(one, BadRow)]
         if bad:
             yield bad[0]

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cookbook.config.objectives import Objective
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, digest_of
@@ -20,30 +21,36 @@ from cookbook.training.data.tokens import TokenSet, digest_of
 def with_reference(
     sets: TokenSets,
     made_from: list[str],
+    objective: Objective,
     *,
     cache: Path,
     all_true: Callable[[bool], bool],
     compute: Callable[[TokenSet], np.ndarray],
 ) -> TokenSets:
-    """Token sets with `reference_logps`, cached or computed, so that no second model is held in memory.
+    """Token sets with `reference_logps`, or `token_reference_logps` where the objective compares tokens, cached or
+    computed, so that no second model is held in memory.
 
     Every rank must call. Each machine keeps a file of its own.
 
     Args:
         made_from: what the values depend on besides the tokens: weights, precision, strategy.
         all_true: whether a value is true on every rank.
-        compute: log-probability of the labelled tokens of each sequence, float64 [S], the same on every rank.
+        compute: log-probability of the labelled tokens of each sequence, float64 [S], or of each target, the same on
+            every rank.
     """
+    of_tokens = objective.reference_of == "tokens"
 
     def reference(tokens: TokenSet | Stream) -> TokenSet:
         assert isinstance(tokens, TokenSet), "an objective with a reference cannot stream"
+        if not objective.compares(has_old_logps=tokens.old_logps is not None):
+            return tokens
         text = json.dumps([tokens.fingerprint, *made_from])
         path = cache / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
-        values = _load_logps(path, len(tokens.lengths))
+        values = _load_logps(path, int(tokens.num_targets.sum()) if of_tokens else len(tokens.lengths))
         if not all_true(values is not None) or values is None:
             values = compute(tokens).astype(np.float64)
             _save_logps(path, values)
-        return replace(tokens, reference_logps=values)
+        return replace(tokens, token_reference_logps=values) if of_tokens else replace(tokens, reference_logps=values)
 
     evals = {name: reference(tokens) for name, tokens in sets.eval.items()}
     return replace(sets, train=reference(sets.train), eval=evals)

@@ -21,13 +21,13 @@ import xxhash
 
 from cookbook.config import plugins, registry
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.row_kinds import BadRow, kinds
+from cookbook.config.row_kinds import BadRow, Row, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
 from cookbook.system.record_files import seal_of
-from cookbook.training.data.encode import DEFAULT_KEYS, Encoder, TextKeys
+from cookbook.training.data.encode import DEFAULT_KEYS, Encoder, LabelledIds, TextKeys
 from cookbook.training.data.rows import BadRows, Rows
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class TokenSet:
     """float64 [N]: a number for each sample, if its kind of row has one."""
     reference_logps: np.ndarray | None = None
     """float64 [S]: log-probability of the labels of each sequence under the reference model."""
+    old_logps: np.ndarray | None = None
+    """float64, a log-probability for each target of all sequences: when it was sampled, if rows have it."""
+    token_reference_logps: np.ndarray | None = None
+    """The same under the reference model."""
     target_counts: np.ndarray | None = None
     """`num_targets`, if it is known: counting takes 5 s for a million samples."""
 
@@ -98,6 +102,11 @@ class TokenSet:
         starts = self.offsets[:-1]
         return np.add.reduceat(self.is_label, starts, dtype=np.int64) - self.is_label[starts]
 
+    @cached_property
+    def target_ends(self) -> np.ndarray:
+        """Where the targets of each sequence end among all, int64 [S]."""
+        return np.cumsum(self.num_targets)
+
     @property
     def epoch_sizes(self) -> list[int]:
         """Samples of each source that an epoch shows: its weight times its size, rounded, and at least one."""
@@ -112,8 +121,9 @@ class TokenSet:
         for array in (self.ids, self.is_label, self.offsets):
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
-        if self.values is not None:
-            digest.update(np.ascontiguousarray(self.values).data)
+        for numbers in (self.values, self.old_logps):
+            if numbers is not None:
+                digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
 
 
@@ -180,7 +190,8 @@ def tokenize(
         RecipeError: a tokenizer or template that cannot be trained with.
     """
     pieces: list[TokenArrays] = []
-    values: list[float] = []
+    groups: list[Sequence[float]] = []
+    old_logps: list[Sequence[float]] = []
     row_lengths: list[int] = []
     group_size, limit = len(objective.sequences), Limit(max_length, objective.long_rows(too_long))
     part_sizes, num_cut = [], 0
@@ -188,7 +199,7 @@ def tokenize(
     encoder = Encoder(tokenizer, objective.labels, keys)
     for rows in parts:
         num_before = len(pieces)
-        value_of = kinds()[rows.kind].value
+        kind = kinds()[rows.kind]
         for position, cut in enumerate(_cut_rows(rows, encoder, limit, objective, num_processes)):
             if isinstance(cut, BadRow):
                 bad_rows.add(rows.where(position), cut)
@@ -197,21 +208,31 @@ def tokenize(
             row_lengths.append(cut.length)
             if not cut.pieces:
                 continue
-            for words in cut.remarks:
+            numbers = _numbers_of(kind, rows.rows[position], len(cut.pieces) // group_size)
+            groups += [numbers] if numbers else []
+            old_logps += cut.old_logps
+            for words in (*cut.remarks, *objective.remarks(numbers)):
                 before = remarks.get(words, Remark(words, 0, rows.where(position)))
                 remarks[words] = before._replace(num_rows=before.num_rows + 1)
             pieces += cut.pieces
             num_cut += cut.length > max_length
-            if value_of is not None:
-                values += [value_of(rows.rows[position])] * (len(cut.pieces) // group_size)
         part_sizes.append(len(pieces) - num_before)
     if not pieces:
         return None
     sizes = tuple(size // group_size for size in part_sizes)
     # Values only if all sources have them.
-    numbers = np.array(values) if len(values) == sum(sizes) else None
-    fields = {"values": numbers, "row_lengths": np.array(row_lengths), "remarks": tuple(remarks.values())}
+    values = np.array(objective.values_of(groups)) if sum(map(len, groups)) == sum(sizes) else None
+    fields = {"values": values, "row_lengths": np.array(row_lengths), "remarks": tuple(remarks.values())}
+    if old_logps:
+        fields["old_logps"] = np.concatenate(old_logps)
     return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, **fields)
+
+
+def _numbers_of(kind: RowKind, row: Row, num_samples: int) -> Sequence[float]:
+    """A number for each sample of a row, or none."""
+    if kind.values is not None:
+        return kind.values(row)
+    return [] if kind.value is None else [kind.value(row)] * num_samples
 
 
 class Limit(NamedTuple):
@@ -229,6 +250,8 @@ class Cut(NamedTuple):
     length: int
     """Tokens of its longest sequence before."""
     remarks: tuple[str, ...] = ()
+    old_logps: tuple[list[float], ...] = ()
+    """Of the targets of each piece, if the row has them."""
 
 
 def _cut_rows(
@@ -242,11 +265,15 @@ def _cut_rows(
         is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
         num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
     if num_processes == 1:
-        for encoded in encoder.encode(rows):
+        logps_of = kinds()[rows.kind].logps
+        for row, encoded in zip(rows.rows, encoder.encode(rows), strict=True):
             if isinstance(encoded, BadRow):
                 yield encoded
                 continue
             cut = _cut(encoded.sequences, limit, objective)
+            if not isinstance(cut, BadRow) and logps_of is not None:
+                has_them = logps_of(rows.rows[0]) is not None
+                cut = _with_old_logps(cut, encoded.sequences, logps_of(row), has_them=has_them)
             yield cut if isinstance(cut, BadRow) else cut._replace(remarks=encoded.remarks)
         return
     work = _Work(encoder.tokenizer, encoder.keys, limit, objective.model_dump(), registry.plugin_files())
@@ -254,6 +281,20 @@ def _cut_rows(
         if isinstance(task, RecipeError):
             raise task
         yield from task
+
+
+def _with_old_logps(
+    cut: Cut, sequences: list[LabelledIds], logps: list[list[float]] | None, *, has_them: bool
+) -> Cut | BadRow:
+    """The cut with log-probabilities, of which each trained token has one; `has_them`: whether the first row does."""
+    if (logps is not None) != has_them:
+        return BadRow("logprobs in some rows only", f"the first row has {'some' if has_them else 'none'}, this not")
+    for number, ((_, labels), given) in enumerate(zip(sequences, logps or [], strict=False), start=1):
+        if (count := sum(labels[1:])) != len(given):
+            seen = f"`logprobs` {number} has {len(given)} for {count} trained tokens, the end of the turn included"
+            return BadRow("logprobs of another length", seen)
+    kept = zip(cut.pieces, logps or [], strict=False)
+    return cut._replace(old_logps=tuple(given[: int(is_label[1:].sum())] for (_, is_label), given in kept))
 
 
 def _slices(rows: Rows) -> Iterator[Rows]:
@@ -375,7 +416,7 @@ def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: 
     # An error by default, not a row less: to raise max_length, or to leave the row out, is the user's decision.
     if not pieces or not all(is_label[1:].any() for _, is_label in pieces):
         return BadRow("no trained token after truncation", cut) if is_long else BadRow("no trained token")
-    if len(sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
+    if len(objective.sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
         names = " and ".join(objective.sequences)
         return BadRow(f"{names} are the same after truncation", cut)
     return Cut(pieces, length)
@@ -414,6 +455,8 @@ def cached_tokens(
         "too_long": objective.long_rows(data.too_long),
         "keys": json.loads(json.dumps(keys, default=str)),
     }
+    if objective.settings_of_values:
+        made_from["values"] = [getattr(objective, key) for key in objective.settings_of_values]
     if files := registry.plugin_files():
         made_from["plugins"] = plugins.digest(files)
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -457,7 +500,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 ARRAYS = ("ids", "is_label", "offsets")
-OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts")
+OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts", "old_logps")
 META_FIELDS = ("group_size", "part_sizes", "num_cut", "remarks")
 
 

@@ -1,0 +1,178 @@
+"""Group relative policy optimization on stored groups: answers to one prompt that were sampled and rewarded before."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from cookbook.config.objectives.objective import Answer, Objective
+from cookbook.config.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from cookbook.config.objectives.forward import LossOutput
+
+LEAST_DEVIATION = 1e-4
+"""Added to a standard deviation of rewards, as TRL does (1.16, trainer/grpo_trainer.py)."""
+
+
+@register
+class GRPO(Objective):
+    """Group relative policy optimization, eq. 3 of Shao et al. 2024 (arXiv 2402.03300), on groups sampled before.
+
+    A sample is one answer. Its advantage is its reward less the mean of its group's. The loss of a token with ratio r
+    of its probability to that when it was sampled is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta KL, and
+    lengths and counts in its mean are those of the global batch. Keys have TRL's names and defaults.
+    """
+
+    rows = ("chat_group", "group")
+    sample = "answer"
+    shares_samples = True
+    needs_reference = True
+    reference_of = "tokens"
+    settings_of_values = ("scale_rewards",)
+    name: Literal["grpo"]
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """`dapo`: a mean over all tokens of the global batch, eq. 8 of Yu et al. 2025 (arXiv 2503.14476); `grpo`: a mean
+    over each answer's tokens, then over answers, eq. 3 of Shao et al. 2024 (arXiv 2402.03300); `dr_grpo`: an answer's
+    sum divided by max_completion_length, section 3.2 of Liu et al. 2025 (arXiv 2503.20783)."""
+    max_completion_length: int | None = Field(default=None, ge=1)
+    """The constant of dr_grpo: the tokens that an answer could have when it was sampled."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What divides an advantage: the standard deviation of its group's rewards (Shao et al. 2024, section 4.1.2), of
+    all rewards of the set (`batch`, Liu et al. 2025, arXiv 2508.08221), or nothing (Dr. GRPO, arXiv 2503.20783)."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """How far the ratio may fall below 1 before it is clipped."""
+    epsilon_high: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """How far it may rise above 1; default: epsilon. `Clip-Higher` of DAPO, eq. 10 of arXiv 2503.14476, has 0.28."""
+    beta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the divergence from the model before training, estimated as in eq. 4 of arXiv 2402.03300 (k3 of
+    Schulman's note). DAPO and Dr. GRPO have none."""
+    use_bias_correction_kl: bool = True
+    """Multiply the divergence by r, which makes its gradient that of the reverse KL: DeepSeek-V3.2 (arXiv 2512.02556).
+    With false it is eq. 4 of arXiv 2402.03300 as it stands."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether r is a token's ratio, or for all tokens of an answer the geometric mean of theirs: GSPO, eq. 7 of
+    Zheng et al. 2025 (arXiv 2507.18071), whose epsilon is 3e-4 and 4e-4 above."""
+
+    @model_validator(mode="after")
+    def _has_its_constant(self):
+        length = self.max_completion_length
+        if self.loss_type == "dr_grpo" and length is None:
+            raise ValueError("loss_type dr_grpo needs max_completion_length: the tokens that an answer could have")
+        if self.loss_type != "dr_grpo" and length is not None:
+            raise ValueError(f"max_completion_length {length} would be ignored by loss_type: {self.loss_type}")
+        return self
+
+    @property
+    def averaged_over(self) -> Literal["tokens", "samples"]:
+        return "tokens" if self.loss_type == "dapo" else "samples"
+
+    @property
+    def most(self) -> float:
+        """Where a ratio is clipped above."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    def words(self) -> str:
+        level = ", ratios of sequences" if self.importance_sampling_level == "sequence" else ""
+        scaled = {"group": "deviation of the group", "batch": "deviation of all rewards", "none": "nothing"}
+        clipped = f"ratios clipped at {1 - self.epsilon:g} and {self.most:g}"
+        divided = f"advantages divided by {scaled[self.scale_rewards]}"
+        return f"grpo, loss {self.loss_type}, {divided}, {clipped}{level}, beta {self.beta:g}"
+
+    def compares(self, *, has_old_logps: bool) -> bool:
+        return self.beta > 0 or not has_old_logps
+
+    def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:
+        """The advantage of each answer."""
+        deviation = _deviation([reward for group in groups for reward in group])
+        advantages = []
+        for group in groups:
+            mean = fmean(group)
+            divisor = _deviation(group) if self.scale_rewards == "group" else deviation
+            advantages += [(reward - mean) / (1 if self.scale_rewards == "none" else divisor) for reward in group]
+        return advantages
+
+    def remarks(self, values: Sequence[float]) -> tuple[str, ...]:
+        return () if len({*values}) > 1 else ("with one reward for all answers, whose advantages are 0",)
+
+    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
+        """The sum over the answers, whose advantages are `values`."""
+        import torch
+
+        from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood, sums_by_sequence
+
+        nll = negative_log_likelihood(model, batch)
+        logps = -nll.double()
+        log_ratios = logps - batch["old_logps" if "old_logps" in batch else "token_reference_logps"]
+        divergence = torch.zeros_like(logps)
+        if self.beta:
+            away = batch["token_reference_logps"] - logps
+            divergence = torch.exp(away) - away - 1
+        if self.importance_sampling_level == "token":
+            corrected = divergence * log_ratios.exp() if self.use_bias_correction_kl else divergence
+            columns = [*self._clipped(log_ratios.exp()), corrected]
+            sums, counts = sums_by_sequence(torch.stack(columns, 1), batch)
+            num_tokens = counts[:, 0]
+            *policy, divergences = sums.unbind(1)
+        else:
+            sums, counts = sums_by_sequence(torch.stack([log_ratios, divergence], 1), batch)
+            num_tokens, divergences = counts[:, 0], sums[:, 1]
+            ratio = (sums[:, 0] / num_tokens).exp()
+            divergences = divergences * ratio if self.use_bias_correction_kl else divergences
+            policy = [one * num_tokens for one in self._clipped(ratio)]
+        least, most, ratios, below, above = policy
+        # Not A itself times a token's ratio: of ranks that share a sequence, only one has its advantage.
+        advantages = batch["values"]
+        is_good = advantages >= 0
+        losses = self.beta * divergences - advantages * torch.where(is_good, least, most)
+        weights = 1 / num_tokens if self.averaged_over == "samples" else torch.ones_like(num_tokens)
+        metrics = {"ratio": ratios, "clipped": torch.where(is_good, above, below) * (advantages != 0)}
+        metrics |= {"kl": divergences} if self.beta else {}
+        sums_of = {name: (weights * values).detach().sum() for name, values in metrics.items()}
+        if self.max_completion_length is not None:
+            weights = torch.full_like(num_tokens, 1 / self.max_completion_length)
+        count = len(advantages) if self.averaged_over == "samples" else len(batch["targets"])
+        # `nll` keeps the graph of an empty micro-batch: every process must run the backward's collectives.
+        return LossOutput((weights * losses).sum().float() + 0.0 * nll.sum(), count, sums_of)
+
+    def _clipped(self, ratios: "Tensor") -> "list[Tensor]":
+        """What min(r A, clip(r) A) is for an A of 1, and for -1 times -1; r; whether it is below the range; above."""
+        import torch
+
+        low, high = 1 - self.epsilon, self.most
+        inside = ratios.clamp(low, high)
+        beyond = [(ratios < low).double(), (ratios > high).double()]
+        return [torch.minimum(ratios, inside), torch.maximum(ratios, inside), ratios.detach(), *beyond]
+
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
+        """The mean over tokens or answers; the model before training is the one that sampled."""
+        total, num_tokens = 0.0, 0
+        for (answer,), advantage in zip(samples, values, strict=True):
+            loss, count = self._loss_of(answer, advantage), answer.num_tokens
+            divisor = {"dapo": 1, "grpo": count, "dr_grpo": self.max_completion_length or 1}[self.loss_type]
+            total, num_tokens = total + loss / divisor, num_tokens + count
+        return total / (num_tokens if self.averaged_over == "tokens" else len(samples))
+
+    def _loss_of(self, answer: Answer, advantage: float) -> float:
+        pairs = list(zip(answer.token_logps, answer.token_reference_logps, strict=True))
+        ratios = [math.exp(logp - before) for logp, before in pairs]
+        if self.importance_sampling_level == "sequence":
+            ratios = [math.exp(fmean(logp - before for logp, before in pairs))] * len(pairs)
+        policy = sum(
+            -min(ratio * advantage, min(max(ratio, 1 - self.epsilon), self.most) * advantage) for ratio in ratios
+        )
+        weights = ratios if self.use_bias_correction_kl else [1.0] * len(pairs)
+        away = sum(
+            weight * (math.exp(before - logp) - (before - logp) - 1)
+            for weight, (logp, before) in zip(weights, pairs, strict=True)
+        )
+        return policy + self.beta * away
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    return stdev(rewards) + LEAST_DEVIATION
