@@ -1489,7 +1489,7 @@ FAULTS = (
     Fault(
         "templates",
         "cookbook/training/data/encode.py",
-        " if column[i][-1:] == [end] else [*column[i], end]",
+        " if ids[-1:] == [end] else [*ids, end]",
         "",
         "a model that was trained on plain texts does not learn to stop",
         "tests/test_data_tokens.py::test_completion_and_text_labels",

@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     reference_logp: float
     """`logp` under the model before training."""
     token_logps: Sequence[float] = ()
-    """Of each labelled token, for an objective whose `reference_of` is tokens."""
+    """`logp` of each labelled token, for an objective whose `reference_of` is tokens."""
     token_reference_logps: Sequence[float] = ()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 MOST_NUMBERS = 2**31 - 1
-"""Of a tensor that bitsandbytes 0.50.2 quantizes, whose kernels count in 32 bits (csrc/kernels.cu)."""
+"""The largest tensor that bitsandbytes 0.50.2 quantizes, whose kernels count in 32 bits (csrc/kernels.cu)."""
 
 
 @dataclass(frozen=True)

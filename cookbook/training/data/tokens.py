@@ -251,7 +251,7 @@ class Cut(NamedTuple):
     """Tokens of its longest sequence before."""
     remarks: tuple[str, ...] = ()
     old_logps: tuple[list[float], ...] = ()
-    """Of the targets of each piece, if the row has them."""
+    """For the targets of each piece, if the row has them."""
 
 
 def _cut_rows(
