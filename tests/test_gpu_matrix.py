@@ -39,15 +39,26 @@ def settings_for(strategy: str, precision: str, packing: bool) -> dict[str, str]
     return settings | (NVME_MODEL if strategy == "zero3_nvme" else {})
 
 
+OFTEN = ("ddp", "fsdp2", "pp", "zero2", "zero3")
+
+
 def cases() -> list:
-    """Each strategy packed in bf16 for `make test`; padded in float32 and fp16 for `make test-long`; the rest."""
+    """Packed in bf16: those of `OFTEN` for `make test`, the others of it and those padded in float32 and
+    fp16 for `make test-long`; the rest.
+    """
     found = []
     for strategy in DISTRIBUTED:
         for precision in (one for one in PRECISIONS if (strategy, one) not in REFUSED):
             for packing in (False, True):
                 quick = precision == "bf16" and packing
                 chosen = precision == ("'no'" if packing else "fp16") and strategy in FAMILIES
-                marks = [] if quick else [pytest.mark.slow] if chosen else [pytest.mark.slow, pytest.mark.thorough]
+                marks = (
+                    [pytest.mark.core] * (strategy in OFTEN)
+                    if quick
+                    else [pytest.mark.slow]
+                    if chosen
+                    else [pytest.mark.slow, pytest.mark.thorough]
+                )
                 name = f"{strategy}-{precision.strip(chr(39))}-{'packed' if packing else 'padded'}"
                 found.append(pytest.param(strategy, precision, packing, marks=marks, id=name))
     return found

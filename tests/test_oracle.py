@@ -186,11 +186,11 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     return {name: json.dumps(section) for name, section in sections.items()} | {"run.max_steps": str(setup.steps)}
 
 
-CORE = "sft, tied, clipped, warm-up, decay"
-"""Run by `make test`: the only run there whose every step is compared with what is not ours."""
+CORE = ("sft, tied, clipped, warm-up, decay", "sft, lora", "dpo, smoothed, packed", "grpo, of a constant, whole ratios")
+"""Run by `make test`: the only runs there whose every step is compared with what is not ours."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.core] * (name == CORE)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in CASES])
 def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
     case = CASES[name]
     setup = setup_of(shelf, case)
@@ -217,7 +217,7 @@ def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
     [{"weight_decay": 0.0}, {"clip": 0.0}, {"warmup": 3}, {"least": 0.0}, {"train_on": "last"}, {"optimizer": "sgd"}],
 )
 def test_another_training_is_not_it(wrong: dict[str, Any], lab: Lab, shelf: Path):
-    case = CASES[CORE]
+    case = CASES[CORE[0]]
     setup = setup_of(shelf, case)
     curve = lab.run("single", settings_of(setup, case))
     steps, _ = train(replace(setup, **wrong))

@@ -125,6 +125,7 @@ def texts_of(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value.value
 
 
+@pytest.mark.core
 def test_no_docstring_begins_with_of() -> None:
     """Such a one does not name its thing: who reads it must read the code around it too."""
     written = {"module": '"""Of it."""', "class": 'class A:\n    """Of it."""', "value": 'A = 1\n"""\nOf it."""'}

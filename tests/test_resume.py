@@ -233,6 +233,7 @@ def test_dropout_is_drawn_as_in_the_uninterrupted_run(lab: Lab, tmp_path: Path, 
     assert all(np.array_equal(Curve(tmp_path / "run").weights[k], v) for k, v in reference.weights.items())
 
 
+@pytest.mark.core
 def test_an_interrupted_run_is_the_uninterrupted_one_to_the_last_bit(lab: Lab, tmp_path: Path):
     settings = SGD_STEPS | {"run.save_in_background": "true"}
     output = tmp_path / "run"
