@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.config import schedule
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import is_due
+from cookbook.config.sections import BatchSection, is_due
 from cookbook.config.strategy import Strategy
 from cookbook.planning import launchers
 from cookbook.planning.run_plan import (
@@ -105,7 +105,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     try:
         recipe, strategy = load_pair(Path(recipe_name), assignments, in_force)
     except BrokenPair as found:
-        *_, mistakes = fit(found.recipe, found.strategy, launcher, world, recipe_name)
+        *_, mistakes = fit(found.recipe, found.strategy, launcher, world, recipe_name, found.batch)
         raise RecipeError([*found.mistakes, *mistakes]) from None
     note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
     world, plan, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
@@ -131,11 +131,13 @@ def fit(
     launcher: launchers.Launcher,
     world: launchers.World,
     recipe_name: str,
+    batch: BatchSection | None = None,
 ) -> tuple[launchers.World, Plan | None, list[str]]:
     """The processes of a run, its plan if it can run, and what launcher, environment and machine have against it.
 
     Args:
         recipe, strategy: None: with mistakes of its own; what concerns the other is found all the same.
+        batch: that of a recipe with mistakes elsewhere.
     """
     mistakes = launchers.check_environment(strategy, launcher, None if recipe is None else recipe.mixed_precision)
     launchers.clear_environment()
@@ -157,7 +159,7 @@ def fit(
     plans = []
     for count in (world.num_processes, *sizes):
         counts = {"num_processes": count, "num_local": world.num_local, "num_gpus": num_gpus}
-        plan, more = try_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+        plan, more = try_plan(recipe, strategy, **counts, recipe_name=recipe_name, batch=batch)
         plans.append(plan)
         mistakes += more
     return world, plans[0], mistakes

@@ -369,6 +369,18 @@ def test_check_reports_the_mistakes_of_all_recipes_together(tmp_path, in_root, c
     assert printed.out.startswith("recipes/quickstart.yaml: fine")
 
 
+@pytest.mark.parametrize("command", ["check", "launch"])
+def test_a_value_that_is_no_value_hides_no_batch_that_cannot_be_split(command, in_root, capsys):
+    batch, other = "batch.micro_batch_size=3", "data.max_length=-4"
+    words = [command, "recipes/quickstart.yaml", "--strategy", "ddp", "--processes", "2", "--set", batch]
+    assert main([*words, "--set", other]) == 2
+    value, split = capsys.readouterr().err.splitlines()
+    assert value.startswith("--set data.max_length is -4;")
+    assert split.startswith(f"--set {batch}: batch.global_batch_size is 16, but 2 processes x micro_batch_size 3 = 6 ")
+    assert main([*words, "--set", "batch.global_batch_size=many"]) == 2  # a batch without a size splits in no way
+    assert "per forward" not in capsys.readouterr().err
+
+
 def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
     recipe = tmp_path / "bad.yaml"
     recipe.write_text((ROOT / "recipes/quickstart.yaml").read_text().replace("learning_rate:", "learnig_rate:"))

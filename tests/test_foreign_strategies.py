@@ -15,16 +15,20 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.ranking import forecast_all
+from cookbook.planning.run_plan import launch_command
 from cookbook.system import status
 from cookbook.system.child import run_child
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
+from cookbook.system.hosts import Hosts
 from tests.curves import ROOT, SGD, Lab, distance
 
 LOSS, NORM = 2e-6, 1e-6
@@ -330,19 +334,50 @@ def test_what_json_has_not_is_said(text: str, hint: str, tmp_path: Path):
     assert hint in mistakes_of(path)[0]
 
 
-WRONG = {
-    "main_process_port": (66660, "write 1 to 65535"),
-    "gpu_ids": ("0", "names 1 GPU, and num_processes is 2"),
-    "gpu_ids twice": ("0,0", "with a GPU twice"),
-    "gpu_ids no number": ("a,b", "'a' is no GPU"),
+MACHINES = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "127.0.0.1", "num_processes": 4}
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "port": ("ddp", {"main_process_port": 66660}, "write 1 to 65535"),
+    "a free port for each machine": ("ddp", MACHINES | {"main_process_port": 0}, "each machine would choose another"),
+    "gpu_ids": ("ddp", {"gpu_ids": "0"}, "names 1 GPU, and num_processes is 2; name as many"),
+    "gpu_ids of machines": ("ddp", MACHINES | {"gpu_ids": "0"}, "num_processes is 4 over 2 machines; name as many"),
+    "gpu_ids twice": ("ddp", {"gpu_ids": "0,0"}, "with a GPU twice"),
+    "gpu_ids no number": ("ddp", {"gpu_ids": "a,b"}, "'a' is no GPU"),
+    "no address of a store": ("ddp", {"rdzv_backend": "c10d", "same_network": True}, "write static"),
+    "pdsh": ("zero2", MACHINES, "deepspeed_multinode_launcher is missing; write standard"),
 }
+"""Files that end in a traceback of accelerate's, or wait."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_accelerate_itself_refuses_at_the_launch_is_said_by_check(case: str, tmp_path: Path):
-    value, said = WRONG[case]
-    path = yaml_of_accelerate(tmp_path, "ddp", **{case.split()[0]: value})
-    assert any(said in mistake for mistake in mistakes_of(path))
+    name, more, said = WRONG[case]
+    assert any(said in mistake for mistake in mistakes_of(yaml_of_accelerate(tmp_path, name, **more)))
+
+
+def test_machines_without_an_address_are_refused_unless_whoever_starts_them_gives_it(lab, tmp_path, capsys):
+    """torchrun would wait for a machine of the name None."""
+    path = yaml_of_accelerate(
+        tmp_path,
+        "zero2",
+        **{key: value for key, value in MACHINES.items() if key != "main_process_ip"}
+        | {"deepspeed_config": {"zero_stage": 2, "deepspeed_multinode_launcher": "standard"}},
+    )
+    said = f"{path}: num_machines is 2; add main_process_ip: 10.0.0.1, as machine 0 has it; or leave num_machines out"
+    launched = ["launch", str(lab.folder / "recipe.yaml"), "--strategy", str(path), "--dry-run"]
+    for words in (["check", *launched[1:-1]], launched, [*launched, "--set", "data.max_length=-4"]):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+    main([*launched, "--machines", "2", "--machine", "1", "--first", "no-such-host.invalid"])
+    printed = capsys.readouterr().err
+    assert "main_process_ip" not in printed and "no-such-host.invalid" in printed
+
+
+def test_machines_of_deepspeed_are_started_by_torchrun_whatever_the_file_leaves_out(tmp_path: Path):
+    strategy = load_strategy(yaml_of_accelerate(tmp_path, "zero2"))
+    found = Hosts(count=2, index=1, first="10.0.0.1")
+    command = launch_command("r.yaml", strategy, num_processes=4, assignments=[], hosts=found)
+    asked, *_ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))
+    assert asked.deepspeed_multinode_launcher == DEEPSPEED_MULTINODE_LAUNCHERS[1] == "standard"  # else [0], pdsh
 
 
 def test_fsdp_without_synchronized_weights_needs_each_process_to_read_them(tmp_path: Path):

@@ -18,7 +18,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.system.hardware import Machines
 
 OUT = "recipes/mine.yaml"
-CHATS = [chat("hi", "a" * 50)] * 298 + [chat("hi", "a" * 400)] * 2
+CHATS = [chat("hi", f"{i:050}") for i in range(298)] + [chat("hi", "a" * 400), chat("hi", "b" * 400)]
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(50)]
 
 
@@ -288,6 +288,17 @@ def test_preview_accepts_the_recipe_that_init_writes(model, capsys, rows, too_lo
         assert load_recipe(Path(OUT), ["data.too_long=cut"]).data.too_long == "cut"
         assert main(["preview", OUT, "--set", "data.too_long=cut"]) == 2
         assert "after truncation" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rows_that_are_equal_are_not_held_out_and_a_note_says_so(model):
+    rows = [chat("hi", "a" * 50)] * 298 + [chat("hi", letter * 400) for letter in "bc"]
+    recipe = made(model(), write(rows), "--gpus", "2x8GB")
+    assert (recipe.data.holdout, recipe.run.eval_every_steps, recipe.run.keep_best) == (0, None, 0)
+    words = " ".join(Path(OUT).read_text().replace("# ", "").split())
+    assert "no held-out rows: of these rows, of which equal ones stay together, 5% cannot be taken" in words
+    assert main(["check", OUT, "--data"]) == 0
+    assert main(["check", OUT, "--data", "--set", "data.holdout=0.05"]) == 2
 
 
 def test_init_says_that_a_folder_serves_as_a_model(book, capsys, monkeypatch):

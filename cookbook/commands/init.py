@@ -249,17 +249,31 @@ class _Draft:
             self.notes["data.too_long"] = f"cut, {several(num_lost, 'row')} would have nothing to train on"
         num_samples = int(np.ceil(lengths / length).sum()) if self.objective.splits_rows else len(lengths)
         num_samples -= int(np.sum(lengths > length)) if "too_long" in self.data else 0
-        if len(lengths) >= MIN_ROWS_TO_HOLD_OUT:
-            self.data["holdout"] = float(f"{min(HOLDOUT, MAX_HELD_OUT / len(lengths)):.1g}")
-            self.notes["data.holdout"] = f"some {len(lengths) * self.data['holdout']:.0f} rows, for evaluation"
-            num_samples = int(num_samples * (1 - self.data["holdout"]))
-        self.num_samples = num_samples
+        self.num_samples = int(num_samples * (1 - self._hold_out(len(lengths))))
         self.data["max_length"], self.notes["data.max_length"] = length, note
         if num_bad:
             self.data["on_bad_row"] = "drop"
             self.notes["data.on_bad_row"] = ", ".join(
                 f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in num_bad.items()
             )
+
+    def _hold_out(self, num_rows: int) -> float:
+        """Writes the share to be held out, unless rows that are equal leave too few or too many. Returns it, or 0."""
+        from cookbook.training.data.sets import hold_out
+
+        if num_rows < MIN_ROWS_TO_HOLD_OUT:
+            return 0.0
+        share = float(f"{min(HOLDOUT, MAX_HELD_OUT / num_rows):.1g}")
+        held_out: list[Rows] = []
+        with gathered([]):
+            _, held_out = hold_out([self.rows], share)
+        taken = sum(len(one.rows) for one in held_out) / len(self.rows.rows)
+        if not 0 < taken < 2 * share:
+            what = f"of these rows, of which equal ones stay together, {share:.0%} cannot be taken"
+            self.notes["data"] = "; ".join(filter(None, [self.notes.get("data"), f"no held-out rows: {what}"]))
+            return 0.0
+        self.data["holdout"], self.notes["data.holdout"] = share, f"some {num_rows * share:.0f} rows, for evaluation"
+        return share
 
     def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
         """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""

@@ -66,15 +66,23 @@ def launch(
         recipe, loaded = run_plan.load_pair(path, assignments, strategy)
     except run_plan.BrokenPair as error:
         if error.strategy is not None:
+            mistakes += _no_address(found, error.strategy)
             count, num_local = _processes(error.strategy, processes, gpus, found.count)
-            mistakes += run_plan.machine_problems(
-                error.strategy, num_processes=count, num_local=num_local, num_gpus=gpus
-            )
-        raise RecipeError([*error.mistakes, *mistakes]) from None
+            mistakes += run_plan.try_plan(
+                error.recipe,
+                error.strategy,
+                num_processes=count,
+                num_local=num_local,
+                num_gpus=gpus,
+                recipe_name=str(path),
+                batch=error.batch,
+            )[1]
+        raise RecipeError([*error.mistakes, *placed(mistakes, path, assignments)]) from None
+    gpus = min(gpus, len(loaded.gpu_ids) or gpus)
     num_machines = max(found.count, loaded.num_machines)
     count, num_local = _processes(loaded, processes, gpus, found.count)
     environment = dict(os.environ)
-    mistakes += _misfits(found, recipe, loaded, count)
+    mistakes += _no_address(found, loaded) + _misfits(found, recipe, loaded, count)
     if first_machine := found.first or loaded.main_process_ip:
         mistakes += hosts.set_interfaces(first_machine, environment)
     elif count > 1:
@@ -192,6 +200,10 @@ def _check_rows(recipe: Recipe) -> None:
         return
     for source in here:
         read_rows(source, data.on_bad_row, recipe.objective)
+
+
+def _no_address(found: hosts.Hosts, strategy: Strategy) -> list[str]:
+    return [strategy.address_problem] if strategy.address_problem and found.count == 1 else []
 
 
 def _misfits(found: hosts.Hosts, recipe: Recipe, strategy: Strategy, num_processes: int) -> list[str]:

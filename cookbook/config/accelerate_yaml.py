@@ -134,7 +134,7 @@ class AccelerateFile(Block):
     main_process_ip: str | None = None
     main_process_port: Annotated[int | None, BeforeValidator(_port)] = None
     rdzv_backend: Literal["static", "c10d"] = "static"
-    same_network: bool = True
+    same_network: bool = False  # as accelerate reads a file without it
     gpu_ids: Annotated[str | None, BeforeValidator(_gpu_ids)] = None
     enable_cpu_affinity: bool = False
     debug: bool = False
@@ -159,10 +159,14 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
     given = f"{place('num_processes')} is {count}"
     if parsed.deepspeed_config is not None:
         yield from _check_deepspeed_block(parsed.deepspeed_config, place)
-    if count != 1 and machines == 1 and parsed.gpu_ids not in (None, "all"):
+        if machines > 1 and "deepspeed_multinode_launcher" not in parsed.deepspeed_config.model_fields_set:
+            why = "else accelerate takes pdsh"
+            yield f"{place('deepspeed_config')}: deepspeed_multinode_launcher is missing; write standard: {why}"
+    if count != 1 and parsed.gpu_ids not in (None, "all"):
         num_ids = len(str(parsed.gpu_ids).split(","))
-        if num_ids < (2 if count == "auto" else count):
-            yield f"{place('gpu_ids')} names {several(num_ids, 'GPU')}, and num_processes is {count}; name as many"
+        if num_ids < (2 if count == "auto" else count // machines):
+            of = f"num_processes is {count}{f' over {machines} machines' * (machines > 1)}"
+            yield f"{place('gpu_ids')} names {several(num_ids, 'GPU')}, and {of}; name as many"
     if family == "NO" and count != 1:
         yield f"{given}; distributed_type NO runs one process: write 1"
     if machines > 1 and count == "auto":
@@ -172,6 +176,10 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
     if parsed.machine_rank >= machines:
         ranks = f"0 to {machines - 1}" if machines > 1 else "0"
         yield f"{place('machine_rank')} is {parsed.machine_rank}, with num_machines {machines}; write {ranks}"
+    if machines > 1 and parsed.main_process_port == 0:
+        yield f"{place('main_process_port')} is 0: each machine would choose another; write 29500"
+    if parsed.rdzv_backend == "c10d" and parsed.same_network:
+        yield f"{place('rdzv_backend')} is 'c10d', to which accelerate tells no address with same_network; write static"
     if machines == 1 and parsed.main_process_ip is not None:
         yield f"{place('main_process_ip')}: would be ignored with one machine; take it out"
     if parsed.parallelism_config is not None and (problem := _mesh_problem(parsed, parsed.parallelism_config)):

@@ -52,6 +52,8 @@ class Strategy:
     num_machines: int = 1
     main_process_ip: str | None = None
     main_process_port: int | None = None
+    gpu_ids: tuple[str, ...] = ()
+    """The GPUs of a machine that a run sees; empty: all."""
     zero_stage: int = 0
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_param: Literal["cpu", "nvme"] | None = None
@@ -92,6 +94,16 @@ class Strategy:
         if not self.passed:
             return []
         return [f"{self.path}: these ask for nothing, or for what a run does in any case: {'; '.join(self.passed)}"]
+
+    @property
+    def address_problem(self) -> str | None:
+        """The mistake of a file for several machines that names none of them, unless whoever starts it does; without
+        an address accelerate 1.15 waits for a machine of the name None.
+        """
+        if self.num_machines == 1 or self.main_process_ip is not None:
+            return None
+        way = "as machine 0 has it; or leave num_machines out: srun, or launch --machines and --first, say both"
+        return f"{self.path}: num_machines is {self.num_machines}; add main_process_ip: 10.0.0.1, {way}"
 
     @property
     def offloads(self) -> bool:
@@ -358,6 +370,7 @@ def _strategy(
         num_machines=parsed.num_machines,
         main_process_ip=parsed.main_process_ip,
         main_process_port=parsed.main_process_port,
+        gpu_ids=() if parsed.gpu_ids in (None, "all") else tuple(str(parsed.gpu_ids).split(",")),
         zero_stage=zero.stage if zero else 0,
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
         offload_param=zero.offload_param.device if zero and zero.offload_param else None,

@@ -37,9 +37,9 @@ HARMLESS = {
 
 # Flags of `accelerate launch` that control where and how processes start; the files own everything else.
 STARTING_FLAGS = {
-    "config_file", "debug", "enable_cpu_affinity", "gpu_ids", "log_dir", "machine_rank", "main_process_ip",
-    "main_process_port", "max_restarts", "monitor_interval", "num_cpu_threads_per_process", "num_machines",
-    "num_processes", "q", "quiet", "rdzv_backend", "rdzv_conf", "role", "same_network", "t", "tee",
+    "config_file", "debug", "deepspeed_multinode_launcher", "enable_cpu_affinity", "gpu_ids", "log_dir", "machine_rank",
+    "main_process_ip", "main_process_port", "max_restarts", "monitor_interval", "num_cpu_threads_per_process",
+    "num_machines", "num_processes", "q", "quiet", "rdzv_backend", "rdzv_conf", "role", "same_network", "t", "tee",
 }  # fmt: skip
 
 

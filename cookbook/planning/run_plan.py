@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import (
@@ -16,6 +17,7 @@ from cookbook.config.recipe import (
     parse_recipe,
     sound_keys,
 )
+from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim, contradictions
 from cookbook.planning.claims import owned, owned_by
@@ -61,12 +63,20 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
 class BrokenPair(RecipeError):
     """Mistakes of a recipe or its strategy, with what is known of the two all the same."""
 
-    def __init__(self, mistakes: list[str], recipe: Recipe | None = None, strategy: Strategy | None = None) -> None:
+    def __init__(
+        self,
+        mistakes: list[str],
+        recipe: Recipe | None = None,
+        strategy: Strategy | None = None,
+        batch: BatchSection | None = None,
+    ) -> None:
         super().__init__(mistakes)
         self.recipe = recipe
         """As if every misspelt key had its nearest name; None: there are other mistakes."""
         self.strategy = strategy
         """None: it has mistakes."""
+        self.batch = batch
+        """The recipe's, if it is valid by itself."""
 
 
 def load_pair(
@@ -100,11 +110,12 @@ def load_pair(
         with gathered(mistakes):
             loaded, claims, wrong = read_strategy(path)
             mistakes += wrong
-    mistakes += contradictions(claims, owned_by(sound_keys(document)) if recipe is None else owned(recipe))
+    sound: dict[str, Any] = sound_keys(document) if recipe is None else {}
+    mistakes += contradictions(claims, owned_by(sound) if recipe is None else owned(recipe))
     if mistakes or recipe is None or loaded is None:
         if recipe is None and document.is_whole:
             recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
-        raise BrokenPair(mistakes, recipe, loaded)
+        raise BrokenPair(mistakes, recipe, loaded, sound.get("batch"))
     hidden = getattr(known_config(recipe.model), "hidden_size", None)
     return recipe, loaded if hidden is None else loaded.of_width(hidden)
 
@@ -165,9 +176,13 @@ def try_plan(
     num_local: int,
     num_gpus: int,
     recipe_name: str,
+    batch: BatchSection | None = None,
 ) -> tuple[Plan | None, list[str]]:
     """The plan of a pair of which one may have mistakes of its own (None), and what a machine has against it; arguments
     as `make_plan`.
+
+    Args:
+        batch: that of a recipe with mistakes elsewhere.
     """
     plan: Plan | None = None
     mistakes: list[str] = []
@@ -177,6 +192,9 @@ def try_plan(
             plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
         elif strategy is not None:
             mistakes += machine_problems(strategy, **counts)
+            if batch is not None:
+                mesh = strategy.fitted(num_processes, num_local).mesh(num_processes)
+                mistakes += split_problems(batch, mesh, num_processes, recipe_name)
     return plan, mistakes
 
 
@@ -215,13 +233,10 @@ def make_plan(
     if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
         ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
         mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")
-    batch = recipe.batch
+    mistakes += split_problems(recipe.batch, mesh, num_processes, recipe_name)
     # Under a token budget the number of forwards depends on the lengths: at most one per sequence.
-    per_forward = (batch.micro_batch_size or 1) * mesh.data_parallel_size
-    is_uneven = batch.micro_batch_size is not None and batch.global_batch_size % per_forward
-    if is_uneven and mesh.num_processes == num_processes:  # a mesh that does not fit has no batch arithmetic
-        mistakes.append(f"{recipe_name}: {_impossible_split(recipe, mesh.data_parallel_size, num_processes)}")
-    accumulation = -(-batch.global_batch_size // per_forward)  # exact at any size
+    per_forward = (recipe.batch.micro_batch_size or 1) * mesh.data_parallel_size
+    accumulation = -(-recipe.batch.global_batch_size // per_forward)  # exact at any size
     mistakes += contradictions(strategy.claims, {"~accumulation": accumulation})
     refuse(mistakes)
     return Plan(
@@ -233,8 +248,15 @@ def make_plan(
     )
 
 
-def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: int) -> str:
-    batch = recipe.batch
+def split_problems(batch: BatchSection, mesh: Mesh, num_processes: int, recipe_name: str) -> list[str]:
+    """The mistake of a batch that the processes cannot share evenly in micro-batches."""
+    size, parts = batch.micro_batch_size, mesh.data_parallel_size
+    if size is None or batch.global_batch_size % (size * parts) == 0 or mesh.num_processes != num_processes:
+        return []  # a mesh that does not fit has no batch arithmetic
+    return [f"{recipe_name}: {_impossible_split(batch, parts, num_processes)}"]
+
+
+def _impossible_split(batch: BatchSection, data_parallel_size: int, num_processes: int) -> str:
     assert batch.micro_batch_size is not None
     per_forward = batch.micro_batch_size * data_parallel_size
     ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
@@ -245,11 +267,7 @@ def _impossible_split(recipe: Recipe, data_parallel_size: int, num_processes: in
         for size in range(min(batch.micro_batch_size, batch.global_batch_size // data_parallel_size), 0, -1)
         if batch.global_batch_size % (size * data_parallel_size) == 0
     ]
-    who = (
-        f"{data_parallel_size} data-parallel processes"
-        if data_parallel_size != num_processes
-        else f"{num_processes} processes"
-    )
+    who = several(data_parallel_size, "process" if data_parallel_size == num_processes else "data-parallel process")
     text = (
         f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
         f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
@@ -282,6 +300,8 @@ def launch_command(
     if hosts is not None and hosts.count > 1:
         command += ["--num_machines", str(hosts.count), "--machine_rank", str(hosts.index)]
         command += ["--main_process_ip", hosts.first, "--main_process_port", str(hosts.port)]
+        if strategy.kind == "zero":  # else, by pdsh
+            command += ["--deepspeed_multinode_launcher", "standard"]
     elif num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
         command += ["--main_process_port", "0"]  # a free port, so that several runs share a machine
     if logs is not None:

@@ -62,7 +62,7 @@ def _check_recipe(
         raise RecipeError([*error.mistakes, *placed(more, path, assignments)]) from None
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
-    mistakes: list[str] = []
+    mistakes = _no_address(strategy)
     with gathered(mistakes):
         batch = run_plan.describe_batch(recipe, _plan_of_label(path, recipe, strategy, processes))
     notes, more = _on_disk(path, recipe)
@@ -73,6 +73,10 @@ def _check_recipe(
         yield f"warning: {doubt}"
     if data:
         yield from read_all(recipe)
+
+
+def _no_address(strategy: Strategy) -> list[str]:
+    return [] if strategy.address_problem is None else [strategy.address_problem]
 
 
 def _on_disk(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -110,8 +114,10 @@ def _mistakes_behind(
     """What else is wrong, as far as it can be told."""
     mistakes: list[str] = []
     if found.strategy is not None:
+        mistakes += _no_address(found.strategy)
         counts = _processes_of_label(path, found.strategy, processes)
         if found.recipe is not None:
             mistakes += _lacks_of_label(path, found.recipe)
-        mistakes += run_plan.try_plan(found.recipe, found.strategy, **counts, recipe_name=str(path))[1]
+        more = run_plan.try_plan(found.recipe, found.strategy, **counts, recipe_name=str(path), batch=found.batch)[1]
+        mistakes += more
     return mistakes if found.recipe is None else mistakes + _on_disk(path, found.recipe)[1]

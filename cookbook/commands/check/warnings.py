@@ -12,7 +12,7 @@ from cookbook.config.schedule import peak_learning_rate, short_run
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.planning.packing import known_config
 from cookbook.system.files import RecipeError, gathered, refuse
-from cookbook.training.data.rows import read_rows
+from cookbook.training.data.rows import Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
 ROWS_SEEN = 20
@@ -81,10 +81,16 @@ def read_all(recipe: Recipe) -> Iterator[str]:
         RecipeError: the mistakes in all sources.
     """
     mistakes: list[str] = []
+    train: list[Rows] = []
     for key, source in recipe.data.sources:
         with gathered(mistakes):
             found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
+            train += [found] * (key == "data.train")
             line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
             yield "; ".join([line, *filter(None, [found.renamed, found.unread]), *dropped])
+    if recipe.data.holdout and not mistakes:
+        from cookbook.training.data.sets import hold_out
+
+        hold_out(train, recipe.data.holdout)
     refuse(mistakes)

@@ -106,7 +106,7 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
     evals = {name: read(source, eval_key(name)) for name, source in data.eval.items()}
     refuse(mistakes)
     if data.holdout:
-        train, evals[HOLDOUT] = _hold_out(train, data.holdout)
+        train, evals[HOLDOUT] = hold_out(train, data.holdout)
     return RowSets(train=train, eval=evals)
 
 
@@ -124,7 +124,12 @@ def read_eval(data: DataSection, objective: Objective) -> dict[str, list[Rows]]:
     }
 
 
-def _hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
+def hold_out(train: list[Rows], share: float) -> tuple[list[Rows], list[Rows]]:
+    """The rows that stay, and those that `data.holdout` takes.
+
+    Raises:
+        RecipeError: one of the two has no row.
+    """
     kept, held_out = [], []
     for rows in train:
         # By content: a row stays in its set however the file changes around it, and equal rows are on one side.
