@@ -22,7 +22,7 @@ from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
-from cookbook.forecast.mesh_sizes import better_sizes
+from cookbook.forecast.mesh_sizes import _resized, better_sizes
 from cookbook.forecast.ranking import PlanReport, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
@@ -238,6 +238,34 @@ def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
     assert only(llama, "8x40GB", "zero3").verdict == "fits"
     batch = kept.batch.model_copy(update={"micro_batch_size": 1})  # the rung below
     assert only(kept.model_copy(update={"batch": batch}), "8x40GB", "zero3").verdict != "fits"
+
+
+def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
+    small = llama.model_copy(update={"batch": llama.batch.model_copy(update={"micro_batch_size": 1})})
+    adapted = small.model_copy(update={"adapter": AdapterSection(name="lora")})
+    fsdp2 = load_strategy(Path("accelerate_configs/fsdp2.yaml"))
+    found = forecast_all(adapted, [fsdp2], parse_machines("1x12GB", **ROOM), "recipe", more=True)
+    assert found.forecasts[0].verdict == "does not fit"
+    assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 2x8x12GB, fsdp2 on 1x32GB", found.suggestion)
+    assert only(adapted, "2x8x12GB", "fsdp2").verdict == "fits" and only(adapted, "8x12GB", "fsdp2").verdict != "fits"
+    assert only(adapted, "1x32GB", "fsdp2").verdict == "fits" and only(adapted, "1x24GB", "fsdp2").verdict != "fits"
+
+
+def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faster(llama):
+    names = ("fsdp2", "single", "ddp")
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
+    one, eight = (
+        forecast_all(llama, strategies, parse_machines(text, **ROOM), "recipe") for text in ("1xB300", "8xB300")
+    )
+    assert one.forecasts[0].strategy.name == "single"
+    assert [found.strategy.name for found in eight.forecasts].index("single") > 0
+
+
+def test_all_gpus_of_a_machine_may_share_the_experts():
+    """The file has two groups of experts, so that 8 of them would need 16 GPUs."""
+    strategy = load_strategy(Path("accelerate_configs/fsdp2_ep.yaml"))
+    assert _resized(strategy, "ep_size", 8, 8).written_mesh.num_processes == 8
+    assert _resized(strategy, "ep_size", 4, 8) == replace(strategy, ep_size=4)
 
 
 def test_another_strategy_comes_before_another_recipe(llama):

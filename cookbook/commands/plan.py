@@ -42,7 +42,7 @@ def plan(
     from cookbook.forecast.verdict import MAY_RUN
 
     others = load_known() if strategy else []
-    outlook = forecast_all(recipe, strategies, machines, str(path), others)
+    outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)
     sizes = better_sizes(recipe, strategies, machines, str(path))
     if as_json:
         say(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))

@@ -1,6 +1,7 @@
 """Sizes of a mesh that suit a model and machines better than those in a strategy's file."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
@@ -27,6 +28,10 @@ class Sizes:
     def best(self) -> Forecast:
         return min((one for _, one in self.forecasts), key=rank)
 
+    def is_resharded(self, one: Forecast) -> bool:
+        """Whether another size of the mesh is not that of the file either."""
+        return one.strategy.dp_shard_size != dict(self.forecasts)[self.written].strategy.dp_shard_size
+
 
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
     """Those of the strategies for which another size than that of the file is best and may run.
@@ -40,7 +45,17 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
         for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):
             most = machines.num_gpus if key == "pp_size" else machines.gpus_each
             tried = [2**power for power in range(1, most.bit_length())]
-            resized = {size: replace(strategy, **{key: size}) for size in sorted({*tried, getattr(strategy, key)})}
+            sizes = sorted({*tried, getattr(strategy, key)})
+            resized = {size: _resized(strategy, key, size, machines.num_gpus) for size in sizes}
             forecasts = [(size, forecast(traces, one, machines, limits=False)) for size, one in resized.items()]
             found.append(Sizes(name=strategy.name, key=key, written=getattr(strategy, key), forecasts=forecasts))
     return [one for one in found if one.best.verdict in MAY_RUN and one.best is not dict(one.forecasts)[one.written]]
+
+
+def _resized(strategy: Strategy, key: str, size: int, num_gpus: int) -> Strategy:
+    """The strategy with another size; of experts without further shards where both are more than the GPUs."""
+    sizes: dict[str, Any] = {key: size}
+    changed = replace(strategy, **sizes)
+    if key == "ep_size" and changed.written_mesh.num_processes > num_gpus:
+        return replace(changed, dp_shard_size=1)
+    return changed

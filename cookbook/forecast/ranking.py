@@ -1,6 +1,7 @@
 """The forecasts of all strategies on given machines, best first; what to change if none fits; a next start."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +11,9 @@ from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import micro_batch_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.step_time import caveat, no_forecast
-from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, rank
+from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import Machines, in_gib
+from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
 from cookbook.training.models.structure import find_config, not_served
 
 NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
@@ -49,12 +50,14 @@ def forecast_all(
     others: Sequence[Strategy] = (),
     *,
     limits: bool = True,
+    more: bool = False,
 ) -> PlanReport:
     """Forecasts of all strategies, ranked by verdict, time and simplicity.
 
     Args:
         others: strategies to suggest if none of `strategies` fits.
         limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
+        more: if nothing fits and no change helps, also find how many GPUs would do.
 
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
@@ -67,14 +70,19 @@ def forecast_all(
         recipe = recipe.model_copy(update={"model": model})
     traces = TraceCache(config, recipe, recipe_name)
     found = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
-    ranked = sorted(found, key=rank)
-    nothing_fits = ranked[0].verdict == "does not fit"
+    ranked = _simplest_first(sorted(found, key=rank), machines)
+    suggestion = None
+    if ranked[0].verdict == "does not fit":
+        enough = _enough(traces, [*strategies, *others], machines) if more else ""
+        suggestion = _suggestion(traces, strategies, others, machines)
+        suggestion = f"{suggestion}; or take more: {enough}" if suggestion and enough else suggestion
+        suggestion = suggestion or (enough and f"{NOTHING_HELPS}: {enough}") or None
     return PlanReport(
         recipe=traces.recipe,
         machines=machines,
         forecasts=ranked,
         origin=origin,
-        suggestion=_suggestion(traces, strategies, others, machines) if nothing_fits else None,
+        suggestion=suggestion,
         no_time=no_forecast(machines, recipe.mixed_precision),
         time_caveat=caveat(traces.sizes),
         model=config.model_type,
@@ -82,6 +90,64 @@ def forecast_all(
         num_trained=traces.sizes.num_trained,
         notes=traces.skeleton.notes,
     )
+
+
+def _simplest_first(ranked: list[Forecast], machines: Machines) -> list[Forecast]:
+    """On one GPU one process without an engine comes before what is faster by less than the forecast's own width."""
+    best = ranked[0]
+    simple = next((one for one in ranked if one.strategy.kind == "single" and one.verdict == best.verdict), None)
+    if machines.num_gpus != 1 or simple is None or simple.time is None or best.time is None:
+        return ranked
+    if simple.time.low > best.time.high:
+        return ranked
+    return [simple, *(one for one in ranked if one is not simple)]
+
+
+MORE_GPUS = 256
+"""The most that are tried where fewer do not suffice."""
+
+
+def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machines) -> str:
+    """How many of these GPUs would do, and how large as many would have to be, with strategies that share the weights
+    or, on one GPU, need not: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty where none is found."""
+    small = traces.recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
+    if not machines.gpus_each:
+        return ""
+    try:
+        changed = traces.changed(batch=small)
+    except RecipeError:  # as in `_suggestion`
+        return ""
+    sharing = [one for one in strategies if one.kind == "single" or one.fsdp is not None or one.zero_stage == 3]
+    found = []
+    for ways in (_more(machines), _larger(machines)):
+        tried = ((way, _best(changed, sharing, way, ("fits", *UNKNOWN))) for way in ways)
+        found += [next(((way.text, best) for way, best in tried if best), None)]
+    fits = [
+        f"{best.strategy.name}{' fits' * (not i)} on {text}{_if_there(best)}"
+        for i, (text, best) in enumerate(filter(None, found))
+    ]
+    return ", ".join(fits) + ", with batch.micro_batch_size: 1" * bool(fits and micro_batch_of(traces.recipe) > 1)
+
+
+def _more(machines: Machines) -> Iterator[Machines]:
+    """The same GPUs, twice as many each time: of a machine up to 8, then such machines."""
+    kind = re.sub(r"^(\d+x)*", "", machines.text)
+    each, count = machines.gpus_each, machines.num_machines
+    while 2 * each * count <= MORE_GPUS:
+        each, count = (2 * each, count) if 2 * each <= USUAL_GPUS and count == 1 else (each, 2 * count)
+        text = f"{count}x" * (count > 1) + f"{each}x{kind}"
+        yield replace(machines, text=text, gpus_each=each, num_machines=count)
+
+
+def _larger(machines: Machines) -> Iterator[Machines]:
+    """As many GPUs with more memory, as they are sold, the smallest first."""
+    counts = f"{machines.num_machines}x" * (machines.num_machines > 1) + f"{machines.gpus_each}x"
+    for gb in sorted({gpu.sold_gb for gpu in GPUS}):
+        larger = parse_machines(f"{counts}{gb}GB")
+        if machines.usable_gib and larger.usable_gib and larger.usable_gib > machines.usable_gib:
+            yield replace(
+                larger, host_gib=machines.host_gib, nvme_gib=machines.nvme_gib, fabric_gbits=machines.fabric_gbits
+            )
 
 
 def rung_below(
@@ -179,7 +245,8 @@ def _best(
     traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, verdicts: Sequence[Verdict]
 ) -> Forecast | None:
     """The best forecast with one of these verdicts."""
-    found = (forecast(traces, strategy, machines, limits=False) for strategy in strategies)
+    possible = (strategy for strategy in strategies if may_fit(traces, strategy, machines))
+    found = (forecast(traces, strategy, machines, limits=False) for strategy in possible)
     return min((one for one in found if one.verdict in verdicts), key=rank, default=None)
 
 

@@ -111,6 +111,7 @@ def _sizes(found: Sequence[Sizes]) -> str:
         for size, one in sizes.forecasts:
             notes = ["best"] if one is sizes.best else []
             notes += ["in its file"] if size == sizes.written else []
+            notes += [f"with dp_shard_size {one.strategy.dp_shard_size}"] if sizes.is_resharded(one) else []
             notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
             rows.append(
                 (
@@ -322,6 +323,7 @@ def _sizes_record(sizes: Sizes) -> dict[str, Any]:
         "forecasts": [
             {
                 "size": size,
+                "dp_shard_size": one.strategy.dp_shard_size,
                 "is_best": one is sizes.best,
                 "verdict": one.verdict,
                 "why": one.why,

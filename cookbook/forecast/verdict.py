@@ -184,40 +184,83 @@ def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
     return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
-def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limits: bool = True) -> Forecast:
-    """The forecast of one strategy; see `forecast_all`."""
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A run under a strategy on given machines: what is known of it before any trace."""
+
+    plan: Plan
+    held: States
+    """By the process that holds most."""
+    host: int
+    """Bytes of a machine's memory, of which `offloaded` are for offloading; `disk` on its disk."""
+    offloaded: int
+    disk: int
+
+
+def _fitted(traces: TraceCache, strategy: Strategy, machines: Machines) -> tuple[Strategy, int]:
+    """The strategy as it would run there, and its number of processes."""
+    count = default_num_processes(strategy, machines.num_gpus)
+    return strategy.fitted(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden), count
+
+
+def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machines) -> _Placed:
+    """Raises RecipeError where the strategy cannot run there."""
     recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
-    count = default_num_processes(strategy, machines.num_gpus)
-    strategy = strategy.fitted(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden)
-    try:
-        if machines.num_gpus and count > machines.num_gpus:
-            raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
-        if (gpu := machines.gpu) is not None:
-            for precision, has, instead in (("bf16", gpu.has_bf16, "fp16"), ("fp8", gpu.has_fp8, "bf16")):
-                if recipe.mixed_precision == precision and not has:
-                    lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
-                    raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
-        _check_nvme_buffers(strategy, found, count)
-        if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
-            raise RecipeError(f"{strategy.path}: {problem}")
-        spread = replace(strategy, num_machines=-(-count // each))
-        num_gpus = min(count, each) if machines.gpus_each else 0
-        plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
-    except RecipeError as error:
-        return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
+    if machines.num_gpus and count > machines.num_gpus:
+        raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
+    if (gpu := machines.gpu) is not None:
+        for precision, has, instead in (("bf16", gpu.has_bf16, "fp16"), ("fp8", gpu.has_fp8, "bf16")):
+            if recipe.mixed_precision == precision and not has:
+                lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
+                raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
+    _check_nvme_buffers(strategy, found, count)
+    if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
+        raise RecipeError(f"{strategy.path}: {problem}")
+    spread = replace(strategy, num_machines=-(-count // each))
+    num_gpus = min(count, each) if machines.gpus_each else 0
+    plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
     inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
     held = _of_heaviest(found, inputs)
+    hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
+    host, offloaded, disk = machine_bytes(found, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
+    return _Placed(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
+
+
+def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
+    """Whether a GPU holds weights and optimizer, and the machine what it takes: no trace is needed to rule one out."""
+    strategy, count = _fitted(traces, strategy, machines)
+    try:
+        placed = _placed(traces, strategy, count, machines)
+    except RecipeError:
+        return False
+    gpu = placed.held.gpu
+    least = Memory(
+        moment="between steps",
+        parameters=gpu.weights,
+        optimizer=gpu.masters + gpu.moments,
+        is_sharded=False,
+        outside=outside_of(strategy, machines, count),
+    )
+    return _verdict(least, placed.host, placed.disk, machines, offloaded=placed.offloaded)[0] != "does not fit"
+
+
+def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limits: bool = True) -> Forecast:
+    """The forecast of one strategy; see `forecast_all`."""
+    recipe, found = traces.recipe, traces.skeleton
+    strategy, count = _fitted(traces, strategy, machines)
+    try:
+        placed = _placed(traces, strategy, count, machines)
+    except RecipeError as error:
+        return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
+    plan, held, host, disk = placed.plan, placed.held, placed.host, placed.disk
     outside = outside_of(strategy, machines, count)
 
     def memory_of(work: ActivationTrace) -> Memory:
         return _gpu_memory(traces, strategy, held, plan, work, machines.gpu, outside)
 
     memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
-    local = min(count, each)
-    hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
-    host, offloaded, disk = machine_bytes(found, inputs, held, local, hidden=hidden, on_gpus=on_gpus)
-    verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=offloaded)
+    verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=placed.offloaded)
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
