@@ -74,7 +74,6 @@ CELLS = [
     Cell("qwen3_0_6b/sft_lora"),
     Cell(QWEN, LARGER),
     Cell(QWEN, LARGER | {"model.compile": True}),
-    Cell(QWEN, LARGER | {"model.liger_kernels": True}),
     Cell(QWEN, LARGER | {"model.gradient_checkpointing": True}),
     Cell(QWEN, LARGER | {"model.gradient_checkpointing": "selective"}),
     Cell(QWEN, LARGER | {"model.gradient_checkpointing": True, "model.compile": True}),

@@ -256,7 +256,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("run.max_steps", "schedule.warmup_steps", "~keep", "~max_rows", "~steps_per_epoch"), _limit),
     "run.num_epochs": _epochs,
     **dict.fromkeys(("run.evals_per_epoch", "run.saves_per_epoch", "run.early_stopping_patience"), _limit),
-    **dict.fromkeys(("model.compile", "model.liger_kernels"), BOOL),
+    **dict.fromkeys(("model.compile",), BOOL),
     "model.gradient_checkpointing": {**BOOL, "offload": "offload"},
     **dict.fromkeys(("data.packing", "data.streaming", "run.deterministic", "run.save_first_step"), BOOL),
     **dict.fromkeys(("adapter.rslora", "strategy.offload", "strategy.reshard"), BOOL),

@@ -112,8 +112,8 @@ class ModelSection(OneOf):
     compile: bool = False
     """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
     liger_kernels: bool = False
-    """Use Liger's fused Triton kernels for norms, rotary embedding and MLP; needs `pip install liger-kernel`. Skipped,
-    with a note, on a machine without a GPU. On an H100 a run with them failed (docs/on_gpu.md)."""
+    """Liger's fused Triton kernels for norms, rotary embedding and MLP. Refused on GPUs, where the only run with them
+    failed (docs/on_gpu.md); skipped, with a note, without one."""
 
     @property
     def recompute(self) -> Literal[False, True, "selective"]:
