@@ -223,6 +223,8 @@ def train(
     packing = stages.choose_packing(recipe, inputs, checkpoint)
     recipe = packing.settle(recipe)
     watching.enter("loading the model")
+    if inputs.teacher is not None:
+        inputs = stages.ask_teacher(recipe, inputs, made_from, engine, cache=CACHE, notes=notes)
     stages.prepare_model(recipe, inputs, engine)
     watching.enter("restoring")
     run = stages.make_run(recipe, inputs, packing, made_from, engine, checkpoint, cache=CACHE)

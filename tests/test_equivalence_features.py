@@ -7,10 +7,12 @@ process, padded, where that is another run than the one that is tested.
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from test_equivalence import (
     DISTRIBUTED,
     SGD_LOSS,
@@ -51,6 +53,7 @@ COLUMNS = {
     "kto_zero": (None, DISTRIBUTED),
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
+    "distill": (None, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
 }
 # One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has its
@@ -68,6 +71,7 @@ CHOSEN = {
     "kto_zero": ("ddp", "fsdp2"),
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
+    "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
     "muon": ("ddp", "fsdp2", "pp"),
 }
 CASES = [
@@ -159,8 +163,26 @@ def preferences(lab: Lab, name: str = "dpo") -> dict[str, str]:
     }
 
 
+def distillation(lab: Lab, strategy: str) -> dict[str, str]:
+    """A wider teacher, trained on the same rows. Each strategy has a copy of its own, so that it is asked under each:
+    answers are known by the bytes of its files.
+    """
+    sizes = {"model.from_scratch.hidden_size": "96", "model.from_scratch.num_hidden_layers": "3"}
+    teacher = lab.run("single", sizes | {"optim.learning_rate": "0.3"}).folder / "export"
+    copy = lab.folder / f"teacher_of_{Path(strategy).stem}"
+    with FileLock(f"{copy}.lock"):
+        if not copy.exists():
+            shutil.copytree(teacher, copy)
+            config = json.loads((copy / "config.json").read_text())
+            (copy / "config.json").write_text(json.dumps(config | {"asked_under": strategy}))
+    keys = f"teacher: {copy}, loss_top_k: 12, temperature: 1.5, beta: 0.3, kd_ratio: 0.7"
+    return {"objective": f"{{name: distill, {keys}}}"}
+
+
 def settings_of(lab: Lab, column: str, strategy: str) -> dict[str, str]:
     settings = COLUMNS[column][0]
+    if column == "distill":
+        settings = distillation(lab, strategy)
     return settings_for(strategy, preferences(lab, column) if settings is None else settings)
 
 
@@ -171,7 +193,8 @@ def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
     processes = processes_of(strategy)
     curve = lab.run(strategy, settings | smaller_for(processes, 2), processes=processes)
     # What is packed is compared with what is padded.
-    reference = lab.run("single", {key: value for key, value in settings.items() if key not in PACKED})
+    unpacked = {key: value for key, value in settings.items() if key not in PACKED}
+    reference = lab.run("single", unpacked | (distillation(lab, "single") if column == "distill" else {}))
     found = record_matrix(lab, strategy, column, curve, reference)
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 

@@ -91,6 +91,14 @@ def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
         for losses in (found, expected):
             (losses * scale).sum().backward()
         pairs.append((found, expected))
+        tokens = torch.tensor([[5, 6, 0], [0, 1, 10], [10, 9, 8], [6, 7, 5], [2, 5, 3]])
+        found = head(inputs[0], targets, transform, candidates=loss.Candidates(tokens, 1.5))
+        logits = whole(inputs[1])
+        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
+        expected = loss.with_candidates(changed, targets, loss.Candidates(tokens, 1.5))
+        for values in (found, expected):
+            (values * scale.outer(torch.linspace(-1, 2, 5))).sum().backward()
+        pairs.append((found, expected))
     pairs.append((inputs[0].grad, inputs[1].grad))
     pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
     errors.put(max((left - right).abs().max().item() for left, right in pairs))

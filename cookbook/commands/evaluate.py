@@ -77,6 +77,11 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         recipe = parse_recipe(prepare(Document(str(model), values), assignments))
     if not recipe.data.eval and not recipe.data.holdout:
         raise RecipeError(f"{run}: its recipe has no held-out rows; name DATA as well")
+    if recipe.objective.asks is not None:
+        raise RecipeError(
+            f"objective.name is {recipe.objective.name}, whose loss compares with a teacher, which is not asked here;"
+            " for the likelihood of the labels add --set objective='{name: sft}'"
+        )
     if recipe.objective.needs_reference:
         name = recipe.objective.name
         raise RecipeError(

@@ -59,6 +59,8 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
     name = model.name_or_path if model is not None else None
     if name is not None:
         yield from _check_model(name, lambda: place("model", "name_or_path"))
+    if found["objective"] is not None and (asked := found["objective"].asks) is not None:
+        yield from _check_model(asked.teacher, lambda: place("objective", "teacher"))
     if data is not None:
         if data.chat_template is not None:
             named = document.values["data"].get("chat_template", data.chat_template)  # absent if it is misspelt
@@ -125,6 +127,9 @@ def _check_data(
                 yield f"{place('run', key)} is {count}, but the length of a stream is not known; write {steps} instead"
     if data.streaming and objective is not None and objective.needs_reference:
         problem = f"computes the reference of all {objective.sample}s before the first step; take it out"
+        yield f"{place('data', 'streaming')} is true, but {objective.name} {problem}"
+    if data.streaming and objective is not None and objective.asks is not None:
+        problem = "asks a teacher about all rows before the first step; take it out"
         yield f"{place('data', 'streaming')} is true, but {objective.name} {problem}"
     if data.too_long == "split" and objective is not None and not objective.takes_parts:
         problem = f"{objective.name} compares whole answers; write cut, drop or error"

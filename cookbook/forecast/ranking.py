@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import AdapterSection, BatchSection
+from cookbook.config.sections import AdapterSection, BatchSection, ModelSection
 from cookbook.config.strategy import Strategy
-from cookbook.forecast.costs.inputs import micro_batch_of
+from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
+from cookbook.forecast.skeleton import num_parameters
 from cookbook.forecast.step_time import caveat, no_forecast
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
@@ -88,7 +89,7 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
-        notes=traces.skeleton.notes,
+        notes=(*traces.skeleton.notes, *_teacher_notes(recipe, machines)),
     )
 
 
@@ -148,6 +149,26 @@ def _larger(machines: Machines) -> Iterator[Machines]:
             yield replace(
                 larger, host_gib=machines.host_gib, nvme_gib=machines.nvme_gib, fabric_gbits=machines.fabric_gbits
             )
+
+
+def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
+    """What a teacher takes before the first step."""
+    asked = recipe.objective.asks
+    if asked is None:
+        return []
+    notes = [f"teacher {asked.teacher}: {asked.words()}"]
+    try:
+        count = num_parameters(find_config(ModelSection(name_or_path=asked.teacher))[0])
+    except RecipeError as error:
+        return [*notes, f"what the teacher itself takes is not known: {error}"]
+    size = count * bytes_of(recipe.compute_precision)
+    room = machines.usable_gib
+    fits = "" if room is None or size / GIB < room else f", more than the {room:.0f} GiB there: take a smaller one"
+    notes.append(
+        f"before the student is loaded, each process holds the whole teacher, {count / 1e9:.3g} B parameters in"
+        f" {in_gib(size)} GiB{fits}; its one pass computes {2 * count / 1e9:.3g} GFLOP a token"
+    )
+    return notes
 
 
 def rung_below(

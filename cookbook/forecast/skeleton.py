@@ -74,6 +74,12 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     )
 
 
+def num_parameters(config: PreTrainedConfig) -> int:
+    """Of the model of a configuration; raises as `skeleton`."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in _on_meta(config).parameters())
+
+
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ from cookbook.training.models.efficiency import kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
 
+if TYPE_CHECKING:
+    from cookbook.run.teacher import Teacher
+
 SIGHT_SECONDS = 10.0
 """For a new file to be seen on all machines, whose network file systems may cache."""
 
@@ -68,6 +72,7 @@ class Inputs:
     steps_per_epoch: int | None
     """None for a stream."""
     max_steps: int
+    teacher: "Teacher | None" = None
 
     @property
     def new_rows(self) -> range:
@@ -223,6 +228,12 @@ def load_inputs(
         rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=facts.num_embeddings
     )
     notes += [*facts.notes, *data.notes]
+    teacher = None
+    if (asked := recipe.objective.asks) is not None:
+        from cookbook.run.teacher import KEY, find_teacher
+
+        theirs = models.fetch_model(asked.teacher, None, key=KEY)
+        teacher = find_teacher(asked, theirs, tokenizer, facts.num_embeddings, recipe.data.max_length)
     steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     return Inputs(
         base=base,
@@ -233,6 +244,7 @@ def load_inputs(
         data=data,
         steps_per_epoch=steps_per_epoch,
         max_steps=recipe.run.total_steps(steps_per_epoch),
+        teacher=teacher,
     )
 
 
@@ -290,11 +302,13 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """SHA-256 of "data", "model", and "plugins" if there are any. Computed by rank 0, from large files."""
+    """SHA-256 of "data", "model", and what there is of "teacher" and "plugins". Computed by rank 0, of large files."""
     found = {}
     if engine.is_main:
         found["data"] = inputs.data.fingerprint(cache)
         found["model"] = models.weights_digest(Path(inputs.base), cache=cache)
+        if inputs.teacher is not None:
+            found["teacher"] = models.weights_digest(Path(inputs.teacher.folder), cache=cache)
         if recipe.plugins:
             found["plugins"] = plugins.digest(recipe.plugins)
     return json.loads(engine.collectives.broadcast_text(json.dumps(found)))
@@ -304,6 +318,18 @@ def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None
     """Decide `data.packing`, equally on all ranks; `auto` keeps what the run to resume had."""
     before = None if checkpoint is None else checkpoint.state()["recipe"]["data"]["packing"]
     return decide(recipe, inputs.config, before=before)
+
+
+def ask_teacher(
+    recipe: Recipe, inputs: Inputs, made_from: dict[str, str], engine: Engine, *, cache: Path, notes: list[str]
+) -> Inputs:
+    """With what the teacher answers for each target of the data; see `with_answers`."""
+    from cookbook.run.teacher import with_answers
+
+    assert inputs.teacher is not None
+    pad_id, digest = inputs.tokenizer.pad_token_id, made_from["teacher"]
+    data = with_answers(inputs.data, inputs.teacher, digest, recipe, pad_id, engine, cache=cache, notes=notes)
+    return replace(inputs, data=data)
 
 
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:

@@ -204,6 +204,9 @@ def _what(recipe: Recipe, document: Document) -> Section:
     found["objective"] = of(
         objective.name, objective.words(), *(f"objective.{key}" for key in type(objective).model_fields)
     )
+    if (asked := objective.asks) is not None:
+        keys = (f"objective.{key}" for key in ("teacher", "loss_top_k", "temperature"))
+        found["teacher"] = of(asked.teacher, f"{asked.teacher}: {asked.words()}", *keys)
     found["data"] = of([s.model_dump() for s in data.train], "; ".join(map(_name, data.train)), "data.train")
     held_out = [f"{name}: {_name(s)}" if name else _name(s) for name, s in data.eval.items()]
     held_out += [f"{data.holdout:.3g} of data.train"] if data.holdout else []

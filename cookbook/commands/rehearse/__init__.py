@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from cookbook import simulated_gpus
-from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model
+from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model, write_tiny_teacher
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.chat_templates import template_path
@@ -165,6 +165,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     if recipe.model.from_scratch is None:
         values["model"]["name_or_path"] = str(rehearsal.folder / "model")
         values["model"].pop("revision", None)
+    if (asked := recipe.objective.asks) is not None:
+        _put_small_teacher(rehearsal, values, asked.top_k)
     # At a recipe's own rate three steps move the loss by less than rounding: untrained weights would pass.
     values["optim"]["learning_rate"] = LEARNING_RATE
     values["schedule"]["warmup_steps"] = min(values["schedule"]["warmup_steps"], 1)
@@ -189,6 +191,18 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     gpus = {"CPU": 0, "GPUs": num_gpus(), "simulated GPUs": count}[rehearsal.place]
     make_plan(checked, strategy, num_processes=count, num_gpus=gpus, recipe_name=str(recipe_path))
     return small
+
+
+def _put_small_teacher(rehearsal: Rehearsal, values: dict[str, Any], top_k: int) -> None:
+    """
+    Raises:
+        RecipeError: a new model, whose vocabulary the run makes.
+    """
+    if rehearsal.recipe.model.from_scratch is not None:
+        raise RecipeError("objective.teacher: a new model has a vocabulary of its own; it cannot be rehearsed with one")
+    folder = rehearsal.folder / "teacher"
+    rows = write_tiny_teacher(rehearsal.folder / "model", folder, rehearsal.notes, seed=rehearsal.recipe.seed + 1)
+    values["objective"] |= {"teacher": str(folder), "loss_top_k": min(top_k, rows)}
 
 
 def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any], num_rows: int) -> int:

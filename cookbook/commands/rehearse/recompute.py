@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.objectives import Answer, Objective
+from cookbook.config.objectives import Answer, Objective, Question
 from cookbook.config.row_kinds import BadRow, kinds
 from cookbook.config.sections import DataSection, Source
 from cookbook.training.data.encode import Encoder, LabelledIds, TextKeys
@@ -18,6 +18,7 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
 
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model, reference = _reopen(export, small)
+    teacher: Any = None if objective.asks is None else _opened(small["objective"]["teacher"])
     rows = read_rows(Source(path=str(eval_file)), "error", objective, place="data.eval")
     length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] in ("bf16", "fp8")
 
@@ -36,11 +37,24 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         found = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
         return found[is_label[1:].bool()].tolist()
 
+    def teacher_logps(sequence: LabelledIds, asked: Question) -> list[tuple[list[float], list[float]]]:
+        ids, is_label = (torch.tensor(part[:length]) for part in sequence)
+        found = []
+        for network in (teacher, model):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+                logits = network(input_ids=ids[None]).logits[0, :-1].double()
+            found.append(torch.log_softmax(logits[is_label[1:].bool()] / asked.temperature, -1))
+        likeliest = found[0].topk(asked.top_k, -1).indices
+        by_teacher, by_model = (one.gather(1, likeliest).tolist() for one in found)
+        return list(zip(by_teacher, by_model, strict=True))
+
     def answer(sequence: LabelledIds) -> Answer:
         total, count = logp(model, sequence)
+        if objective.asks is not None:
+            return Answer(total, count, math.nan, token_teacher_logps=teacher_logps(sequence, objective.asks))
         if objective.reference_of == "tokens":
-            by_token = (token_logps(network, sequence) for network in (model, reference))
-            return Answer(total, count, math.nan, *by_token)
+            by_model, by_reference = (token_logps(network, sequence) for network in (model, reference))
+            return Answer(total, count, math.nan, by_model, by_reference)
         return Answer(total, count, logp(reference, sequence)[0] if objective.needs_reference else math.nan)
 
     encoded = Encoder(
@@ -70,18 +84,12 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
         RuntimeError: a tensor of the adapter is empty.
     """
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    def opened(folder: str | Path, **options: Any) -> Any:
-        found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options
-        )
-        return found.eval()
+    from transformers import BitsAndBytesConfig
 
     adapter = small.get("adapter")
     if adapter is None:
         untrained = small["model"].get("name_or_path")  # absent for a new model, which needs no reference
-        return opened(export), opened(untrained) if untrained else None
+        return _opened(export), _opened(untrained) if untrained else None
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
@@ -97,11 +105,21 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
-    bases = [opened(base, **options) for _ in range(2)]
+    bases = [_opened(base, **options) for _ in range(2)]
     if options:
         for model in bases:
             _round_experts(model)
     return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]
+
+
+def _opened(folder: str | Path, **options: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options
+    )
+    return found.eval()
 
 
 def _round_experts(model: Any) -> None:

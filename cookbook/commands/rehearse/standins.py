@@ -110,6 +110,20 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes, *, 
     return is_own
 
 
+def write_tiny_teacher(model: Path, folder: Path, notes: Notes, *, seed: int) -> int:
+    """Write a teacher for a tiny model: the same with other weights. Returns how many tokens it scores."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    read_tokenizer(model).save_pretrained(folder)
+    notes.missing.append("the teacher: the small model stood in, with other weights")
+    return config.vocab_size
+
+
 def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     """Configuration, tokenizer, and their origin."""
     from cookbook.training.models import stand_in_tokenizer

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
@@ -48,8 +49,21 @@ def check_model(recipe: Recipe) -> list[str]:
     config = models.load_config(folder, recipe.data.max_length)
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
     place, grows = f"model.name_or_path is {name!r}", model.new_tokens is not None
-    notes = check_folder(here, config, tokenizer, place=place, grows=grows).notes
+    facts = check_folder(here, config, tokenizer, place=place, grows=grows)
+    _check_teacher(recipe, tokenizer, facts.num_embeddings)
+    notes = facts.notes
     return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
+
+
+def _check_teacher(recipe: Recipe, tokenizer: Any, num_rows: int | None) -> None:
+    """Compare a teacher that is here with the model; raises as `find_teacher`."""
+    asked = recipe.objective.asks
+    there = None if asked is None else _weights_here(ModelSection(name_or_path=asked.teacher))
+    if asked is None or there is None:
+        return
+    from cookbook.run.teacher import find_teacher
+
+    find_teacher(asked, str(there), tokenizer, num_rows, recipe.data.max_length)
 
 
 def _weights_here(model: ModelSection) -> Path | None:

@@ -4,7 +4,20 @@ A loss returns a *sum* over the tokens or samples of one micro-batch; the engine
 global batch. That makes every objective the same under every strategy.
 """
 
-from cookbook.config.objectives import cpo, dpo, grpo, kto_zero, orpo, token_loss
-from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
+from cookbook.config.objectives import cpo, distill, dpo, grpo, kto_zero, orpo, token_loss
+from cookbook.config.objectives.objective import Answer, Objective, Question, TooLong, TrainOn
 
-__all__ = ["Answer", "Objective", "TooLong", "TrainOn", "cpo", "dpo", "grpo", "kto_zero", "orpo", "token_loss"]
+__all__ = [
+    "Answer",
+    "Objective",
+    "Question",
+    "TooLong",
+    "TrainOn",
+    "cpo",
+    "distill",
+    "dpo",
+    "grpo",
+    "kto_zero",
+    "orpo",
+    "token_loss",
+]

@@ -39,6 +39,15 @@ def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tenso
     return model(**{name: batch[name] for name in INPUTS if name in batch})
 
 
+def log_probabilities(model: torch.nn.Module, batch: Batch, temperature: float) -> torch.Tensor:
+    """(L, 2 + k) float32: the negative log-likelihood of each target; then, at a temperature, the log-probability of
+    all tokens together that are none of its k `teacher_tokens`, and those of these. Collective, see
+    `negative_log_likelihood`.
+    """
+    inputs = {name: batch[name] for name in INPUTS if name in batch}
+    return model(**inputs, candidates=batch["teacher_tokens"].long(), temperature=temperature)
+
+
 def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of `values` (L,) over the targets of each sequence, and their number: both float64 (S,), or (S, k) of
     (L, k). Of ranks that share the tokens of the samples each gets some of the sequences; collective for them.

@@ -26,6 +26,29 @@ class Answer(NamedTuple):
     token_logps: Sequence[float] = ()
     """`logp` of each labelled token, for an objective whose `reference_of` is tokens."""
     token_reference_logps: Sequence[float] = ()
+    token_teacher_logps: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
+    """Of each labelled token the log-probabilities of a teacher's likeliest tokens: the teacher's, and the model's."""
+
+
+class Question(NamedTuple):
+    """What a teacher is asked for each target of the data."""
+
+    teacher: str
+    """Hub name or folder of a causal language model."""
+    top_k: int
+    """How many of its most probable tokens are kept."""
+    temperature: float
+    """Divides its logits."""
+
+    @property
+    def bytes_per_target(self) -> int:
+        """What is kept: a token and a float32 for each, and a float32 for all others together."""
+        return 8 * self.top_k + 4
+
+    def words(self) -> str:
+        """What is kept, for `plan` and `explain`."""
+        size = f"{self.bytes_per_target:,} bytes in the cache for each trained token"
+        return f"its {self.top_k:,} likeliest tokens, {size} ({self.bytes_per_target / 1e3:.3g} GB a million)"
 
 
 class Objective(Named):
@@ -66,6 +89,11 @@ class Objective(Named):
     def averaged_over(self) -> Literal["tokens", "samples"]:
         """`mean_over`, unless the keys decide it."""
         return self.mean_over
+
+    @property
+    def asks(self) -> "Question | None":
+        """What a teacher is asked before the first step; None without one."""
+        return None
 
     @property
     def takes_parts(self) -> bool:

@@ -22,7 +22,7 @@ from cookbook.training.data.stream import Stream, Window
 from cookbook.training.data.tokens import TokenSet
 
 IGNORE_INDEX = -100
-BY_TARGET = ("old_logps", "token_reference_logps")
+BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
 """What a token set may have for each target."""
 MAX_STEPS_MEASURED = 100
 """By `measure`."""
@@ -217,7 +217,8 @@ def collate(
         `num_sequences` S, 0 without samples.
         `values` (W,) float64, if the token set has them: a number for each sample; (0,) without samples.
         `reference_logps` (S,) float64, if the token set has them; (0,) without samples.
-        `old_logps` and `token_reference_logps` (L,) float64, if the token set has them.
+        `old_logps` and `token_reference_logps` (L,) float64, `teacher_tokens` (L, k) int32 and `teacher_logps`
+        (L, 1 + k) float32, if the token set has them.
     """
     sequences = _sequences(tokens, samples)
     inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]

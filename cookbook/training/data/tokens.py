@@ -83,6 +83,10 @@ class TokenSet:
     """float64, a log-probability for each target of all sequences: when it was sampled, if rows have it."""
     token_reference_logps: np.ndarray | None = None
     """The same under the reference model."""
+    teacher_tokens: np.ndarray | None = None
+    """int32 [targets, k]: a teacher's most probable tokens for each target."""
+    teacher_logps: np.ndarray | None = None
+    """float32 [targets, 1 + k]: its log-probabilities of all others together, and of these."""
     target_counts: np.ndarray | None = None
     """`num_targets`, if it is known: counting takes 5 s for a million samples."""
 

@@ -61,7 +61,7 @@ class StepResult:
 class Engine:
     """A running strategy. All methods are collective: every rank must call them.
 
-    A family overrides, where it differs: `_start`, `load_options`, `reading`, `frozen_dtype` and `_wrap`;
+    A family overrides, where it differs: `_start`, `load_options`, `reading`, `apart`, `frozen_dtype` and `_wrap`;
     `_accumulate`, or only
     `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_squares`; `_forward`,
     `_forwards`,
@@ -168,6 +168,11 @@ class Engine:
             is_quantized: whether the model is quantized to 4 bits.
         """
         return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Surrounds `from_pretrained` of a model that is not trained: each process reads all of it."""
+        yield
 
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, counts_beside: str | None = None
@@ -580,11 +585,15 @@ class Engine:
         self.collectives.leave(self.timeout)
 
     def _forward(self, function: Callable[[Any, Batch], Any], batch: Batch) -> Any:
-        batch = {
-            name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-        }
+        batch = self.on_device(batch)
         shared = {} if self.sequence_mesh is None else {"sequence_group": self.sequence_mesh.get_group()}
         return function(self.model, batch | shared)
+
+    def on_device(self, batch: Batch) -> Batch:
+        """A micro-batch with its tensors on the device of this process."""
+        return {
+            name: self._on_device(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+        }
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)

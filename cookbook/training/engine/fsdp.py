@@ -1,6 +1,8 @@
 """What FSDP1 and FSDP2 share: how accelerate starts them, and which ranks read the weights."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +33,16 @@ class Fsdp(Engine):
                 dp_replicate_size=self.mesh.replicate, dp_shard_size=self.mesh.shard
             )
         return super()._start(on_cpu=on_cpu, **options)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        # By which transformers leaves the weights of all processes but one empty.
+        found = os.environ.pop("ACCELERATE_USE_FSDP", None)
+        try:
+            yield
+        finally:
+            if found is not None:
+                os.environ["ACCELERATE_USE_FSDP"] = found
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:

@@ -250,7 +250,9 @@ class _Stage(torch.nn.Module):
                 return found
             sent.append(found.flatten(0, 1).to(self.message.dtype))
             # So the objective runs on every stage, and all know the names of its metrics.
-            return found.new_zeros(len(inputs["target_positions"]), dtype=torch.float32)
+            count, others = len(inputs["target_positions"]), inputs.get("candidates")
+            shape = (count,) if others is None else (count, 2 + others.shape[1])
+            return found.new_zeros(shape, dtype=torch.float32)
 
         self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))
         if sent:

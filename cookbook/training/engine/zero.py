@@ -127,6 +127,17 @@ class Zero(Engine):
         return each_weight(partition)
 
     @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        from transformers.integrations import deepspeed as of_transformers
+
+        config: Any = of_transformers._hf_deepspeed_config_weak_ref
+        of_transformers.unset_hf_deepspeed_config()  # by which transformers has stage 3 shard what it reads
+        try:
+            yield
+        finally:
+            of_transformers._hf_deepspeed_config_weak_ref = config
+
+    @contextlib.contextmanager
     def _cut_as_it_is_created(self) -> Iterator[None]:
         """The code of some models (RWKV, Youtu) draws weights by their rows or shapes, of which a cut one has none."""
         try:

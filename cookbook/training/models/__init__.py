@@ -89,21 +89,27 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
     return str(built)
 
 
-def _refuse_adapter(name: str) -> None:
+def _refuse_adapter(name: str, key: str = "model.name_or_path") -> None:
     """Refuse an adapter's own folder, as a run exports it, in the place of a model."""
     if (Path(name) / ADAPTER_FILE).is_file() and not (Path(name) / "config.json").is_file():
         problem = "an adapter without its base; write both as one with `cookbook merge`, and name that"
-        raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
+        raise RecipeError(f"{key} is {name!r}: {problem}")
 
 
-def fetch_model(name: str, revision: str | None, patterns: list[str] = HUB_FILES) -> str:
-    """The folder of a local model, or of a model downloaded from the Hub."""
+def fetch_model(
+    name: str, revision: str | None, patterns: list[str] = HUB_FILES, *, key: str = "model.name_or_path"
+) -> str:
+    """The folder of a local model, or of a model downloaded from the Hub.
+
+    Args:
+        key: the recipe's, for mistakes.
+    """
     if Path(name).is_dir():
         return name
     try:
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:  # the Hub's errors are OSErrors, a malformed name is a ValueError
-        mistake = f"model.name_or_path is {name!r}: not a folder, and not fetched ({first_line(error)})"
+        mistake = f"{key} is {name!r}: not a folder, and not fetched ({first_line(error)})"
         raise RecipeError(f"{mistake}; a folder with the model's files serves as well") from None
 
 
@@ -168,20 +174,23 @@ def load_tokenizer(
     return tokenizer
 
 
-def load_config(name: str, max_length: int) -> PreTrainedConfig:
+def load_config(name: str, max_length: int, *, key: str = "model.name_or_path") -> PreTrainedConfig:
     """The configuration of what is trained of a model, see `language_config`.
+
+    Args:
+        key: the recipe's, for mistakes.
 
     Raises:
         RecipeError: no such model, or one for which loss or attention would be wrong.
     """
-    _refuse_adapter(name)
+    _refuse_adapter(name, key)
     try:
         config = open_config(name)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"model.name_or_path is {name!r}: {why_not('model', error)}") from None
+        raise RecipeError(f"{key} is {name!r}: {why_not('model', error)}") from None
     problem = not_served(config)
     if problem is not None:
-        raise RecipeError(f"model.name_or_path is {name!r}: {problem}")
+        raise RecipeError(f"{key} is {name!r}: {problem}")
     refuse(_check_positions(config, max_length))
     return config
 

@@ -1,10 +1,11 @@
 """The loss inside the model: only labelled positions pass through the head, in chunks if their logits are many."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,26 @@ LOGITS_BUDGET = 2**27
 take 1.25 GiB in bf16. Below it, a single product is fastest."""
 
 
+class Candidates(NamedTuple):
+    """Tokens of which a loss compares the log-probabilities with a teacher's."""
+
+    tokens: torch.Tensor
+    """(L, k) int64, different ones for each target."""
+    temperature: float
+    """Divides the logits of what they are compared in."""
+
+
+class Most(NamedTuple):
+    """What is asked of a teacher for each target."""
+
+    top_k: int
+    """How many of the most probable tokens."""
+    temperature: float
+    """Divides the logits."""
+    num_tokens: int
+    """Tokens from this number on do not count: another model has none of them."""
+
+
 class LossHead(torch.nn.Linear):
     """An output head that returns the loss if it gets targets.
 
@@ -36,20 +57,26 @@ class LossHead(torch.nn.Linear):
         targets: torch.Tensor | None = None,
         transform: LogitTransform | None = None,
         rows: tuple[int, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        candidates: Candidates | None = None,
+        most: Most | None = None,
+    ) -> Any:
         """(L, hidden size) -> negative log-likelihoods, (L,) float32; without targets, the logits before `transform`.
 
         Args:
             transform: what the model does to the logits, which the likelihoods have.
             rows: others in the place of those of the weight, from this number on; an adapter trains them.
+            candidates: tokens whose log-probabilities are wanted too: the result is that of `with_candidates`.
+            most: the result is that of `_most_probable`, without gradients.
         """
         weight = self.weight
         if rows is not None:
             first, own = rows
             weight = torch.cat([weight[:first], own.to(weight.dtype), weight[first + len(own) :]])
+        if most is not None:
+            return _most_probable(hidden.to(weight.dtype), weight, self.bias, transform, most)
         if targets is None:
             return F.linear(hidden, weight, self.bias)
-        return self._loss(hidden, weight, self.bias, targets, transform)
+        return self._loss(hidden, weight, self.bias, targets, transform, candidates=candidates)
 
     def _loss(
         self,
@@ -59,11 +86,14 @@ class LossHead(torch.nn.Linear):
         targets: torch.Tensor,
         transform: LogitTransform | None,
         shard: "_VocabularyShard | None" = None,
+        candidates: Candidates | None = None,
     ) -> torch.Tensor:
         # A head that an adapter trains is float32, and without autocast the hidden states may not be.
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         hidden = hidden.to(autocast or weight.dtype)
+        if candidates is not None:
+            return _CandidatesOfHead.apply(hidden, weight, bias, targets, *candidates, shard, transform)
         return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard, transform)
 
 
@@ -79,15 +109,18 @@ class ShardedLossHead(LossHead):
         targets: torch.Tensor | None = None,
         transform: LogitTransform | None = None,
         rows: tuple[int, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+        candidates: Candidates | None = None,
+        most: Most | None = None,
+    ) -> Any:
         """As of `LossHead`; collective over the tensor-parallel group, whose ranks pass the same."""
         assert rows is None, "an adapter with rows of a shard is refused"
+        assert most is None, "a teacher is whole"
         if targets is None:
             return self.whole_logits(hidden)
         assert isinstance(self.weight, DTensor)
         bias = self.bias.to_local(grad_placements=[Shard(0)]) if isinstance(self.bias, DTensor) else None
         weight = self.weight.to_local(grad_placements=[Shard(0)])
-        return self._loss(hidden, weight, bias, targets, transform, _shard_of(self.weight))
+        return self._loss(hidden, weight, bias, targets, transform, _shard_of(self.weight), candidates)
 
 
 @dataclass(frozen=True)
@@ -208,6 +241,159 @@ class _LossOfHead(torch.autograd.Function):
         return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), None, None, None, None
 
 
+class _CandidatesOfHead(torch.autograd.Function):
+    """As `_LossOfHead`, for the log-probabilities of several tokens. Logits exist for one chunk of rows at a time, and
+    the backward computes them again. Chunks are half as large, with more of float32 beside them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        shard: _VocabularyShard | None,
+        transform: LogitTransform | None,
+    ) -> torch.Tensor:
+        rows, cast, parts = max(1, LOGITS_BUDGET // 2 // len(weight)), weight.to(hidden.dtype), []
+        start = 0 if shard is None else shard.start
+        for part, answers, others in zip(hidden.split(rows), targets.split(rows), tokens.split(rows), strict=True):
+            logits = _transformed(_logits(part, cast, bias), transform)
+            parts.append(_terms(logits, answers - start, others - start, temperature))
+        terms = torch.cat(parts)
+        if shard is not None:
+            terms = _joined(terms, shard.group)
+        ctx.save_for_backward(hidden, weight, bias, targets, tokens, terms)
+        ctx.temperature, ctx.shard, ctx.transform = temperature, shard, transform
+        return _log_probabilities(terms)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, tokens, terms = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        cast, start = weight.to(hidden.dtype), 0 if ctx.shard is None else ctx.shard.start
+        rows = max(1, LOGITS_BUDGET // 2 // len(weight))
+        of_hidden: list[torch.Tensor] = []
+        of_weight, of_bias = None, None
+        split = [one.split(rows) for one in (hidden, targets - start, tokens - start, terms, gradients[0])]
+        for part, answers, others, found, scale in zip(*split, strict=True):
+            logits = _transformed(_logits(part, cast, bias), ctx.transform)
+            slope = _slope(logits, ctx.transform)
+            gradient = _gradient_of_candidates(logits, answers, others, ctx.temperature, found, scale)
+            del logits
+            gradient = (gradient if slope is None else gradient.mul_(slope)).to(part.dtype)
+            if needs_hidden:
+                of_hidden.append(gradient @ cast)
+            if needs_weight:
+                of_weight = _add_product(of_weight, gradient.t(), part, weight.dtype)
+            if needs_bias:
+                of_bias = _add_product(of_bias, gradient.t(), part.new_ones(len(part), 1), weight.dtype)
+            del gradient
+        whole = torch.cat(of_hidden) if needs_hidden else None
+        if ctx.shard is not None and whole is not None:
+            dist.all_reduce(whole, group=ctx.shard.group)
+        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), *[None] * 5
+
+
+def _most_probable(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform | None, most: Most
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(L, 1 + k) float32 and (L, k) int32: the log-probability of all tokens together that are not among the
+    most probable ones, -inf where there are none, and of these, the highest first; and these tokens.
+    """
+    found = []
+    for part in hidden.split(max(1, LOGITS_BUDGET // 2 // len(weight))):
+        logits = _transformed(_logits(part, weight, bias), transform)[:, : most.num_tokens].float() / most.temperature
+        values, tokens = logits.topk(most.top_k, 1)
+        apart = torch.cat([logits.scatter(1, tokens, -math.inf).logsumexp(1, keepdim=True), values], 1)
+        found.append((apart - apart.logsumexp(1, keepdim=True), tokens.int()))
+    logps, ids = zip(*found, strict=True)
+    return torch.cat(logps), torch.cat(ids)
+
+
+def with_candidates(logits: torch.Tensor, targets: torch.Tensor, candidates: Candidates) -> torch.Tensor:
+    """(L, V) logits, (L,) targets and k candidates each -> (L, 2 + k) float32: the negative log-likelihood of the
+    target; then, at the temperature, the log-probability of all tokens that are no candidates together, -inf where
+    there are none, and those of the candidates.
+    """
+    return _log_probabilities(_terms(logits, targets, *candidates))
+
+
+def _terms(logits: torch.Tensor, targets: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(L, shard) logits -> (L, 3 + k) float32: their log-sum-exp, and the target's logit; at the temperature, the
+    log-sum-exp of those that are no candidates, and the candidates' logits. 0 for a token that is not in the shard.
+
+    Args:
+        targets, tokens: counted from the first token of the shard.
+    """
+    # A column more, for tokens that other ranks have.
+    wide, width = F.pad(logits.float(), (0, 1)), logits.shape[1]
+    answers, others = _columns(targets.unsqueeze(1), width), _columns(tokens, width)
+    scaled = wide / temperature
+    rest = scaled.scatter(1, others, -math.inf)[:, :width].logsumexp(1, keepdim=True)
+    whole = wide[:, :width].logsumexp(1, keepdim=True)
+    return torch.cat([whole, wide.gather(1, answers), rest, scaled.gather(1, others)], 1)
+
+
+def _columns(tokens: torch.Tensor, width: int) -> torch.Tensor:
+    """The columns of tokens; the one behind the last for those that another rank has."""
+    return tokens.where((tokens >= 0) & (tokens < width), width)
+
+
+def _joined(terms: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The terms of the vocabulary from those of its shards. Collective."""
+    found = terms.new_empty(group.size() * len(terms), terms.shape[1])
+    dist.all_gather_into_tensor(found, terms.contiguous(), group)
+    found = found.view(group.size(), *terms.shape)
+    joined = found.sum(0)
+    joined[:, [0, 2]] = found[..., [0, 2]].logsumexp(0)
+    return joined
+
+
+def _log_probabilities(terms: torch.Tensor) -> torch.Tensor:
+    """The result of `with_candidates`."""
+    whole, answer, apart = terms[:, :1], terms[:, 1:2], terms[:, 2:]
+    # Not 1 less the sum of the candidates' probabilities, which has no digits left where that is nearly 1.
+    return torch.cat([whole - answer, apart - apart.logsumexp(1, keepdim=True)], 1)
+
+
+def _gradient_of_candidates(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    terms: torch.Tensor,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """(L, shard) float32: gradient of the sum of all `_log_probabilities`, each times its `scale`.
+
+    Args:
+        terms: of the vocabulary.
+    """
+    width, found = logits.shape[1], _log_probabilities(terms)
+    answers, others = _columns(targets.unsqueeze(1), width), _columns(tokens, width)
+    total = scale[:, 1:].sum(1, keepdim=True)
+    of_apart = (scale[:, 1:] - total * found[:, 1:].exp()) / temperature
+    # Each token of the rest has its share of the rest's gradient; of no rest the largest exponent would be infinite.
+    rest = terms[:, 2:3].masked_fill(terms[:, 2:3] == -math.inf, math.inf)
+    gradient = F.pad(logits.float(), (0, 1))
+    of_whole = (gradient - terms[:, :1]).exp_().mul_(scale[:, :1])
+    of_whole.scatter_(1, answers, torch.expm1(-found[:, :1]) * scale[:, :1])  # see `_gradient_of_logits`
+    gradient.div_(temperature).sub_(rest).exp_().mul_(of_apart[:, :1])
+    gradient.scatter_(1, others, of_apart[:, 1:])
+    return gradient.add_(of_whole)[:, :width]
+
+
+def _slope(logits: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor | float | None:
+    """Derivative of `_transformed` where it gave these logits."""
+    if transform is None or transform.cap is None:
+        return None if transform is None else transform.scale
+    return (1 - (logits / transform.cap).square()) * transform.scale
+
+
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return hidden @ weight.t() if bias is None else torch.addmm(bias.to(hidden.dtype), hidden, weight.t())
 
@@ -269,7 +455,8 @@ def _add_product(
 
 def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) -> None:
     """Make `model(...)` return the negative log-likelihoods of the targets, (L,) float32, in their order; without
-    `targets`, the most probable token at each of `target_positions`, (L,) int64.
+    `targets`, the most probable token at each of `target_positions`, (L,) int64. With `candidates`, (L, k) int64, and
+    their `temperature` it returns what `with_candidates` says; with `most`, of a teacher, what `_most_probable` says.
 
     It takes `input_ids`, `targets` and `target_positions` of `collate` in data/batches.py, and for a packed row
     `position_ids`, `lengths` and `offsets`; then samples attend only to themselves, and the model must have been loaded
@@ -313,8 +500,11 @@ def _forward(
     position_ids: torch.Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
     offsets: torch.Tensor | None = None,
+    candidates: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    most: Most | None = None,
     **unset: None,
-) -> torch.Tensor:
+) -> Any:
     # peft passes every argument that a transformers model could have.
     assert all(value is None for value in unset.values()), f"not known to our loss: {sorted(unset)}"
     options: dict[str, Any] = {}
@@ -338,9 +528,13 @@ def _forward(
         return hidden
     # By index: with a mask the host would wait for the number of rows, here and in the backward pass.
     hidden = hidden.flatten(0, 1).index_select(0, target_positions)
+    if most is not None:
+        return self.get_output_embeddings()(hidden, transform=self.logit_transform, most=most)
     if targets is None:
         head = self.get_output_embeddings()
         return _transformed(head(hidden.to(head.weight.dtype)), self.logit_transform).argmax(-1)
+    if candidates is not None:
+        return _of_candidates(self, hidden, targets, Candidates(candidates, temperature))
     return nll_of_targets(self, hidden, targets)
 
 
@@ -368,3 +562,12 @@ def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.
     if isinstance(getattr(head, "original_module", head), LossHead):
         return head(hidden, targets, model.logit_transform)
     return _nll(_transformed(head(hidden), model.logit_transform), targets)
+
+
+def _of_candidates(
+    model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, candidates: Candidates
+) -> torch.Tensor:
+    head = model.get_output_embeddings()
+    if isinstance(getattr(head, "original_module", head), LossHead):
+        return head(hidden, targets, model.logit_transform, candidates=candidates)
+    return with_candidates(_transformed(head(hidden), model.logit_transform), targets, candidates)
