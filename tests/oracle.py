@@ -25,7 +25,7 @@ class Setup:
     model: Path
     rows: Path
     objective: str = "sft"
-    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo, simpo or grpo."""
+    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo, simpo, grpo or distill."""
     train_on: str = "assistant"
     beta: float = 0.1
     margin: float = 0.0
@@ -41,6 +41,11 @@ class Setup:
     """grpo: whether the divergence is multiplied by the ratio."""
     whole: bool = False
     """grpo: whether the ratio is that of the whole answer."""
+    teacher: Path | None = None
+    """distill: whose `kept` likeliest tokens are learnt, by the divergence of `beta`, with `share` of the loss."""
+    kept: int = 0
+    temperature: float = 1.0
+    share: float = 0.0
     optimizer: str = "adamw"
     peak: float = 1e-3
     weight_decay: float = 0.0
@@ -73,6 +78,10 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
         references = [[log_likelihoods(model, answer) for answer in answers] for answers, _ in samples]
     if setup.objective == "grpo":
         samples = with_advantages(samples, setup)
+    if setup.objective == "distill":
+        taught: Any = AutoModelForCausalLM.from_pretrained(setup.teacher, dtype=torch.float64)
+        with torch.no_grad():
+            samples = [(answers, taught(input_ids=answers[0].ids).logits[0, :-1]) for answers, _ in samples]
     if setup.adapter is not None:
         from peft import PeftModel
 
@@ -101,7 +110,7 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
 
 def number_of(samples: list[tuple[list[Answer], Any]], setup: Setup) -> float:
     """What the sum of all losses is divided by."""
-    if setup.objective in ("sft", "cpt") or (setup.objective == "grpo" and setup.mean == "tokens"):
+    if setup.objective in ("sft", "cpt", "distill") or (setup.objective == "grpo" and setup.mean == "tokens"):
         return sum(int((one.labels[:, 1:] != IGNORED).sum()) for answers, _ in samples for one in answers)
     return sum(len(answers) for answers, _ in samples) if setup.objective == "grpo" else len(samples)
 
@@ -165,6 +174,8 @@ def loss_of(
 ) -> torch.Tensor:
     """The loss of a row: summed over its labels for sft and cpt, over its answers for grpo, else that of the pair or
     the answer."""
+    if setup.objective == "distill":
+        return distance_from(model, answers[0], is_good, setup)
     logps = [log_likelihoods(model, answer) for answer in answers]
     beta = setup.beta
     if setup.objective == "grpo":
@@ -189,6 +200,27 @@ def loss_of(
         return (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
     margin, swapped = beta * (ratios[0] - ratios[1]), setup.label_smoothing  # arXiv 2305.18290, eq. 7
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
+
+
+def distance_from(model: Any, answer: Answer, taught: torch.Tensor, setup: Setup) -> torch.Tensor:
+    """arXiv 2306.13649, eq. 1, token by token, over the teacher's likeliest tokens and all others as one."""
+    labels, total = answer.labels[0, 1:], torch.tensor(0.0, dtype=torch.float64)
+    logits = model(input_ids=answer.ids).logits[0, :-1]
+    for i in (labels != IGNORED).nonzero().flatten().tolist():
+        teacher, student = (torch.softmax(one[i] / setup.temperature, 0) for one in (taught, logits))
+        likeliest = teacher.argsort(descending=True)[: setup.kept]
+        teacher, student = (torch.cat([one[likeliest], 1 - one[likeliest].sum()[None]]) for one in (teacher, student))
+        if setup.kept == len(logits[i]):
+            teacher, student = teacher[:-1], student[:-1]
+        mixture = setup.beta * teacher + (1 - setup.beta) * student
+        if setup.beta in (0, 1):
+            first, second = (teacher, student) if setup.beta == 0 else (student, teacher)
+            divergence = (first * (first / second).log()).sum()
+        else:
+            divergence = setup.beta * (teacher * (teacher / mixture).log()).sum()
+            divergence = divergence + (1 - setup.beta) * (student * (student / mixture).log()).sum()
+        total = total + setup.share * divergence + (1 - setup.share) * F.cross_entropy(logits[i], labels[i])
+    return total
 
 
 def loss_of_answer(

@@ -129,6 +129,25 @@ CASES: dict[str, dict[str, Any]] = {
         "low": 1e-3,
         "high": 2e-3,
     },
+    "distill, few tokens and the rest": {
+        "objective": "distill",
+        "optimizer": "sgd",
+        "peak": 0.05,
+        "beta": 0.3,
+        "kept": 7,
+        "temperature": 2.0,
+        "share": 0.6,
+    },
+    "distill, reverse, of the vocabulary, packed": {
+        "objective": "distill",
+        "optimizer": "sgd",
+        "peak": 0.05,
+        "beta": 1.0,
+        "kept": 400,
+        "share": 1.0,
+        "clip": 0.5,
+        "packing": True,
+    },
     "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
 }
 OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
@@ -139,7 +158,8 @@ def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
     given = {key: value for key, value in case.items() if key not in beside}
     kind = given.get("objective", "sft")
     kind = "grpo_logprobs" if "logprobs" in case else kind
-    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo', 'cpo', 'simpo') else kind}.jsonl"
+    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo', 'cpo', 'simpo') else 'sft' if kind == 'distill' else kind}.jsonl"
+    given |= {"teacher": shelf / "untied"} if kind == "distill" else {}
     return Setup(model=shelf / case.get("model", "tied"), rows=rows, **given)
 
 
@@ -165,6 +185,9 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     objective |= {"loss": "ipo"} if setup.objective == "ipo" else {}
     objective |= {"gamma": setup.margin} if setup.objective == "simpo" else {}
     objective |= {"nll_weight": setup.nll_weight} if setup.objective == "cpo" else {}
+    if setup.objective == "distill":
+        objective |= {"teacher": str(setup.teacher), "loss_top_k": setup.kept, "temperature": setup.temperature}
+        objective |= {"kd_ratio": setup.share}
     objective |= grpo_keys(setup) if setup.objective == "grpo" else {}
     objective |= {"label_smoothing": setup.label_smoothing} if setup.label_smoothing else {}
     optim = {"name": setup.optimizer, "learning_rate": setup.peak / times, "weight_decay": setup.weight_decay}

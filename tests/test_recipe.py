@@ -40,6 +40,7 @@ OVERRIDES = {
     "cpo": ["objective={name: cpo, beta: 0.2}"],
     "kto_zero": ["objective={name: kto_zero, undesirable_weight: 1.5}"],
     "grpo": ["objective={name: grpo, loss_type: dr_grpo, max_completion_length: 64, epsilon_high: 0.28, beta: 0.04}"],
+    "distill": ["objective={name: distill, teacher: some/teacher, loss_top_k: 8, beta: 0.5, temperature: 2.0}"],
     "cpt": ["objective={name: cpt}", "batch={global_batch_size: 8, micro_batch_tokens: 512}"],
     "muon": ["optim={name: muon, learning_rate: 1e-3}"],
     "wsd": ["schedule={name: wsd, warmup_steps: 3, decay_steps: 9, scale_lr: sqrt, base_batch_size: 8}"],
