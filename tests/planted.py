@@ -33,6 +33,30 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "distillation",
+        "cookbook/training/models/loss.py",
+        "of_apart = (scale[:, 1:] - total * found[:, 1:].exp()) / temperature",
+        "of_apart = scale[:, 1:] - total * found[:, 1:].exp()",
+        "gradients of a divergence are those of another temperature",
+        "tests/test_distill.py::test_the_head_gives_log_probabilities_and_gradients_of_all_logits",
+    ),
+    Fault(
+        "distillation",
+        "cookbook/config/objectives/distill.py",
+        "from_to(teacher, student) if self.beta == 0 else from_to(student, teacher)",
+        "from_to(student, teacher) if self.beta == 0 else from_to(teacher, student)",
+        "the forward divergence is the reverse one",
+        "tests/test_distill.py::test_the_loss_is_the_formula_over_the_likeliest_tokens_and_the_rest",
+    ),
+    Fault(
+        "distillation",
+        "cookbook/training/models/loss.py",
+        "[:, : most.num_tokens].float()",
+        ".float()",
+        "a teacher gives probability to rows that the student has none of",
+        "tests/test_distill.py::test_a_teacher_s_likeliest_tokens_are_those_of_its_softmax_over_common_tokens",
+    ),
+    Fault(
         "loss",
         "cookbook/training/engine/base.py",
         "scale = self.mesh.token_parallel_size / count",
@@ -107,10 +131,7 @@ FAULTS = (
     Fault(
         "loss",
         "cookbook/training/models/loss.py",
-        (
-            "        if ctx.shard is not None and whole is not None:\n"
-            "            dist.all_reduce(whole, group=ctx.shard.group)\n"
-        ),
+        ("    if shard is not None and whole is not None:\n        dist.all_reduce(whole, group=shard.group)\n"),
         "",
         "under tensor parallel each process trains the layers with its part of the vocabulary alone",
         "tests/test_tensor_parallel.py::test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole",

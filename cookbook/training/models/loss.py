@@ -235,10 +235,25 @@ class _LossOfHead(torch.autograd.Function):
             if needs_bias:
                 of_bias = _add_product(of_bias, gradient.t(), scale.to(part.dtype), weight.dtype)
             del gradient
-        whole = torch.cat(of_hidden) if needs_hidden else None
-        if ctx.shard is not None and whole is not None:
-            dist.all_reduce(whole, group=ctx.shard.group)
-        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), None, None, None, None
+        return (
+            _of_all_shards(of_hidden, ctx.shard),
+            of_weight,
+            None if of_bias is None else of_bias.squeeze(1),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _of_all_shards(parts: list[torch.Tensor], shard: _VocabularyShard | None) -> torch.Tensor | None:
+    """The gradient of hidden states from that of its chunks and this rank's part of the vocabulary; None of no chunk.
+    Collective.
+    """
+    whole = torch.cat(parts) if parts else None
+    if shard is not None and whole is not None:
+        dist.all_reduce(whole, group=shard.group)
+    return whole
 
 
 class _CandidatesOfHead(torch.autograd.Function):
@@ -277,7 +292,7 @@ class _CandidatesOfHead(torch.autograd.Function):
         cast, start = weight.to(hidden.dtype), 0 if ctx.shard is None else ctx.shard.start
         rows = max(1, LOGITS_BUDGET // 2 // len(weight))
         of_hidden: list[torch.Tensor] = []
-        of_weight, of_bias = None, None
+        to_weight, to_bias = None, None
         split = [one.split(rows) for one in (hidden, targets - start, tokens - start, terms, gradients[0])]
         for part, answers, others, found, scale in zip(*split, strict=True):
             logits = _transformed(_logits(part, cast, bias), ctx.transform)
@@ -288,14 +303,16 @@ class _CandidatesOfHead(torch.autograd.Function):
             if needs_hidden:
                 of_hidden.append(gradient @ cast)
             if needs_weight:
-                of_weight = _add_product(of_weight, gradient.t(), part, weight.dtype)
+                to_weight = _add_product(to_weight, gradient.t(), part, weight.dtype)
             if needs_bias:
-                of_bias = _add_product(of_bias, gradient.t(), part.new_ones(len(part), 1), weight.dtype)
+                to_bias = _add_product(to_bias, gradient.t(), part.new_ones(len(part), 1), weight.dtype)
             del gradient
-        whole = torch.cat(of_hidden) if needs_hidden else None
-        if ctx.shard is not None and whole is not None:
-            dist.all_reduce(whole, group=ctx.shard.group)
-        return whole, of_weight, None if of_bias is None else of_bias.squeeze(1), *[None] * 5
+        return (
+            _of_all_shards(of_hidden, ctx.shard),
+            to_weight,
+            None if to_bias is None else to_bias.squeeze(1),
+            *[None] * 5,
+        )
 
 
 def _most_probable(
@@ -391,7 +408,7 @@ def _slope(logits: torch.Tensor, transform: LogitTransform | None) -> torch.Tens
     """Derivative of `_transformed` where it gave these logits."""
     if transform is None or transform.cap is None:
         return None if transform is None else transform.scale
-    return (1 - (logits / transform.cap).square()) * transform.scale
+    return (1 - (logits / transform.cap).square()).mul_(transform.scale)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
