@@ -73,10 +73,9 @@ def clip(parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float)
     """Scale gradients of this norm down to `max_norm`, with the epsilon of torch.nn.utils.clip_grad_norm_ and of
     DeepSpeed's unscale_and_clip_grads.
     """
-    if norm > max_norm:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(max_norm / (norm + 1e-6))
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if norm > max_norm and gradients:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
