@@ -18,8 +18,11 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from pydantic import BaseModel
 
 from cookbook.commands.cli import main
+from cookbook.config.accelerate_yaml import FsdpBlock
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.ranking import forecast_all
@@ -243,6 +246,34 @@ def test_a_guess_is_not_judged_as_if_it_were_written(tmp_path: Path):
     assert "use false" not in text and "zero_force_ds_cpu_optimizer is" not in text
 
 
+FSDP_NAMES = {
+    "without the prefix": ("fsdp2", {key.removeprefix("fsdp_"): value for key, value in FSDP2.items()}),
+    "by both names": ("fsdp1", FSDP1 | {"fsdp_sharding_strategy": "FULL_SHARD"}),
+    "by its number": ("fsdp1", FSDP1 | {"fsdp_sharding_strategy": 1}),
+}
+
+
+@pytest.mark.parametrize("case", FSDP_NAMES)
+def test_keys_of_fsdp_are_read_by_each_name_that_accelerate_reads(case: str, tmp_path: Path):
+    name, block = FSDP_NAMES[case]
+    if case == "without the prefix":  # the rest is foreign.yaml's, which has whole names
+        block = {key: value for key, value in block.items() if f"fsdp_{key}" in FsdpBlock.model_fields}
+    found = load_strategy(yaml_of_accelerate(tmp_path, name, fsdp_config=block))
+    assert found.kind == name and found.fsdp == load_strategy(yaml_of_accelerate(tmp_path, name)).fsdp
+
+
+def test_the_version_to_write_is_that_of_the_other_keys(tmp_path: Path):
+    block = {key: value for key, value in FSDP1.items() if key != "fsdp_version"}
+    (mistake,) = mistakes_of(yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block))
+    assert mistake.endswith("for example fsdp_version: 1")
+
+
+def test_a_mesh_is_not_counted_without_the_size_that_is_refused(tmp_path: Path):
+    mesh = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_size": 2}
+    text = "\n".join(mistakes_of(yaml_of_accelerate(tmp_path, "fsdp2", num_processes=4, parallelism_config=mesh)))
+    assert "write parallelism_config_sp_size" in text and "num_processes" not in text
+
+
 @pytest.mark.parametrize("written", [2e8, 200000000])
 def test_a_whole_number_is_an_integer_however_it_is_written(written: float, tmp_path: Path):
     values = {"zero_optimization": {"stage": 2, "reduce_bucket_size": written}}
@@ -274,6 +305,8 @@ SAID_OF_JSON: dict[str, tuple[dict[str, Any], str]] = {
     "SuperOffload": ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "an optimizer of its own"),
     "ZenFlow": ({"zenflow": {"topk_ratio": 0.1}}, "an update of another order"),
     "MiCS": ({"mics_shard_size": 4}, "take strategy hsdp"),
+    "leaves": ({"leaf_module": {"classes": ["MixtralSparseMoeBlock"]}}, "layers of experts are found by themselves"),
+    "an odd bucket": ({"stage": 2, "allgather_bucket_size": 2001}, "is 2001, which must be even; write 2002"),
 }
 
 
@@ -284,14 +317,22 @@ def test_a_key_of_deepspeed_that_is_not_served_is_answered_by_its_meaning(case: 
     assert said in mistake and "known here" not in mistake and len(more) <= 1
 
 
-def test_every_key_with_deepspeed_s_own_default_is_passed_over(tmp_path: Path):
-    fields = DeepSpeedZeroConfig.model_fields.items()
-    names = {name: (field.alias or name, field.get_default()) for name, field in fields}
-    values = {written: value for written, value in names.values() if type(value) in (bool, int, float)}
-    only_below = ("round_robin_gradients", "allgather_partitions", "allgather_bucket_size")
-    values = {key: value for key, value in values.items() if key not in only_below} | {"stage": 3}
-    assert len(values) > 20
-    load_strategy(with_json(tmp_path, {"zero_optimization": json.loads(json.dumps(values))}))
+def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
+    fields = {field.alias or name: field.get_default() for name, field in model.model_fields.items()}
+    return json.loads(json.dumps({key: value for key, value in fields.items() if type(value) in (bool, int, float)}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_path: Path):
+    on_cpu = defaults_of(DeepSpeedZeroOffloadOptimizerConfig) | {"device": "cpu"}
+    values = defaults_of(DeepSpeedZeroConfig) | {"stage": stage, "offload_optimizer": on_cpu}
+    if stage == 3:
+        values["offload_param"] = defaults_of(DeepSpeedZeroOffloadParamConfig) | {"device": "cpu"}
+    assert len(values) > 25
+    load_strategy(with_json(tmp_path, {"zero_optimization": values}))
+    asked = {"offload_optimizer": on_cpu | {"buffer_count": 5}, "stage3_max_reuse_distance": 3}
+    mistakes = mistakes_of(with_json(tmp_path, {"zero_optimization": values | asked}))
+    assert len(mistakes) == 2 - (stage == 3) and "buffer_count: would be ignored" in mistakes[-1]
 
 
 @pytest.mark.parametrize(
@@ -344,8 +385,26 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpu_ids no number": ("ddp", {"gpu_ids": "a,b"}, "'a' is no GPU"),
     "no address of a store": ("ddp", {"rdzv_backend": "c10d", "same_network": True}, "write static"),
     "pdsh": ("zero2", MACHINES, "deepspeed_multinode_launcher is missing; write standard"),
+    "gpu_ids as a number": ("single", {"gpu_ids": 0}, "gpu_ids is 0; write '0' in quotes"),
+    "address with a port": ("ddp", MACHINES | {"main_process_ip": "a:1"}, "write a, and main_process_port: 1"),
+    "copies of no shards": (
+        "fsdp2",
+        {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
+        "needs a dp_shard_size from 2 on, or auto",
+    ),
+    "machines of one process": ("single", {"num_machines": 2}, "num_machines is 2; distributed_type NO runs one"),
 }
 """Files that end in a traceback of accelerate's, or wait."""
+
+
+@pytest.mark.parametrize("key", ["ipex_config: {ipex: false}", "gradient_accumulation_steps: 2"])
+def test_a_key_that_accelerate_no_longer_has_is_refused_whatever_it_asks_for(key: str, tmp_path: Path):
+    path = tmp_path / "old.yaml"
+    path.write_text(f"distributed_type: MULTI_GPU\nnum_processes: 2\n{key}\n")
+    (mistake,) = mistakes_of(path)
+    assert "accelerate 1.15 starts nothing from a file with this key; take it out" in mistake
+    with pytest.raises(ValueError, match="unknown keys"):
+        ClusterConfig.from_yaml_file(str(path))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,6 +1,7 @@
 """accelerate's YAML: the keys that a strategy may write, and which of them contradict one another."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -111,10 +112,18 @@ def _port(value: Any) -> Any:
     return value
 
 
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and (found := re.fullmatch(r"([^:]+):(\d+)", value)):
+        raise ValueError(f"is {show(value)}; write {found[1]}, and main_process_port: {found[2]}")
+    return value
+
+
 def _gpu_ids(value: Any) -> Any:
     """As torch reads CUDA_VISIBLE_DEVICES: numbers, or names that begin with GPU or MIG."""
     if value is None or value == "all":
         return value
+    if type(value) is int:  # accelerate 1.15 splits it as a text
+        raise ValueError(f"is {value}; write '{value}' in quotes")
     ids = [one.strip() for one in str(value).split(",")]
     if bad := [one for one in ids if not one.isdigit() and not one.startswith(("GPU-", "MIG-"))]:
         raise ValueError(f"is {show(value)}, and {bad[0]!r} is no GPU; write numbers as '0,1', or all")
@@ -131,7 +140,7 @@ class AccelerateFile(Block):
     num_processes: Annotated[int | Literal["auto"], BeforeValidator(count_or_auto)] = Field(examples=["auto"])
     num_machines: int = Field(default=1, gt=0)
     machine_rank: int = Field(default=0, ge=0)
-    main_process_ip: str | None = None
+    main_process_ip: Annotated[str | None, BeforeValidator(_address)] = None
     main_process_port: Annotated[int | None, BeforeValidator(_port)] = None
     rdzv_backend: Literal["static", "c10d"] = "static"
     same_network: bool = False  # as accelerate reads a file without it
@@ -169,6 +178,9 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
             yield f"{place('gpu_ids')} names {several(num_ids, 'GPU')}, and {of}; name as many"
     if family == "NO" and count != 1:
         yield f"{given}; distributed_type NO runs one process: write 1"
+    if family == "NO" and machines > 1:
+        yield f"{place('num_machines')} is {machines}; distributed_type NO runs one process: write 1"
+        return
     if machines > 1 and count == "auto":
         yield f"{given}; with num_machines {machines} write the count over all machines, as {8 * machines}"
     if isinstance(count, int) and count % machines:
@@ -254,6 +266,8 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
         return _sharded_while_read_problem(block, shard * expert, "tp_size" if tensor > 1 else "ep_size")
     if family == "MULTI_GPU" and shard > 1:
         return "dp_shard_size goes with distributed_type FSDP; write that, or take it out"
+    if family == "FSDP" and replicate > 1 and shard == 1:
+        return "dp_replicate_size with distributed_type FSDP needs a dp_shard_size from 2 on, or auto"
     if family != "FSDP" and replicate > 1 and tensor == 1:
         return "dp_replicate_size goes with distributed_type FSDP or with tp_size"
     return None
@@ -336,12 +350,24 @@ def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
         yield f"{place('fsdp_config', 'fsdp_offload_params')}: supported with fsdp_version 2 only"
 
 
+def _version_of_keys(document: Document) -> tuple[dict[str, Any], int]:
+    """The keys of fsdp_config, if any, and the version that they belong to."""
+    block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
+    block = block if isinstance(block, dict) else {}
+    return block, 1 if "fsdp_sharding_strategy" in block else 2
+
+
+def of_version(document: Document, mistakes: list[str]) -> list[str]:
+    """The mistakes of a file without fsdp_version, with that of its other keys as the one to write."""
+    _, guess = _version_of_keys(document)
+    return [one.replace("for example fsdp_version: 2", f"for example fsdp_version: {guess}") for one in mistakes]
+
+
 def check_fsdp_alone(document: Document) -> Iterator[str]:
     """The same of a file with other mistakes, as if it had the version that its keys belong to."""
-    block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
-    if not isinstance(block, dict):
+    block, guess = _version_of_keys(document)
+    if not block:
         return
-    guess = 1 if "fsdp_sharding_strategy" in block else 2
     whole = {"fsdp_version": guess, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | block
     found = part(replace(document, values={"fsdp_config": whole}), "fsdp_config", FsdpBlock)
     if found is not None:

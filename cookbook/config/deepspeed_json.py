@@ -145,6 +145,32 @@ class DeepspeedFile(Block):
     aio: AioBlock | None = None
 
 
+UNREAD: dict[str, Any] = {
+    "allgather_bucket_size": 500_000_000,
+    "allgather_partitions": True,
+    "round_robin_gradients": False,
+    "sub_group_size": 1_000_000_000,
+    "zero_hpz_partition_size": 1,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "offload_optimizer.buffer_count": 4,
+    "offload_optimizer.pipeline_read": False,
+    "offload_optimizer.pipeline_write": False,
+    "offload_optimizer.fast_init": False,
+    "offload_param.buffer_count": 5,
+    "offload_param.buffer_size": 100_000_000,
+    "offload_param.max_in_cpu": 1_000_000_000,
+}
+"""DeepSpeed 0.19.8's defaults of keys that some stage or device does not read, where they ask for nothing."""
+
+
+def _asks(key: str, value: Any) -> bool:
+    """Whether a key that is not read asks for something."""
+    return value not in ("auto", UNREAD.get(key, "auto"))
+
+
 def check_zero(document: Document) -> Iterator[str]:
     """Keys of the JSON that contradict one another, if its zero_optimization is valid by itself."""
     zero, top = part(document, "zero_optimization", ZeroBlock), document.values
@@ -154,11 +180,18 @@ def check_zero(document: Document) -> Iterator[str]:
     given, offload = zero.model_fields_set, zero.offload_optimizer
     if zero.stage == 3:  # deepspeed 0.19.8's stage3.py never reads these
         for key in sorted({"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & given):
+            if not _asks(key, getattr(zero, key)):
+                continue
             yield f"{place(key)}: stage 3 does not read it; take it out"
     else:
         late = ("offload_param", "sub_group_size", "zero_hpz_partition_size", "stage3_")
         for key in (key for key in ZeroBlock.model_fields if key.startswith(late) and key in given):
+            if not _asks(key, getattr(zero, key)):
+                continue
             yield f"{place(key)}: needs stage 3, the stage is {zero.stage}; take it out"
+    if zero.stage < 3 and (zero.allgather_bucket_size or 0) % 2:  # stage_1_and_2.py, nccl_start_alignment_factor
+        way = f"write {zero.allgather_bucket_size + 1}" if zero.allgather_bucket_size else ""
+        yield f"{place('allgather_bucket_size')} is {zero.allgather_bucket_size}, which must be even; {way}"
     if zero.stage == 1 and top.get("data_types") is not None and offload is None:
         problem = "with stage 1 DeepSpeed would run its BF16_Optimizer, not ZeRO-1; take it out, or use stage 2"
         yield f"{document.place('data_types')}: {problem}"
@@ -170,6 +203,8 @@ def check_zero(document: Document) -> Iterator[str]:
             yield f"{place(key, 'device')} is nvme, but there is no nvme_path; {way}"
         elif block is not None and key not in on_nvme:
             for name in sorted(block.model_fields_set - {"device", "pin_memory"}):
+                if not _asks(f"{key}.{name}", getattr(block, name)):
+                    continue
                 yield f"{place(key, name)}: would be ignored with device cpu; take it out"
     if "offload_optimizer" in on_nvme and zero.stage < 3:
         yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"

@@ -19,6 +19,7 @@ from cookbook.config.accelerate_yaml import (
     check_blocks,
     check_fsdp_alone,
     in_terms_of_block,
+    of_version,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero
 from cookbook.config.foreign import MEANINGS
@@ -255,6 +256,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     refuse(_wrong_kind(document))
     rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
     parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE, MEANINGS)
+    mistakes = [*_unknown_to_accelerate(document), *of_version(rest, mistakes)]
     found = [settled]
     deepspeed_name, source = None, _json_of_block(rest)
     if (written := _deepspeed_file(rest)) is not None:
@@ -271,7 +273,9 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE)
         mistakes += [*wrong, *check_zero(source)] if written is not None else in_terms_of_block(check_zero(source))
     if parsed is not None:
-        mistakes += check_blocks(parsed, document.place)
+        lacks_a_size = any("parallelism_config." in one for one in settled.mistakes)
+        in_blocks = check_blocks(parsed, document.place)
+        mistakes += [one for one in in_blocks if not (lacks_a_size and "the mesh of parallelism_config is" in one)]
     else:
         mistakes += check_fsdp_alone(rest)
     foreign = [mistake for one in found for mistake in one.mistakes]
@@ -280,14 +284,19 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         way = f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
         return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[way] * bool(foreign)]
     blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
-    in_blocks = {key: value for block in blocks for key, value in block.items()}
+    written_keys = {PREFIXED.get(key, key): value for block in blocks for key, value in block.items()}
     passed = tuple(text for one in found for text in one.passed)
-    strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, in_blocks)
+    strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, written_keys)
     return replace(strategy, claims=claims, passed=passed), claims, []
 
 
 def _wrong_kind(document: Document) -> list[str]:
     keys = document.values.keys() if isinstance(document.values, dict) else ()
+    if keys and document.values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        return [
+            f"{document.name}: is for SageMaker's own launcher; take a strategy with compute_environment:"
+            " LOCAL_MACHINE, as ddp, and start it there as on any machines (docs/several_machines.md)"
+        ]
     if "zero_optimization" in keys and "distributed_type" not in keys:
         return [
             f"{document.name}: is a DeepSpeed JSON, of which an accelerate YAML is the strategy; write one with"
@@ -304,6 +313,13 @@ def _wrong_kind(document: Document) -> list[str]:
     return []
 
 
+def _unknown_to_accelerate(document: Document) -> list[str]:
+    """Keys that say nothing here, and that accelerate 1.15 stops at (commands/config/config_args.py)."""
+    keys = document.values if isinstance(document.values, dict) else {}
+    why = "accelerate 1.15 starts nothing from a file with this key; take it out"
+    return [f"{document.place(key)}: {why}" for key in ("gradient_accumulation_steps", "ipex_config") if key in keys]
+
+
 OF_TRAININGS = (
     {"model_name_or_path", "learning_rate", "per_device_train_batch_size", "output_dir", "fsdp"},
     {"base_model", "micro_batch_size"},
@@ -312,15 +328,24 @@ OF_TRAININGS = (
 """Keys of which a training file of another project has at least one, and a strategy none."""
 
 
+RESHARD = "fsdp_reshard_after_forward"
+PREFIXED = {name.removeprefix("fsdp_"): name for name in FsdpBlock.model_fields}
+"""Keys that accelerate 1.15 completes in fsdp_config (commands/launch.py, `_validate_launch_command`)."""
+
+
 def _with_names_of_today(document: Document) -> Document:
-    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, and a key that it had another name for."""
+    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, and keys of fsdp_config by their whole names."""
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None
-    names = {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-    if isinstance(block, dict) and str(block.get("fsdp_reshard_after_forward")) in SHARDING_STRATEGIES.values():
-        names["fsdp_reshard_after_forward"] = "fsdp_sharding_strategy"
+    names = PREFIXED | {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+    if isinstance(block, dict) and str(block.get(RESHARD)) in SHARDING_STRATEGIES.values():
+        names[RESHARD] = "fsdp_sharding_strategy"
     if not isinstance(block, dict):
         return document
+    older = block.get("fsdp_sharding_strategy")
+    older = SHARDING_STRATEGIES.get(older, older) if isinstance(older, int) else older
+    if older is not None and block.get(RESHARD) == older:  # said by both names
+        block = {key: value for key, value in block.items() if key != RESHARD}
     names = {old: name for old, name in names.items() if old in block and name not in block}
     block = {names.get(key, key): value for key, value in block.items()}
     lines = {(*path[:1], *(names.get(str(one), one) for one in path[1:])): at for path, at in document.lines.items()}

@@ -103,7 +103,10 @@ def _settle(
             found.passed.append(f"{'.'.join(here)}.device: none")
         elif isinstance(value, dict) and value and (section or _knows(project, here) or value.get(SWITCH) is False):
             _settle(value, section, here, document, project, found)
-            if value:  # a key of a strategy, or one that nobody knows
+            key = project.keys.get(".".join(here))
+            if value and section is None and key is not None and key.ours is None:
+                found.mistakes.append(f"{document.place(*here)} is {show(value)}: {key.answer}; take it out")
+            elif value:  # a key of a strategy, or one that nobody knows
                 continue
         elif value if section else not _judge(here, value, model, document, project, found, is_off=is_off):
             continue
