@@ -886,7 +886,7 @@ STRATEGY_MISTAKES = {
         "zero3",
         JSON,
         '"overlap_comm"',
-        '"round_robin_gradients": false,\n    "overlap_comm"',
+        '"round_robin_gradients": true,\n    "overlap_comm"',
         ":14: zero_optimization.round_robin_gradients: stage 3 does not read it; take it out",
     ),
     "forced optimizer": ("zero2_offload", JSON, "false", "true", ":12: zero_force_ds_cpu_optimizer is true; use false"),

@@ -657,6 +657,12 @@ OTHER_TRAININGS = {
         "center_rewards_coefficient: 0.01": "a reward model",
         "loss_type: [sigmoid, sft]": "no such objective",
         "loss_type: hinge": "another loss, which is not here",
+        "task_name: mrpc": "another classifier than the next token",
+        "mlm_probability: 0.15": "masked words",
+    }),
+    "alignment-handbook": ("model_name_or_path: m\ndataset_mixer: {d: 1}\nmax_length: 64\n", {
+        "reward_funcs: [accuracy, format]": "rewards while training",
+        "use_vllm: true": "rewards while training",
     }),
 }  # fmt: skip
 
