@@ -169,6 +169,22 @@ def units_problem(config: Any, strategy: Strategy) -> str | None:
     )
 
 
+BUFFER_SIZE = 100_000_000
+"""DeepSpeed 0.19.8's elements of a buffer of weights on NVMe."""
+
+
+def buffer_problem(config: Any, strategy: Strategy, num_processes: int) -> str | None:
+    """Why the buffers of weights on NVMe cannot hold a process's share of the embedding, the largest matrix of most
+    models, or None (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py, `get_buffer`).
+    """
+    rows, width = _size(config, "vocab_size"), _size(config, "hidden_size")
+    size = (strategy.zero.get("offload_param") or {}).get("buffer_size") or BUFFER_SIZE
+    if strategy.offload_param != "nvme" or not rows or not width or size * num_processes >= rows * width:
+        return None
+    share = -(-rows * width // num_processes)
+    return f"offload_param.buffer_size is {size:.0f}, and a process's share of the embedding {share}; write {share}"
+
+
 def mesh_problem(config: Any, mesh: Mesh) -> str | None:
     """Why a model cannot be trained on this mesh, or None."""
     if mesh.tensor > 1 and (problem := tensor_problem(config)):

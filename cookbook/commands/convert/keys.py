@@ -66,6 +66,8 @@ class Conversion(Collected):
             )
         if self.take("cut_in_proportion") and not self.recipe.keys() & {"data.too_long", "data.streaming"}:
             self._proportion()
+        if self.take("drops_last") and "run.max_steps" not in self.recipe:
+            self.changes.append(f"the last batch of an epoch may be smaller, where {project.name} leaves its rows out")
         if self.take("no_limit") and "data.max_length" not in self.recipe:
             self.recipe["data.too_long"] = "error"
             self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
