@@ -474,6 +474,10 @@ def test_the_wrong_kind_of_file_is_recognized(lab: Lab, tmp_path: Path, capsys: 
     assert f"deepspeed_config: {{deepspeed_config_file: {bare}}}" in capsys.readouterr().err
     assert check(lab, lab.folder / "recipe.yaml") == 2
     assert "is a recipe, not a strategy" in capsys.readouterr().err
+    for path in (bare, ROOT / "accelerate_configs/zero2.yaml"):
+        assert main(["check", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{path}: is of a strategy, not a recipe; ") and line.endswith(f"--strategy {path}")
 
 
 def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path):

@@ -109,6 +109,10 @@ def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
         document = read_document(path)
     except RecipeError as error:
         return Document(str(path), {}, mistakes=error.mistakes, is_whole=False)
+    keys = {*document.values} if isinstance(document.values, dict) else set()
+    if {"distributed_type", "zero_optimization"} & keys and "model" not in keys:
+        way = f"name a recipe, and this behind it, as in cookbook launch recipes/quickstart.yaml --strategy {path}"
+        return Document(str(path), {}, mistakes=[f"{path}: is of a strategy, not a recipe; {way}"], is_whole=False)
     return prepare(document, assignments)
 
 

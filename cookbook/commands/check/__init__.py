@@ -16,6 +16,7 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
@@ -36,7 +37,9 @@ def check(
     data: Annotated[bool, Option("--data", help="read every row as well, without a model")] = False,
 ) -> int:
     """Check recipes with their strategies; or all that are here."""
-    mistakes: list[str] = []
+    misplaced = [as_assignment(str(path)) for path in paths or () if not path.exists()]
+    mistakes = [said for said in misplaced if said is not None]
+    refuse(mistakes)
     found = paths or recipe_files()
     if not found:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
