@@ -75,7 +75,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
 
 
 def num_parameters(config: PreTrainedConfig) -> int:
-    """Of the model of a configuration; raises as `skeleton`."""
+    """Parameters of the model of a configuration; raises as `skeleton`."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in _on_meta(config).parameters())
 

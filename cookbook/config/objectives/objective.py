@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     """`logp` of each labelled token, for an objective whose `reference_of` is tokens."""
     token_reference_logps: Sequence[float] = ()
     token_teacher_logps: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
-    """Of each labelled token the log-probabilities of a teacher's likeliest tokens: the teacher's, and the model's."""
+    """Log-probabilities of a teacher's likeliest tokens at each labelled token: the teacher's, and the model's."""
 
 
 class Question(NamedTuple):
