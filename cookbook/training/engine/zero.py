@@ -131,7 +131,7 @@ class Zero(Engine):
         from transformers.integrations import deepspeed as of_transformers
 
         config: Any = of_transformers._hf_deepspeed_config_weak_ref
-        of_transformers.unset_hf_deepspeed_config()  # by which transformers has stage 3 shard what it reads
+        of_transformers._hf_deepspeed_config_weak_ref = None  # by which transformers has stage 3 shard what it reads
         try:
             yield
         finally:
