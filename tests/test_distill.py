@@ -334,3 +334,17 @@ def test_a_teacher_is_asked_once_and_its_own_student_starts_at_no_divergence(she
     (own / "config.json").write_text((own / "config.json").read_text().replace("this test", "that test"))
     code, said, _ = run(**{"run.resume": "auto", "run.max_steps": "3"})
     assert code == 2 and "the teacher is not what the checkpoint was made with" in said, said
+
+
+def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path):
+    from cookbook.config.recipe import load_recipe
+    from cookbook.forecast.ranking import _teacher_notes
+    from cookbook.system.hardware import parse_machines
+
+    recipe = load_recipe(Path(recipe_of(shelf, tmp_path)))
+    kept, takes = _teacher_notes(recipe, parse_machines("1x80GB"))
+    file = AnswersFile(tmp_path / "kept.safetensors", 1000, 5)
+    file.finish()
+    size = round((tmp_path / "kept.safetensors").stat().st_size / 1000)  # with a header
+    assert f"its 5 likeliest tokens, {size} bytes in the cache for each trained token" in kept
+    assert "each process holds the whole teacher" in takes and "take a smaller one" not in takes
