@@ -606,6 +606,37 @@ def test_each_answer_of_a_group_is_a_sample_with_its_advantage_and_its_log_proba
     assert short.num_targets.tolist() == [2, 2, 2, 2] and len(short.old_logps) == 8
 
 
+SAMPLED = {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [7, 8, 9]], "rewards": [1, 0]}
+
+
+def test_tokens_that_were_sampled_are_trained_as_they_are(tmp_path):
+    """The second answer was cut off: no end token follows it, as one does where texts are tokenized."""
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(SAMPLED | {"logprobs": [[-1.0, -2.0], [-3.0] * 3]}))
+    found = read_rows(Source(path=path), "error", "grpo")
+    tokens, _ = run_tokenize(found, make_tokenizer(), max_length=60, name="grpo")
+    assert tokens.ids.tolist() == [5, 6, 7, 2, 5, 6, 7, 8, 9]
+    assert tokens.is_label.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert tokens.old_logps.tolist() == [-1.0, -2.0, -3.0, -3.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt_ids": []}, "not a list of tokens: `prompt_ids` is empty"),
+        ({"completion_ids": [[7], []]}, "not a list of tokens: `completion_ids` 2 is empty"),
+        ({"completion_ids": [[7], [-1]]}, "not a token: `completion_ids` 2 has -1"),
+        ({"completion_ids": [[7], [True]]}, "not a token: `completion_ids` 2 has True"),
+        ({"completion_ids": [[7]]}, "a group of fewer than two answers: `completion_ids` has 1"),
+        ({"rewards": [1]}, "rewards of another length: `rewards` has 1 for 2 completions"),
+    ],
+)
+def test_bad_tokens_of_a_group_are_named(tmp_path, bad, message):
+    path = write_lines(tmp_path / "rows.jsonl", json.dumps(SAMPLED | bad))
+    with pytest.raises(RecipeError) as error:
+        read_rows(Source(path=path), "error", "grpo")
+    assert error.value.mistakes[0].startswith(f"{path}:1: {message}")
+
+
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
@@ -627,7 +658,7 @@ def test_log_probabilities_that_are_not_those_of_the_tokens_are_bad_rows(tmp_pat
 def test_a_made_up_row_is_a_good_one_of_its_kind(kind):
     row = kind.check(kind.made_up(MadeUp(random.Random(0), ["a", "b"])))
     assert kind.check(row) == row and kind.matches(row)
-    assert (kind.texts is None) != (kind.chats is None)
+    assert sum(way is not None for way in (kind.texts, kind.chats, kind.tokens)) == 1
 
 
 def test_texts_and_messages_in_one_source_are_two_kinds(tmp_path):

@@ -69,8 +69,7 @@ def _held_out_prompts(folder: Path, count: int) -> Iterator[tuple[str | Chat, An
             reference = chat[last]["content"] or json.dumps(chat[last].get("tool_calls"))
             yield chat[:last], row.get("tools"), reference
             continue
-        assert kind.texts is not None
-        prompt, (answer, *_) = kind.texts(row)
+        prompt, (answer, *_) = (None, ("",)) if kind.texts is None else kind.texts(row)
         if prompt is None:
             raise RecipeError(f"--from-eval: held-out rows of {kind.words} have no prompt; write one with --prompt")
         yield prompt, None, answer

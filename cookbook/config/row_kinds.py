@@ -49,7 +49,7 @@ class Naming(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RowKind:
-    """Rows of one shape, with exactly one of `texts` and `chats`."""
+    """Rows of one shape, with exactly one of `texts`, `chats` and `tokens`."""
 
     family: ClassVar[str] = "row"
     name: str
@@ -63,6 +63,8 @@ class RowKind:
     """The prompt, if any, and the text that follows it in each sequence; tokenized without a template."""
     chats: Callable[[Row], list[tuple[Chat, int]]] | None = None
     """The chat of each sequence, for the chat template, and the number of leading assistant turns without loss."""
+    tokens: Callable[[Row], tuple[list[int], list[list[int]]]] | None = None
+    """The token ids of the prompt, without loss, and those that follow it in each sequence; nothing is added."""
     prompt_may_train: bool = False
     """Whether the objective decides if prompts, or all tokens of a chat, carry loss."""
     value: Callable[[Row], float] | None = None
@@ -186,7 +188,7 @@ def texts_in(row: Row) -> Iterator[str]:
             yield value
         elif key in FOR_TEMPLATE:
             yield json.dumps(value, ensure_ascii=False)
-        elif isinstance(value, list) and key not in NUMBERS:
+        elif isinstance(value, list) and key not in (*NUMBERS, *TOKENS):
             yield from _texts_of_list(value)
 
 
@@ -433,13 +435,13 @@ def _check_chat_judgement(raw: Row) -> Row:
     return {"prompt": answered.pop("prompt"), "completion": answered.pop("completion"), "label": label} | answered
 
 
-def _check_group(raw: Row) -> tuple[list[Any], Row]:
+def _check_group(raw: Row, key: str = "completions") -> tuple[list[Any], Row]:
     """The answers of a group as they are, and its numbers."""
-    answers, rewards, logprobs = (from_json(raw.get(key)) for key in ("completions", *NUMBERS))
+    answers, rewards, logprobs = (from_json(raw.get(name)) for name in (key, *NUMBERS))
     if not isinstance(answers, list):
-        raise BadRow("completions not a list", f"`completions` is {kind_in_words(answers)}")
+        raise BadRow(f"{key} not a list", f"`{key}` is {kind_in_words(answers)}")
     if len(answers) < 2:
-        seen = f"`completions` has {len(answers)}; an advantage compares the answers to one prompt"
+        seen = f"`{key}` has {len(answers)}; an advantage compares the answers to one prompt"
         raise BadRow("a group of fewer than two answers", seen)
     numbers: Row = {"rewards": _numbers(rewards, "`rewards`", len(answers))}
     if not is_empty(logprobs):
@@ -481,6 +483,22 @@ def _check_chat_group(raw: Row) -> Row:
     return {"prompt": prompts[0], "completions": list(ends), **numbers, **checked[0]}
 
 
+def _check_sampled_group(raw: Row) -> Row:
+    answers, numbers = _check_group(raw, "completion_ids")
+    asked = _token_ids(from_json(raw["prompt_ids"]), "`prompt_ids`")
+    sampled = [_token_ids(one, f"`completion_ids` {i}") for i, one in enumerate(answers, start=1)]
+    return {"prompt_ids": asked, "completion_ids": sampled, **numbers}
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise BadRow("not a list of tokens", f"{name} is {kind_in_words(value) if value != [] else 'empty'}")
+    for one in value:
+        if type(one) is not int or not 0 <= one < 2**31:
+            raise BadRow("not a token", f"{name} has {ascii(one)[:40]}; write ids, from 0 on")
+    return value
+
+
 def _is_chat_group(raw: Row) -> bool:
     answers = from_json(raw["completions"])
     return _are_messages(raw.get("prompt")) or (isinstance(answers, list) and any(map(_are_messages, answers)))
@@ -490,6 +508,14 @@ def _made_up_group(some: "MadeUp", prompt: Any, answer: Callable[[], Any]) -> Ro
     count = some.chance.randint(2, 4)
     rewards = [some.chance.random() for _ in range(count)]
     return {"prompt": prompt, "completions": [answer() for _ in range(count)], "rewards": rewards}
+
+
+def _made_up_tokens(some: "MadeUp") -> Row:
+    def ids() -> list[int]:
+        return [some.chance.randrange(100) for _ in range(some.chance.randint(2, 10))]
+
+    group = _made_up_group(some, ids(), ids)
+    return {"prompt_ids": group["prompt"], "completion_ids": group["completions"], "rewards": group["rewards"]}
 
 
 def _conversation(raw: Row, name: str) -> Chat:
@@ -553,6 +579,8 @@ EXCHANGES = (
 """Columns of a question and its answer, without an established name."""
 NUMBERS = ("rewards", "logprobs")
 """Keys of a group whose values are numbers."""
+TOKENS = ("prompt_ids", "completion_ids")
+"""Keys of a group whose values are token ids; TRL's names."""
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
@@ -720,6 +748,16 @@ for _kind in (
         values=lambda row: row["rewards"],
         logps=lambda row: row.get("logprobs"),
         made_up=lambda some: _made_up_group(some, some.text(), some.text),
+    ),
+    RowKind(
+        name="sampled_group",
+        keys=(*TOKENS, "rewards"),
+        other_keys=("logprobs",),
+        check=_check_sampled_group,
+        tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
+        values=lambda row: row["rewards"],
+        logps=lambda row: row.get("logprobs"),
+        made_up=_made_up_tokens,
     ),
 ):
     registry.register(_kind)

@@ -29,7 +29,7 @@ class GRPO(Objective):
     lengths and counts in its mean are those of the global batch. Keys have TRL's names and defaults.
     """
 
-    rows = ("chat_group", "group")
+    rows = ("chat_group", "group", "sampled_group")
     sample = "answer"
     shares_samples = True
     needs_reference = True

@@ -85,6 +85,7 @@ class Encoder:
     with `train: false`; with "last", the last of them alone. For a prompt with completion, the labels are the
     completion and an end-of-sequence token, or every token with train_on "all". A text has only labels, whatever
     train_on is, and ends with an end-of-sequence token. The prompt of a preference or of a judged answer has no labels.
+    Rows of token ids are taken as they are.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, keys: TextKeys = DEFAULT_KEYS) -> None:
@@ -101,6 +102,8 @@ class Encoder:
             name = type(self.tokenizer).__name__
             raise RecipeError(f"{rows.place}: {name} has no tokenizer.json; a fast tokenizer is needed")
         kind = kinds()[rows.kind]
+        if kind.tokens is not None:
+            return (_as_sampled(*kind.tokens(row)) for row in rows.rows)
         train_on = self.train_on if kind.prompt_may_train else "assistant"
         if kind.chats is None:
             return _encode_plain_rows(rows, kind, Pieces(self.tokenizer), train_on, self.keys)
@@ -118,6 +121,11 @@ class Encoder:
                 raise RecipeError(f"{rows.place}: the chat template writes something at random; {hint}")
             self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
         return _encode_chats(rows, kind.chats, self._chats[train_on])
+
+
+def _as_sampled(prompt: list[int], answers: list[list[int]]) -> Encoded:
+    """Sequences of given tokens: an answer that was cut off learns no end, and one that ended has its end in it."""
+    return Encoded([(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for answer in answers])
 
 
 def _encode_plain_rows(
