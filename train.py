@@ -29,6 +29,7 @@ from cookbook.planning.run_plan import (
     begun_elsewhere,
     describe_batch,
     load_pair,
+    refuse_rounds,
     try_plan,
 )
 from cookbook.run import shortage
@@ -109,7 +110,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         raise RecipeError([*found.mistakes, *mistakes]) from None
     note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
     world, plan, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
-    refuse(mistakes)
+    refuse([*refuse_rounds(recipe, recipe_name), *mistakes])
     assert plan is not None
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
@@ -120,7 +121,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
         world,
         notes
         + strategy.notes
-        + schedule.short_run(recipe.schedule, recipe.run.max_steps)
+        + schedule.short_run(recipe.schedule, recipe.run.max_steps and recipe.in_schedule(0, recipe.run.max_steps)[1])
         + begun_elsewhere(Path(recipe_name), recipe, strategy),
     )
 
@@ -210,7 +211,8 @@ def train(
     inputs = stages.load_inputs(recipe, strategy, plan, rows, cache=CACHE, notes=notes)
     del rows
     refuse(recipe.run.misfits(inputs.steps_per_epoch))
-    if recipe.run.max_steps is None and (misfits := recipe.schedule.misfits(inputs.max_steps)):
+    _, length = recipe.in_schedule(0, inputs.max_steps)
+    if recipe.run.max_steps is None and (misfits := recipe.schedule.misfits(length)):
         raise RecipeError([f"schedule.{mistake}" for mistake in misfits])
 
     # From here on every rank must make each call.
@@ -314,7 +316,7 @@ def train_step(
 
     recipe, engine, progress = run.recipe, run.engine, run.progress
     peak = schedule.peak_learning_rate(recipe.optim, recipe.schedule, recipe.batch.global_batch_size)
-    lr = schedule.learning_rate(progress.step, run.inputs.max_steps, peak, recipe.schedule)
+    lr = schedule.learning_rate(*recipe.in_schedule(progress.step, run.inputs.max_steps), peak, recipe.schedule)
     # No scheduler object: one that accelerate prepares advances once per process, and is state to save.
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)

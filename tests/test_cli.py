@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 VERBS = [
     "init",
     "launch",
+    "rounds",
     "submit",
     "check",
     "explain",

@@ -34,6 +34,7 @@ from cookbook.commands.plan import plan
 from cookbook.commands.preview import preview
 from cookbook.commands.rehearse import rehearse
 from cookbook.commands.report import report
+from cookbook.commands.rounds import rounds
 from cookbook.commands.sample import sample
 from cookbook.commands.schema import schema
 from cookbook.commands.submit import submit
@@ -89,7 +90,7 @@ def _close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
 
 
-TAKES_SETTINGS = ("launch", "check", "plan", "explain", "rehearse", "preview", "submit", "tune")
+TAKES_SETTINGS = ("launch", "rounds", "check", "plan", "explain", "rehearse", "preview", "submit", "tune")
 """Commands with --set."""
 
 
@@ -162,6 +163,7 @@ app = Typer(
 for command in (
     init,
     launch,
+    rounds,
     submit,
     check,
     explain,

@@ -83,6 +83,7 @@ def launch(
     count, num_local = _processes(loaded, processes, gpus, found.count)
     environment = dict(os.environ)
     mistakes += _no_address(found, loaded) + _misfits(found, recipe, loaded, count)
+    mistakes += run_plan.refuse_rounds(recipe, str(path))
     if first_machine := found.first or loaded.main_process_ip:
         mistakes += hosts.set_interfaces(first_machine, environment)
     elif count > 1:

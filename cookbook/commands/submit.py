@@ -15,7 +15,7 @@ from typer import Option
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import default_num_processes, describe_batch, load_pair, make_plan
+from cookbook.planning.run_plan import default_num_processes, describe_batch, load_single, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
 from cookbook.system.hardware import Machines, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
@@ -201,7 +201,7 @@ def submit(
         given = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
         mistakes += _misfits(to, machines, path, given)
     with gathered(mistakes):
-        recipe, loaded = load_pair(path, assignments, strategy)
+        recipe, loaded = load_single(path, assignments, strategy)
     refuse(mistakes)
     seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)

@@ -26,6 +26,9 @@ def summarize(run: History) -> dict[str, str]:
         "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
         f" (mean of the last {len(tail)} steps)"
     }
+    if run.rounds:
+        shown = [f"{line['reward']:.3f} in round {line['round']}" for line in (run.rounds[0], run.rounds[-1])]
+        rows["mean reward"] = ", ".join(dict.fromkeys(shown))
     for name in dict.fromkeys(line.get("eval_set", "") for line in evaluations):
         of_set = [line for line in evaluations if line.get("eval_set", "") == name]
         shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]

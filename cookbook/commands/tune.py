@@ -16,7 +16,7 @@ from cookbook.commands.plan import machines_for
 from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
-from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair
+from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair, load_single
 from cookbook.system import signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
@@ -89,7 +89,7 @@ def tune(
     assignments: Assignments,
 ) -> int:
     """Try the best settings of the forecast; keep the fastest."""
-    recipe, own = load_pair(path, assignments, None)
+    recipe, own = load_single(path, assignments, None)
     if recipe.batch.micro_batch_size is None:
         raise RecipeError(f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size")
     found = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]

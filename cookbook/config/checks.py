@@ -76,7 +76,9 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
         schedule = found["schedule"]
         is_shortened = ("run", "max_steps") in document.overrides  # a trial, which has no need of the peak
         if schedule is not None and run.max_steps is not None and not is_shortened:
-            for mistake in schedule.misfits(run.max_steps):
+            rounds = document.values.get("rounds")
+            times = rounds.get("num_rounds") if isinstance(rounds, dict) else None
+            for mistake in schedule.misfits(run.max_steps * (times if isinstance(times, int) and times > 0 else 1)):
                 key, _, problem = mistake.partition(" ")
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
@@ -160,7 +162,7 @@ def _check_output_dir(name: str, place: Callable[[], str]) -> Iterator[str]:
         )
 
 
-RUN_RECORDS = ("run.json", "status.json")
+RUN_RECORDS = ("run.json", "status.json", "rounds.json")
 BEFORE_RECORDS = ("checkpoints", "events.jsonl", "metrics.jsonl", "model", "hang", "logs")
 """What a run that was killed at its start may have left without a record."""
 

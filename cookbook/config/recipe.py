@@ -29,6 +29,7 @@ from cookbook.config.sections import (
     LossScaleSection,
     ModelSection,
     OneOf,
+    RoundsSection,
     RunSection,
 )
 from cookbook.config.strategy import STRATEGIES, strategy_path
@@ -73,6 +74,8 @@ class Recipe(Section):
     optim: SerializeAsAny[Optimizer] = Field(examples=[{"learning_rate": 0.0001}])
     schedule: SerializeAsAny[Schedule] = Cosine()
     run: RunSection = Field(examples=[{"num_epochs": 1}])
+    rounds: RoundsSection | None = None
+    """Rounds of sampling and training on what was sampled, for `cookbook rounds`. Default: one run on stored rows."""
 
     @property
     def compute_precision(self) -> Literal["no", "bf16", "fp16"]:
@@ -83,6 +86,12 @@ class Recipe(Section):
     def loss_scaling(self) -> LossScaleSection | None:
         """The loss scale of fp16; None without it."""
         return (self.loss_scale or LossScaleSection()) if self.mixed_precision == "fp16" else None
+
+    def in_schedule(self, step: int, max_steps: int) -> tuple[int, int]:
+        """A step of a run and its number of steps as the schedule has them: of rounds, over all of them."""
+        if self.rounds is None:
+            return step, max_steps
+        return step + ((self.rounds.round or 1) - 1) * max_steps, self.rounds.num_rounds * max_steps
 
 
 def default_output_dir(path: Path, strategy: str) -> str:

@@ -60,7 +60,7 @@ def register(entry: Entry) -> Entry:
 
 def known(family: str) -> Mapping[str, Any]:
     """All entries of a family by name, in registration order."""
-    return _known[family]
+    return _known.get(family, {})
 
 
 def begin_plugin(path: str | None) -> None:

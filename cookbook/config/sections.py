@@ -557,3 +557,51 @@ class RunSection(OneOf):
     def total_steps(self, steps_per_epoch: int | None) -> int:
         """Optimizer steps of the whole run; `steps_per_epoch` is None for a stream, which needs max_steps."""
         return self.max_steps or (self.num_epochs or 0) * (steps_per_epoch or 0)
+
+
+def _list_of_functions(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class RoundsSection(Section):
+    """`cookbook rounds` samples answers with the current weights, scores them, trains on them, and begins again.
+    Keys and defaults are those of TRL's GRPOConfig where it has them."""
+
+    num_rounds: int = Field(gt=0)
+    prompts_per_round: int = Field(gt=0)
+    """Prompts of data.train that a round samples answers to. They are taken in a random order, each once an epoch."""
+    reward_funcs: Annotated[
+        list[str],
+        Field(min_length=1),
+        AfterValidator(_names),
+        BeforeValidator(_list_of_functions, json_schema_input_type=str | list[str]),
+    ]
+    """Reward functions, which the recipe's plugins register: [is_right]. The reward of an answer is their sum."""
+    reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    """A factor for each of them. Default: 1."""
+    num_generations: int = Field(default=8, ge=2)
+    """Answers to each prompt."""
+    max_completion_length: int = Field(default=256, gt=0)
+    """Tokens after which an answer is cut off."""
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Temperature of sampling. The loss is that of temperature 1 in any case, so with another one its answers are not
+    the model's own."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most probable tokens that together have this probability; below 1 as with temperature."""
+    generation_batch_size: int = Field(default=64, gt=0)
+    """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
+    round: int | None = Field(default=None, gt=0)
+    """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
+
+    @model_validator(mode="after")
+    def _fits_itself(self):
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
+            counts = f"{len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs"
+            raise ValueError(f"reward_weights has {counts}; write one for each")
+        if self.round is not None and self.round > self.num_rounds:
+            raise ValueError(f"round is {self.round}, but num_rounds is {self.num_rounds}")
+        return self
+
+    @property
+    def weights(self) -> list[float]:
+        return self.reward_weights or [1.0] * len(self.reward_funcs)

@@ -50,6 +50,24 @@ class Plan:
         return self.mesh.data_parallel_size
 
 
+def refuse_rounds(recipe: Recipe, name: str) -> list[str]:
+    """The mistake of whoever starts a single run of a recipe with rounds."""
+    if recipe.rounds is None or recipe.rounds.round is not None:
+        return []
+    return [f"{name}: has rounds, whose rows are prompts without answers; start it with cookbook rounds {name}"]
+
+
+def load_single(recipe_path: Path, assignments: list[str], strategy: Path | None) -> tuple[Recipe, Strategy]:
+    """`load_pair` for a command that runs a recipe's rows once.
+
+    Raises:
+        RecipeError: as `load_pair`, or a recipe with rounds.
+    """
+    recipe, loaded = load_pair(recipe_path, assignments, strategy)
+    refuse(refuse_rounds(recipe, str(recipe_path)))
+    return recipe, loaded
+
+
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
     processes = several(plan.data_parallel_size, "data-parallel process")
@@ -227,6 +245,10 @@ def make_plan(
         mistakes.append(f"{strategy.path}: {why}; {way}")
     mistakes += machine_problems(strategy, num_processes=num_processes, num_local=num_local, num_gpus=num_gpus)
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
+    if recipe.rounds is not None:
+        from cookbook.planning.in_rounds import misfits
+
+        mistakes += [f"{recipe_name}: {problem}" for problem in misfits(recipe, strategy)]
     config = known_config(recipe.model)
     problems = () if config is None else (mesh_problem(config, mesh), units_problem(config, strategy))
     mistakes += [f"{strategy.path}: {problem}" for problem in problems if problem]

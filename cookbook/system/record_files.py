@@ -11,6 +11,8 @@ import xxhash
 
 METRICS, EVENTS, SAMPLES, RUN = "metrics.jsonl", "events.jsonl", "samples.jsonl", "run.json"
 """Names of files in a run's folder."""
+ROUNDS = "rounds.json"
+"""The same in that of `cookbook rounds`."""
 
 
 def replace_file(path: Path, text: str, *, flush: bool = False) -> None:

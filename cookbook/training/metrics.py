@@ -21,7 +21,7 @@ from cookbook import simulated_gpus
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
-from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES, replace_file
+from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
 
@@ -48,7 +48,7 @@ def peak_reserved_gib(device: torch.device) -> float:
 
 def set_aside(folder: Path) -> Path | None:
     """Rename a folder with an earlier run to the first free `folder.N`; returns the new path."""
-    if not (folder / RUN).is_file():
+    if not (folder / RUN).is_file() and not (folder / ROUNDS).is_file():
         return None
     number = next(n for n in itertools.count(1) if not folder.with_name(f"{folder.name}.{n}").exists())
     # Kept: the second command that somebody tries must not destroy the result of the first.

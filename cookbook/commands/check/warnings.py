@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from cookbook.commands.rounds.prompt_rows import read_prompts
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.row_columns import kinds_of, rename, without
@@ -29,7 +30,8 @@ def doubts(recipe: Recipe) -> Iterator[str]:
             f"optim.learning_rate is {number(peak)} for all weights of an existing model, above {number(most)}: it may"
             " forget more than it learns; recipes/README.md has published rates"
         )
-    yield from short_run(recipe.schedule, recipe.run.max_steps)
+    if recipe.run.max_steps is not None:
+        yield from short_run(recipe.schedule, recipe.in_schedule(0, recipe.run.max_steps)[1])
     yield from _rank_above_width(recipe)
     trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
     trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
@@ -81,6 +83,9 @@ def read_all(recipe: Recipe) -> Iterator[str]:
         RecipeError: the mistakes in all sources.
     """
     mistakes: list[str] = []
+    if recipe.rounds is not None:
+        yield f"data.train: {len(read_prompts(recipe.data)):,} prompts"
+        return
     train: list[Rows] = []
     for key, source in recipe.data.sources:
         with gathered(mistakes):

@@ -12,7 +12,7 @@ from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
-from cookbook.config.sections import BUILTIN_SOURCE, Source, data_format
+from cookbook.config.sections import BUILTIN_SOURCE, RoundsSection, Source, data_format
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs, cost_inputs
@@ -288,8 +288,22 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     return found
 
 
+def _length_of_rounds(recipe: Recipe, rounds: RoundsSection, document: Document) -> tuple[int, Section]:
+    of, run = partial(_quantity, document), recipe.run
+    prompts, answers = rounds.prompts_per_round, rounds.num_generations
+    each = run.max_steps or (run.num_epochs or 0) * math.ceil(prompts * answers / recipe.batch.global_batch_size)
+    total = rounds.num_rounds * each
+    text = f"{rounds.num_rounds:,}, each of {prompts:,} prompts with {answers} answers"
+    keys = ("rounds.num_rounds", "rounds.prompts_per_round", "rounds.num_generations")
+    length = "run.num_epochs" if run.max_steps is None else "run.max_steps"
+    steps = of(total, f"{total:,} = {rounds.num_rounds:,} rounds x {each:,}", keys[0], length)
+    return total, {"rounds": of(rounds.num_rounds, text, *keys), "steps": steps}
+
+
 def _length(recipe: Recipe, document: Document) -> tuple[int | None, Section]:
     """Steps, if they are known, and what is known of them."""
+    if recipe.rounds is not None:
+        return _length_of_rounds(recipe, recipe.rounds, document)
     of = partial(_quantity, document)
     run, size = recipe.run, recipe.batch.global_batch_size
     rows = _count_rows(recipe)

@@ -15,7 +15,9 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.planning.language_part import open_config
 from cookbook.planning.packing import Packing, decide
+from cookbook.planning.run_plan import refuse_rounds
 from cookbook.system.console import Row, can_show, coloured, console, page, say, shown
+from cookbook.system.files import refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
@@ -41,6 +43,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         RecipeError: the data's mistakes, as a run would raise them.
     """
     recipe = load_recipe(recipe_path, assignments)
+    refuse(refuse_rounds(recipe, str(recipe_path)))
     rows = read_data(recipe.data, recipe.objective)
     if not num_gpus():
         quiet_deepspeed()

@@ -28,7 +28,7 @@ from cookbook.config.chat_templates import template_path
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import decide
-from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
+from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, load_single, make_plan
 from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
@@ -70,7 +70,7 @@ def rehearse(
     """Run a recipe with a tiny model on simulated GPUs."""
     started = time.perf_counter()
     quiet_deepspeed()
-    recipe, found = load_pair(path, assignments, strategy)
+    recipe, found = load_single(path, assignments, strategy)
     place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
     smallest = max(min(here, CPU_PROCESSES), found.written_mesh.num_processes)

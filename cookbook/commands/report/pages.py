@@ -18,6 +18,7 @@ from cookbook.system.hardware import GIB
 from cookbook.system.record_files import SAMPLES
 
 TITLES = {
+    "reward": "Mean reward of a round",
     "loss": "Loss",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
@@ -44,7 +45,7 @@ HARDWARE = {
     "network_mb_s": "Sent over the network, MB/s",
 }
 """Titles of the curves where monitor.jsonl is."""
-POSITIONS = ("step", "epoch", "num_tokens")
+POSITIONS = ("step", "epoch", "num_tokens", "round")
 MOST_POINTS = 2000
 """Points of a curve: more than a page has pixels."""
 MOST_SAMPLES = 12
@@ -209,8 +210,9 @@ def _facts(run: History) -> dict[str, Any]:
 
 
 def _keys(runs: Iterable[History]) -> list[str]:
-    """What has a curve: the numbers of training lines."""
-    found = {key: None for run in runs for line in run.steps for key in line if key not in POSITIONS}
+    """What has a curve: the numbers of training lines, and of rounds."""
+    lines = (line for run in runs for line in (*run.rounds, *run.steps))
+    found = {key: None for line in lines for key in line if key not in POSITIONS}
     return [key for key in TITLES if key in found] + [key for key in found if key not in TITLES]
 
 

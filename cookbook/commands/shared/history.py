@@ -41,6 +41,11 @@ class History:
     def evaluations(self) -> list[dict[str, Any]]:
         return [line for line in self.lines if line.get("eval_loss") is not None]
 
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """The lines of what was sampled, a round each; none of a run that `rounds` did not start."""
+        return [line for line in self.lines if line.get("round") is not None]
+
 
 def read_history(folder: Path) -> History:
     """The history of a run that has begun to train.

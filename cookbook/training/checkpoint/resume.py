@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Keys, or prefixes of keys, by what a change means for a resumed run. Of all others those may change that leave the
 # curve as it is (see `effect_of`).
-LENGTH = ("run.max_steps", "run.num_epochs", "run.early_stopping_")
+LENGTH = ("run.max_steps", "run.num_epochs", "run.early_stopping_", "rounds.num_rounds")
 WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", *LENGTH)
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {"data.": "data", "model.": "model", "objective.teacher": "teacher", "plugins": "plugins"}

@@ -1,0 +1,197 @@
+"""`rounds`: samples answers with the current weights, scores them, trains on them, and begins again."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from cookbook.commands.launch import launch
+from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
+from cookbook.commands.rounds.prompt_rows import Prompt
+from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
+from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
+from cookbook.commands.shared.mistakes import placed
+from cookbook.config import plugins
+from cookbook.config.recipe import Recipe
+from cookbook.planning import run_plan
+from cookbook.system import lock
+from cookbook.system.console import say
+from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.machine import num_gpus
+from cookbook.system.record_files import ROUNDS, read_json, read_lines, replace_file
+from cookbook.system.signals import EXIT_CODE
+from cookbook.system.status import Status
+
+
+def rounds(
+    path: Annotated[Path, RECIPE],
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
+    assignments: Assignments,
+) -> int:
+    """Sample answers, score them, train on them; for N rounds."""
+    recipe, asked = check(path, strategy, processes, assignments)
+    assert recipe.rounds is not None
+    output_dir = Path(recipe.run.output_dir)
+    lock.hold(output_dir)
+    quiet_without_gpus()
+    first_model, ids = _first_model(recipe, asked)
+    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(first_model, recipe)})
+    status, done = Status(output_dir, is_main=True), list[Round]()
+    for number in range(1, recipe.rounds.num_rounds + 1):
+        one = Round(output_dir, number)
+        model = done[-1].export if done else Path(first_model)
+        if not one.is_over:
+            if not one.samples.is_file():
+                say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
+                _sample(one, model, recipe, asked, ids)
+            say(_in_words(one), flush=True)
+            status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
+            code = launch(
+                path, strategy=strategy, processes=processes, assignments=[*assignments, *_of_round(one, model, done)]
+            )
+            if code or not one.is_over:
+                status.end(
+                    "stopped" if code == EXIT_CODE else "failed", exit_code=code or 1, reason=f"in round {number}"
+                )
+                return code or 1
+        done.append(one)
+        rounds_folder.link_export(output_dir, one)
+        rounds_folder.tidy(done, recipe.run.keep_last)
+    steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
+    status.end("finished", exit_code=0, step=steps)
+    say(f"{len(done)} rounds, {steps} steps: {output_dir}/export")
+    return 0
+
+
+def check(
+    path: Path, strategy: Path | None, processes: int | None, assignments: list[str]
+) -> tuple[Recipe, list[Prompt]]:
+    """The recipe and its prompts, before anything is sampled.
+
+    Raises:
+        RecipeError: all mistakes of the recipe and its rows, or of its reward functions.
+    """
+    recipe, loaded = run_plan.load_pair(path, assignments, strategy)
+    if recipe.rounds is None or recipe.rounds.round is not None:
+        what = "has no rounds" if recipe.rounds is None else f"has rounds.round {recipe.rounds.round}, a run's own"
+        raise RecipeError(f"{path}: {what}; see docs/recipes.md, Rounds")
+    mistakes: list[str] = []
+    count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, num_gpus())
+    with gathered(mistakes):
+        run_plan.make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus(), recipe_name=str(path))
+    mistakes = placed(mistakes, path, assignments)
+    asked: list[Prompt] = []
+    with gathered(mistakes):
+        asked = prompt_rows.read_prompts(recipe.data)
+    refuse(mistakes)
+    scoring.try_functions(recipe.rounds, asked[0])
+    return recipe, asked
+
+
+def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[int]]]:
+    """The folder of the model that samples first, and the tokens of all prompts."""
+    from cookbook.commands.rounds.sampling import encode
+    from cookbook.training import models
+
+    first = models.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=CACHE)
+    return first, encode(asked, first, recipe)
+
+
+def _digests(model: str, recipe: Recipe) -> dict[str, str]:
+    from cookbook.training.models import weights_digest
+
+    return {"model": weights_digest(Path(model), cache=CACHE), "plugins": plugins.digest(recipe.plugins)}
+
+
+def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
+    """Go on with the rounds in the folder, if they are those of this recipe; else set aside what is in it.
+
+    Raises:
+        RecipeError: the recipe has changed where it may not.
+    """
+    from cookbook.training.checkpoint import resume
+    from cookbook.training.metrics import set_aside
+
+    record = read_json(output_dir / ROUNDS)
+    if record and recipe.run.resume == "auto":
+        # A reward function that failed may be mended: the runs of rounds compare the plugins' content themselves.
+        found = {key: value for key, value in made_from.items() if key != "plugins"}
+        mistakes, notes = resume.changes(record, recipe, found | {"plugins": record["made_from"]["plugins"]})
+        if mistakes:
+            raise RecipeError([f"run.resume: cannot go on in {output_dir}:", *mistakes])
+        if made_from["plugins"] != record["made_from"]["plugins"]:
+            notes.append("the plugins have changed: rounds that were scored before keep their rewards")
+        for note in notes:
+            say(note)
+    elif earlier := set_aside(output_dir):
+        say(f"{output_dir} held an earlier run, which was moved to {earlier}")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
+    replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
+
+
+def _sample(one: Round, model: Path, recipe: Recipe, asked: list[Prompt], ids: list[list[int]]) -> None:
+    """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
+    rounds = recipe.rounds
+    assert rounds is not None
+    if not one.unscored.is_file():
+        chosen = prompt_rows.of_round(one.number, rounds.prompts_per_round, len(asked), recipe.seed)
+        rounds_folder.write_lines(one.unscored, list(_sampled(one, model, recipe, chosen, ids)))
+    lines = []
+    for line in read_lines(one.unscored, "round"):
+        prompt, texts = asked[line["row"]], line["completions"]
+        scores = scoring.score(rounds, prompt, texts, line["completion_ids"])
+        rewards = {"rewards": scoring.total(rounds, scores), "scores": scores}
+        lines.append({**line, "prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts), **rewards})
+    rounds_folder.write_lines(one.samples, lines)
+    one.unscored.unlink()
+
+
+def _sampled(
+    one: Round, model: Path, recipe: Recipe, chosen: list[int], ids: list[list[int]]
+) -> Iterator[dict[str, Any]]:
+    from cookbook.commands.rounds.sampling import Sampler
+
+    assert recipe.rounds is not None
+    sampler = Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16")
+    seed = int(hashlib.sha256(f"{recipe.seed} {one.number}".encode()).hexdigest()[:12], 16)
+    groups = sampler.answers([ids[row] for row in chosen], seed)
+    sampler.close()
+    for row, group in zip(chosen, groups, strict=True):
+        yield {
+            "round": one.number,
+            "row": row,
+            "completions": [answer.text for answer in group],
+            "ended": [answer.has_ended for answer in group],
+            "num_tokens": [len(answer.ids) for answer in group],
+            "prompt_ids": ids[row],
+            "completion_ids": [answer.ids for answer in group],
+        }
+
+
+def _of_round(one: Round, model: Path, done: list[Round]) -> list[str]:
+    """What the run of a round has otherwise than the recipe."""
+    columns = {key: key for key in ("prompt_ids", "completion_ids", "rewards")}
+    values: dict[str, Any] = {
+        "rounds.round": one.number,
+        "data.train": {"path": str(one.samples), "columns": columns},
+        "data.columns": None,
+        "data.ignore": None,
+        "run.output_dir": str(one.run),
+        "run.resume": "auto",
+    }
+    if done:
+        values |= {"model.name_or_path": str(model), "model.revision": None}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _in_words(one: Round) -> str:
+    found = rounds_folder.summary_of(one.number, one.lines)
+    return (
+        f"ROUND {one.number}: mean reward {found['reward']:.3f} of {found['num_answers']:,} answers,"
+        f" {found['ended']:.0%} ended within {found['completion_tokens']:.0f} tokens on average; trains on them"
+    )

@@ -1,0 +1,97 @@
+"""The prompts of a recipe with rounds: its rows, in the order in which rounds take them. No torch."""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from cookbook.config.json_text import BadRow
+from cookbook.config.messages import Chat, check_text, read_messages
+from cookbook.config.row_columns import without
+from cookbook.config.row_kinds import CHAT_KEYS, is_empty
+from cookbook.config.sections import DataSection, Source
+from cookbook.system.files import RecipeError, kind_in_words
+from cookbook.training.data.rows import BadRows
+from cookbook.training.data.sources import raw_rows
+
+GIVEN = ("prompts", "completions", "completion_ids")
+"""What a reward function is given besides the columns of a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    place: str
+    """File and line."""
+    asked: str | Chat
+    columns: dict[str, Any]
+    """The other columns of its row, for reward functions."""
+
+
+def read_prompts(data: DataSection) -> list[Prompt]:
+    """All prompts, in the order of their files.
+
+    Raises:
+        RecipeError: rows without a prompt, or none.
+    """
+    bad_rows, found = BadRows(), []
+    for source in data.train:
+        for place, raw in islice(raw_rows(source), source.max_rows):
+            try:
+                found.append(_read(raw, place, source))
+                bad_rows.num_good += 1
+            except BadRow as bad:
+                bad_rows.add(place, bad)
+    if bad_rows.shown:
+        raise RecipeError(bad_rows.mistakes()[:-1] if bad_rows.num_good else bad_rows.mistakes())
+    if not found:
+        raise RecipeError("data.train: no prompt in it")
+    return found
+
+
+def _read(raw: Any, place: str, source: Source) -> Prompt:
+    if isinstance(raw, BadRow):
+        raise raw
+    if not isinstance(raw, dict):
+        raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with `prompt`")
+    columns, name = without(raw, source.ignore or ()), (source.columns or {}).get("prompt", "prompt")
+    if name not in columns:
+        seen = ", ".join(map(ascii, columns))[:200] or "none"
+        raise BadRow(
+            "no prompt", f"found {seen}; a row has `{name}`, or name its column: data.columns: {{prompt: ...}}"
+        )
+    asked = columns.pop(name)
+    if isinstance(asked, list):
+        asked = read_messages(asked, "prompt")
+        if asked[-1]["role"] == "assistant":
+            raise BadRow("prompt ends with an answer", "its last message must be another's than the assistant's")
+    else:
+        asked = check_text(asked, f"`{name}`")
+    for key in (*CHAT_KEYS, *GIVEN):
+        if not is_empty(columns.get(key)):
+            why = "reward functions are given answers under that name" if key in GIVEN else "write it into the prompt"
+            raise BadRow(f"`{key}` is not read", f"{why}; to pass it over: data.ignore: [{key}]")
+    return Prompt(place=place, asked=asked, columns=columns)
+
+
+def digest(prompts: list[Prompt]) -> str:
+    """SHA-256 of their content."""
+    text = json.dumps([[one.asked, one.columns] for one in prompts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_round(number: int, count: int, num_prompts: int, seed: int) -> list[int]:
+    """The prompts of a round, from 1, by their index: `count` further ones of the order in which each comes once an
+    epoch."""
+    return list(islice(_endless(num_prompts, seed), (number - 1) * count, number * count))
+
+
+def _endless(num_prompts: int, seed: int) -> Iterator[int]:
+    epoch = 0
+    while True:
+        order = list(range(num_prompts))
+        random.Random(f"{seed} {epoch}").shuffle(order)
+        yield from order
+        epoch += 1

@@ -1,0 +1,127 @@
+"""The folder of rounds: what is done, what each round left, and the files that show them as one run. No torch.
+
+    rounds.json                what it was begun with
+    rounds/0001/samples.jsonl  prompts, answers and rewards of a round, a line for each prompt
+    rounds/0001/run/           its run, with its export
+    export                     leads to the newest export
+    metrics.jsonl, ...         of all rounds, as of one run
+
+A file is written whole or not at all, and a round's run is over when its status says so: whatever is not there is done
+again, with the same result.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.system import status
+from cookbook.system.record_files import METRICS, RUN, SAMPLES, read_json, read_lines, replace_file
+
+UNSCORED = "unscored.jsonl"
+"""Answers that have no rewards yet."""
+NUM_SHOWN = 4
+"""Prompts of a round of which `report` shows an answer."""
+
+
+class Round:
+    """A round in the folder of all."""
+
+    def __init__(self, output_dir: Path, number: int) -> None:
+        self.number = number
+        self.folder = output_dir / "rounds" / f"{number:04}"
+        self.run = self.folder / "run"
+        self.samples, self.unscored = self.folder / SAMPLES, self.folder / UNSCORED
+        self.export = self.run / "export"
+
+    @property
+    def is_over(self) -> bool:
+        record = status.read(self.run)
+        return record is not None and record["state"] == "finished"
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of its samples; none before they are whole."""
+        return read_lines(self.samples, "round")
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Whole or not at all, and on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), flush=True)
+
+
+def tidy(rounds: Sequence[Round], keep: int) -> None:
+    """Remove what no round will read: the checkpoints of finished runs, and all but the newest exports.
+
+    Args:
+        rounds: those that are over, in order.
+        keep: exports to keep.
+    """
+    for number, one in enumerate(rounds, start=1):
+        shutil.rmtree(one.run / "checkpoints", ignore_errors=True)
+        if number <= len(rounds) - keep:
+            shutil.rmtree(one.export, ignore_errors=True)
+
+
+def link_export(output_dir: Path, newest: Round) -> None:
+    """Let `export` lead to the newest round's, so that each command finds the model."""
+    link, build = output_dir / "export", output_dir / f".export.{os.getpid()}"
+    build.unlink(missing_ok=True)
+    build.symlink_to(newest.export.relative_to(output_dir), target_is_directory=True)
+    os.replace(build, link)
+
+
+def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a round's samples."""
+    rewards = [one for line in lines for one in line["rewards"]]
+    scores = {name: [one for line in lines for one in line["scores"][name]] for name in lines[0]["scores"]}
+    of_functions = {f"reward_{name}": fmean(values) for name, values in scores.items()} if len(scores) > 1 else {}
+    return {
+        "round": number,
+        "reward": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        **of_functions,
+        "groups_alike": fmean(len({*line["rewards"]}) == 1 for line in lines),
+        "ended": fmean(one for line in lines for one in line["ended"]),
+        "completion_tokens": fmean(one for line in lines for one in line["num_tokens"]),
+        "num_answers": len(rewards),
+    }
+
+
+def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -> int:
+    """Write the metrics of all rounds with their steps counted on, and what the other commands look for in a run's
+    folder. Returns the steps so far.
+
+    Args:
+        rounds: those with samples, in order.
+    """
+    metrics: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
+    record: dict[str, Any] = {}
+    step = 0
+    for one in rounds:
+        lines = one.lines
+        metrics.append({"step": step, **summary_of(one.number, lines)})
+        shown += [_continuation(step, line) for line in lines[:NUM_SHOWN]]
+        steps = read_lines(one.run / METRICS)
+        metrics += [line | {"step": step + line["step"]} for line in steps]
+        step += max((line["step"] for line in steps), default=0)
+        record = read_json(one.run / RUN) or record
+    write_lines(output_dir / METRICS, metrics)
+    write_lines(output_dir / SAMPLES, shown)
+    replace_file(output_dir / "recipe.yaml", dump_recipe(recipe))
+    if record:
+        replace_file(output_dir / RUN, json.dumps(record, indent=2) + "\n")
+    return step
+
+
+def _continuation(step: int, line: dict[str, Any]) -> dict[str, Any]:
+    asked = line["prompt"]
+    answer = line["completions"][0] if isinstance(asked, str) else line["completions"][0][0]["content"]
+    text = asked if isinstance(asked, str) else "\n".join(f"{one['role']}: {one['content']}" for one in asked)
+    return {"step": step, "prompt": text, "completion": f"{answer} (reward {line['rewards'][0]:g})"}

@@ -1,0 +1,119 @@
+"""Samples answers with a model's folder, in this process. Imports torch."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from cookbook.commands.rounds.prompt_rows import Prompt
+from cookbook.commands.shared import generation
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import RoundsSection
+from cookbook.system.console import say
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training import models
+
+
+class Answer(NamedTuple):
+    ids: list[int]
+    """With the end token, if it ended."""
+    text: str
+    """Without special tokens."""
+    has_ended: bool
+
+
+def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[int]]:
+    """The token ids of each prompt: of messages as the chat template asks for an answer, of a text its own.
+
+    Raises:
+        RecipeError: prompts that leave too few tokens for an answer, or that the template refuses.
+    """
+    rounds = recipe.rounds
+    assert rounds is not None
+    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
+    models.load_config(folder, recipe.data.max_length)  # refuses more than the model has positions for
+    most = recipe.data.max_length - rounds.max_completion_length
+    found, mistakes = [], []
+    for prompt in prompts:
+        try:
+            ids = _ids(prompt, tokenizer)
+        except Exception as error:  # of the template, which is a program
+            raise RecipeError(f"{prompt.place}: cannot be written as a prompt: {first_line(error)}") from None
+        if len(ids) > most:
+            mistakes.append(f"{prompt.place}: {len(ids)} tokens")
+        found.append(ids)
+    if mistakes:
+        limits = f"data.max_length {recipe.data.max_length} less rounds.max_completion_length"
+        what = f"{limits} {rounds.max_completion_length} leaves {most} tokens to a prompt"
+        more = [f"... and {len(mistakes) - 5} more"] if len(mistakes) > 5 else []
+        raise RecipeError([*mistakes[:5], *more, f"{what}; write other numbers, or leave these rows out"])
+    return found
+
+
+def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if isinstance(prompt.asked, list):
+        return tokenizer.apply_chat_template(prompt.asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer(prompt.asked)["input_ids"]
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+
+
+class Sampler:
+    """A model that samples; `close` gives its memory back."""
+
+    def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:
+        """
+        Args:
+            is_bf16: whether it is trained in bf16, and so samples in it on a GPU.
+        """
+        opened = generation.open_model(folder)
+        self.model, self.tokenizer, self.rounds = opened.model, opened.tokenizer, rounds
+        if is_bf16 and self.model.device.type == "cuda":
+            self.model.to(torch.bfloat16)
+        own = self.model.generation_config.eos_token_id
+        ends = [self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+        self.ends = sorted({one for one in ends if one is not None})
+        # Else what the folder proposes, a repetition penalty, say, would fill in what is not given here.
+        self.model.generation_config = GenerationConfig()
+        self.settings = GenerationConfig(
+            do_sample=True,
+            temperature=rounds.temperature,
+            top_p=rounds.top_p,
+            top_k=0,
+            max_new_tokens=rounds.max_completion_length,
+            num_return_sequences=rounds.num_generations,
+            eos_token_id=self.ends,
+            pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0],
+        )
+
+    def answers(self, prompts: list[list[int]], seed: int) -> list[list[Answer]]:
+        """`num_generations` answers to each prompt, the same for the same seed, weights, machine and prompts."""
+        size = max(1, self.rounds.generation_batch_size // self.rounds.num_generations)
+        found: list[list[Answer]] = []
+        for start in range(0, len(prompts), size):
+            torch.manual_seed(seed + start)
+            found += self._sample(prompts[start : start + size])
+            say(f"  {len(found):,} of {len(prompts):,} prompts", flush=True)
+        return found
+
+    def _sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
+        width, pad = max(map(len, prompts)), self.settings.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(one)) + one for one in prompts], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=self.model.device)
+        with torch.inference_mode():
+            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self.settings)
+        flat, count = [self._answer(row) for row in rows[:, width:].tolist()], self.rounds.num_generations
+        return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+    def _answer(self, ids: list[int]) -> Answer:
+        end = next((i for i, one in enumerate(ids) if one in self.ends), None)
+        ids = ids if end is None else ids[: end + 1]
+        return Answer(ids, self.tokenizer.decode(ids, skip_special_tokens=True), end is not None)
+
+    def close(self) -> None:
+        del self.model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

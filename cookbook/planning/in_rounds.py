@@ -1,0 +1,85 @@
+"""What a recipe with `rounds` may not have. No torch."""
+
+from collections.abc import Iterator
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.reward_functions import reward_functions
+from cookbook.config.row_kinds import kinds
+from cookbook.config.sections import BUILTIN_SOURCE
+from cookbook.config.strategy import Strategy
+
+
+def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
+    """What does not go with rounds, each beginning with its key; nothing of the run of one round."""
+    if recipe.rounds is None or recipe.rounds.round is not None:
+        return []
+    return [*_of_rewards(recipe), *_of_weights(recipe, strategy), *_of_rows(recipe), *_of_run(recipe)]
+
+
+def _of_rewards(recipe: Recipe) -> Iterator[str]:
+    assert recipe.rounds is not None
+    objective, rounds = recipe.objective, recipe.rounds
+    if not any(kinds()[name].tokens is not None for name in objective.rows):
+        yield f"objective.name is {objective.name}, which does not train on sampled tokens; in rounds write grpo"
+    if getattr(objective, "beta", 0.0) and objective.reference_of == "tokens":
+        yield (
+            f"objective.beta is {objective.beta:g}: it compares with the model before training, which in rounds is that"  # type: ignore[attr-defined]
+            " of each round's start and not the first one; write 0"
+        )
+    constant = getattr(objective, "max_completion_length", None)
+    if constant not in (None, rounds.max_completion_length):
+        yield f"objective.max_completion_length is {constant}, but that of rounds {rounds.max_completion_length}"
+    known = reward_functions()
+    for name in rounds.reward_funcs:
+        if name not in known:
+            there = f"they have {', '.join(known)}" if known else "none registers a reward function"
+            yield f"rounds.reward_funcs has {name!r}, which no file in plugins registers; {there}"
+
+
+def _of_weights(recipe: Recipe, strategy: Strategy) -> Iterator[str]:
+    model = recipe.model
+    if model.from_scratch is not None:
+        yield "model.from_scratch: a new model's answers say nothing; train it first, and name its export"
+    if model.new_tokens is not None:
+        yield "model.new_tokens: a round would add them again; add them in a run before, and name its export"
+    if recipe.adapter is not None:
+        yield (
+            f"adapter.name is {recipe.adapter.name}: each round begins from the whole model that the one before"
+            " exported, and an adapter exports none; take the section out"
+        )
+    if strategy.num_machines > 1:
+        yield f"strategy: {strategy.path} is for {strategy.num_machines} machines, and one samples; take one for one"
+
+
+def _of_rows(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    if data.eval or data.holdout:
+        yield "data.eval or data.holdout: held-out prompts are not evaluated in rounds; take it out"
+    if data.streaming:
+        yield "data.streaming: prompts are read at once; take it out"
+    for i, source in enumerate(data.train):
+        if source.path == BUILTIN_SOURCE or source.weight is not None:
+            what = BUILTIN_SOURCE if source.weight is None else f"weight {source.weight:g}"
+            yield f"data.train: source {i + 1} has {what}, which prompts do not; name files of prompts"
+        if others := sorted({*(source.columns or {})} - {"prompt"}):
+            yield f"data.columns has {others[0]}; in rounds only prompt can be renamed, as in {{prompt: question}}"
+    for key in ("too_long", "special_tokens", "template_date"):
+        if (value := getattr(data, key)) is not None:
+            yield f"data.{key} is {value}, which prompts do not heed; take it out"
+    if data.accept or data.on_bad_row == "drop":
+        yield "data.accept or data.on_bad_row: drop, which prompts do not heed; take it out"
+
+
+def _of_run(recipe: Recipe) -> Iterator[str]:
+    run, rounds = recipe.run, recipe.rounds
+    assert rounds is not None
+    if run.resume not in ("never", "auto"):
+        yield f"run.resume is {run.resume!r}; rounds know never and auto"
+    if run.stop_after_steps is not None:
+        yield "run.stop_after_steps: would end each round; take it out"
+    size = rounds.prompts_per_round * rounds.num_generations
+    if run.num_epochs is not None and size < recipe.batch.global_batch_size:
+        yield (
+            f"batch.global_batch_size is {recipe.batch.global_batch_size}, but a round has {size} answers"
+            " (prompts_per_round x num_generations); write at most that"
+        )

@@ -1,0 +1,339 @@
+"""Protects `cookbook rounds`: what is sampled is what is trained on, each step is done once, whenever it is killed.
+
+python -m pytest -q tests/test_rounds.py -m "slow or not slow"
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cookbook.commands import rounds as command
+from cookbook.commands.cli import main
+from cookbook.commands.rounds import prompt_rows
+from cookbook.config.recipe import load_recipe
+from cookbook.config.schedule import learning_rate
+from cookbook.system import lock
+from cookbook.training.data.rows import read_rows
+from tests.curves import Lab, environment
+
+PLUGIN = ROOT / "tests/plugins/rewards.py"
+ROUNDS: dict[str, Any] = {
+    "num_rounds": 2,
+    "prompts_per_round": 6,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "reward_funcs": ["longer", "has_the"],
+    "reward_weights": [1.0, 0.5],
+    "generation_batch_size": 12,
+}
+WORDS = ("dog", "the fox", "a token jumps over it", "engineers", "count", "lazy dogs and foxes", "over")
+
+
+def settings(folder: Path, model: Path, **others: Any) -> dict[str, str]:
+    """Values for --set, which make rounds of the lab's recipe."""
+    rows = [{"prompt": [{"role": "user", "content": text}], "wanted": "e"} for text in WORDS]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model": {"name_or_path": str(model)},
+        "plugins": [str(PLUGIN)],
+        "data": {"train": str(folder / "prompts.jsonl"), "max_length": 64, "packing": False},
+        "objective": {"name": "grpo"},
+        "batch": {"global_batch_size": 12, "micro_batch_size": 6},
+        "optim": {"learning_rate": 3e-3},
+        "schedule": {"name": "linear", "warmup_steps": 3},
+        "run": {
+            "num_epochs": 1,
+            "output_dir": str(folder / "out"),
+            "resume": "auto",
+            "check_export": False,
+            "monitor": False,
+        },
+        "rounds": ROUNDS,
+    }
+    for key, value in others.items():
+        section, _, name = key.partition("__")
+        values[section] = {**values[section], name: value} if name else value
+    return {key: json.dumps(value) for key, value in values.items()}
+
+
+def arguments(lab: Lab, values: dict[str, str]) -> list[str]:
+    return [
+        "rounds",
+        str(lab.folder / "recipe.yaml"),
+        *(word for item in values.items() for word in ("--set", "=".join(item))),
+    ]
+
+
+def start(lab: Lab, values: dict[str, str]) -> int:
+    """The command in this process, which has no folder locked from before."""
+    while lock._held_locks:
+        lock._held_locks.pop().release()
+    return main(arguments(lab, values))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(lab) -> Path:
+    return lab.run("single").folder / "export"
+
+
+@pytest.fixture
+def forked(lab, monkeypatch):
+    """Runs of rounds are started from the warm parent; the list of their values for --set."""
+    started: list[dict[str, str]] = []
+
+    def launch(path, *, strategy, processes, assignments):
+        started.append(dict(one.split("=", 1) for one in assignments))
+        done = lab.start("single", started[-1])
+        print(done.stdout)
+        return done.returncode
+
+    monkeypatch.setattr(command, "launch", launch)
+    return started
+
+
+def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, tmp_path, capsys):
+    assert start(lab, settings(tmp_path, model)) == 0, capsys.readouterr()
+    out, tokenizer = tmp_path / "out", AutoTokenizer.from_pretrained(model)
+    assert [one["rounds.round"] for one in forked] == ["1", "2"]
+    for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
+        lines, run = read(out / f"rounds/{number:04}/samples.jsonl"), out / f"rounds/{number:04}/run"
+        assert len(lines) == 6
+        for line in lines:
+            asked = tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True)["input_ids"]
+            assert line["prompt_ids"] == asked
+            ends = [ids[-1] == tokenizer.eos_token_id for ids in line["completion_ids"]]
+            assert line["ended"] == ends and line["num_tokens"] == list(map(len, line["completion_ids"]))
+            assert all(end or len(ids) == 8 for end, ids in zip(ends, line["completion_ids"], strict=True))
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in line["completion_ids"]]
+            assert [one[0]["content"] for one in line["completions"]] == texts
+            assert line["rewards"] == [min(len(text), 40) / 40 + 0.5 * ("e" in text) for text in texts]
+        # The run begins at the weights that sampled: the first step's ratios to the cached probabilities are 1.
+        first = next(line for line in read(run / "metrics.jsonl") if "loss" in line)
+        assert first["ratio"] == pytest.approx(1, abs=1e-6)
+        recipe = load_recipe(run / "recipe.yaml")
+        assert Path(recipe.model.name_or_path or "") == before
+        rows = read_rows(recipe.data.train[0], "error", recipe.objective)
+        sampled = [line["completion_ids"] for line in lines]
+        assert rows.kind == "sampled_group" and [row["completion_ids"] for row in rows.rows] == sampled
+    one, two = (load_file(out / f"rounds/000{k}/run/export/model.safetensors") for k in (1, 2))
+    assert any(np.abs(one[name] - two[name]).max() > 1e-5 for name in one)
+    assert not (out / "rounds/0001/run/checkpoints").exists()
+    assert (out / "export").resolve() == (out / "rounds/0002/run/export").resolve()
+    _is_shown_as_one_run(lab, out, capsys)
+
+
+def _is_shown_as_one_run(lab, out, capsys):
+    lines = read(out / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    rounds = [line for line in lines if "reward" in line]
+    for number, line in enumerate(rounds, start=1):
+        rewards = [one for row in read(out / f"rounds/{number:04}/samples.jsonl") for one in row["rewards"]]
+        assert (line["round"], line["step"]) == (number, 2 * number - 2)
+        assert line["reward"] == pytest.approx(sum(rewards) / len(rewards)) and line["num_answers"] == 24
+    # One warm-up and one decay over both rounds, as of a run of four steps.
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    whole = load_recipe(lab.folder / "recipe.yaml", ["schedule={name: linear, warmup_steps: 3}"]).schedule
+    assert rates == pytest.approx([learning_rate(step, 4, 3e-3, whole) for step in range(4)])
+    capsys.readouterr()
+    assert main(["report", str(out)]) == 0 and main(["summary", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert "Mean reward of a round" in page and "(reward " in page and "finished" in page
+    assert f"{rounds[0]['reward']:.3f} in round 1, {rounds[1]['reward']:.3f} in round 2" in capsys.readouterr().out
+
+
+def test_padding_changes_no_answer(lab, model, tmp_path):
+    """A temperature near 0 takes the most probable tokens: beside longer prompts the same as alone, by transformers."""
+    from cookbook.commands.rounds.sampling import Sampler, encode
+
+    values = settings(tmp_path, model)
+    values["rounds"] = json.dumps(ROUNDS | {"temperature": 1e-5, "num_generations": 2, "generation_batch_size": 14})
+    recipe = load_recipe(
+        Path("tests/curves.py").parent.parent / "recipes/quickstart.yaml", [f"{k}={v}" for k, v in values.items()]
+    )
+    assert recipe.rounds is not None
+    ids = encode(prompt_rows.read_prompts(recipe.data), str(model), recipe)
+    assert len({*map(len, ids)}) > 2
+    sampler = Sampler(model, recipe.rounds, is_bf16=False)
+    groups = sampler.answers(ids, seed=1)
+    alone: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for asked, group in zip(ids, groups, strict=True):
+        found = alone.generate(torch.tensor([asked]), do_sample=False, max_new_tokens=8)[0, len(asked) :].tolist()
+        assert [answer.ids for answer in group] == [found] * 2
+
+
+def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):
+    from cookbook.commands.rounds.sampling import Sampler
+
+    keys = {"num_generations": 4000, "max_completion_length": 1, "temperature": 0.2}
+    values = settings(tmp_path, model, rounds=ROUNDS | keys)
+    recipe = load_recipe(lab.folder / "recipe.yaml", [f"{key}={value}" for key, value in values.items()])
+    assert recipe.rounds is not None
+    sampler = Sampler(model, recipe.rounds, is_bf16=False)
+    (group,) = sampler.answers([[5, 6, 7]], seed=3)
+    with torch.no_grad():
+        logits = sampler.model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    counts = Counter(answer.ids[0] for answer in group)
+    found = torch.tensor([counts[i] / 4000 for i in range(len(logits))])
+    distances = [float((found - torch.softmax(logits / heat, -1)).abs().sum() / 2) for heat in (0.2, 1.0)]
+    assert distances[0] < 0.2 and distances[1] > 2 * distances[0], distances
+    assert sampler.answers([[5, 6, 7]], seed=3) == [group] != sampler.answers([[5, 6, 7]], seed=4)
+
+
+MISTAKES = {
+    "rounds.reward_funcs has 'missing', which no file in plugins registers; they have longer": {
+        "rounds": ROUNDS | {"reward_funcs": ["missing"], "reward_weights": None}
+    },
+    "objective.beta is 0.1: it compares with the model before training": {"objective__beta": 0.1},
+    "objective.name is sft, which does not train on sampled tokens": {"objective": {"name": "sft"}},
+    "adapter.name is lora: each round begins from the whole model": {"adapter": {"name": "lora"}},
+    "run.stop_after_steps: would end each round": {"run__stop_after_steps": 3},
+    "batch.global_batch_size is 48, but a round has 24 answers": {"batch__global_batch_size": 48},
+    "data.eval or data.holdout: held-out prompts": {"data__holdout": 0.2},
+    "reward_weights has 1 numbers for 2 reward_funcs": {"rounds": ROUNDS | {"reward_weights": [1.0]}},
+    "warmup_steps is 8, but the run has 8 steps": {
+        "schedule__warmup_steps": 8,
+        "run": {"max_steps": 4, "output_dir": "outputs/none"},
+    },
+    "reward function one_number: returned 1 numbers for 4 answers": {
+        "rounds": ROUNDS | {"reward_funcs": "one_number", "reward_weights": None}
+    },
+    "reward function not_finite: returned nan, which is not finite": {
+        "rounds": ROUNDS | {"reward_funcs": "not_finite", "reward_weights": None}
+    },
+    "no such file": {"plugins": ["missing.py"]},
+    "data.max_length 9 less rounds.max_completion_length 8 leaves 1 tokens to a prompt": {"data__max_length": 9},
+}
+
+
+@pytest.mark.parametrize(("message", "changed"), MISTAKES.items(), ids=range(len(MISTAKES)))
+def test_a_mistake_ends_rounds_before_anything_is_sampled(lab, model, tmp_path, capsys, message, changed):
+    values = settings(tmp_path, model, **changed)
+    assert start(lab, values) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a"}, "no prompt: found 'question'; a row has `prompt`"),
+        ({"prompt": ""}, "empty text: `prompt` is empty"),
+        ({"prompt": "a", "completions": ["b"]}, "`completions` is not read"),
+        ({"prompt": [{"role": "assistant", "content": "b"}]}, "prompt ends with an answer"),
+        ({"prompt": "a", "system": "b"}, "`system` is not read: write it into the prompt"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(lab, model, tmp_path, capsys, row, message):
+    values = settings(tmp_path, model)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    assert start(lab, values) == 2
+    assert f"{path}:8: {message}" in capsys.readouterr().err
+
+
+def test_a_single_run_of_a_recipe_with_rounds_is_refused(lab, model, tmp_path, capsys):
+    for verb in ("launch", "preview", "rehearse", "tune"):
+        assert main([verb, *arguments(lab, settings(tmp_path, model))[1:]]) == 2
+        assert "rows are prompts without answers; start it with cookbook rounds" in capsys.readouterr().err, verb
+    assert main(["rounds", "recipes/quickstart.yaml"]) == 2
+    assert "recipes/quickstart.yaml: has no rounds" in capsys.readouterr().err
+
+
+def test_each_prompt_comes_once_an_epoch():
+    found = [row for number in range(1, 8) for row in prompt_rows.of_round(number, 3, 7, seed=5)]
+    assert sorted(found[:7]) == sorted(found[7:14]) == sorted(found[14:]) == list(range(7))
+    assert found[:7] != found[7:14]
+
+
+def test_a_reward_function_that_fails_is_told_and_costs_no_sample(lab, forked, model, tmp_path, capsys, monkeypatch):
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN.read_text())
+    values = settings(
+        tmp_path,
+        model,
+        plugins=[str(plugin)],
+        rounds=ROUNDS | {"num_rounds": 1, "reward_funcs": "raises_later", "reward_weights": None},
+        schedule={"name": "constant"},
+    )
+    assert start(lab, values) == 2
+    error = capsys.readouterr().err
+    assert "reward function raises_later: KeyError: 'a key that is not there'" in error
+    assert re.search(r"prompt \(.*prompts.jsonl:\d\): \[", error) and "\n  answer: " in error
+    folder = tmp_path / "out/rounds/0001"
+    assert not forked and [path.name for path in folder.iterdir()] == ["unscored.jsonl"]
+    sampled = read(folder / "unscored.jsonl")
+    plugin.write_text(plugin.read_text().replace("if any(map(text_of, completions))", "if not completions"))
+    assert start(lab, values) == 0, capsys.readouterr()
+    assert "the plugins have changed" in capsys.readouterr().out
+    assert [line["completion_ids"] for line in read(folder / "samples.jsonl")] == [
+        line["completion_ids"] for line in sampled
+    ]
+
+
+def test_rounds_of_another_recipe_do_not_go_on(lab, forked, model, tmp_path, capsys):
+    values = settings(tmp_path, model, rounds=ROUNDS | {"num_rounds": 1}, schedule={"name": "constant"})
+    assert start(lab, values) == 0, capsys.readouterr()
+    other = values | {"optim": "{learning_rate: 0.002}"}
+    assert start(lab, other) == 2
+    assert "cannot go on in" in (error := capsys.readouterr().err) and "optim.learning_rate was 0.003" in error
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": [{"role": "user", "content": "another"}], "wanted": "e"}) + "\n")
+    assert start(lab, values) == 2
+    assert "the data is not what" in capsys.readouterr().err
+    assert start(lab, values | {"run.resume": "never"}) == 0
+    assert (tmp_path / "out.1/rounds/0001/samples.jsonl").is_file()
+    assert len(forked) == 2
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """What rounds leave that must not depend on kills."""
+    wanted = [*folder.glob("rounds/*/samples.jsonl"), *folder.glob("rounds/*/run/export/*.safetensors")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(wanted)}
+
+
+@pytest.mark.slow
+def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path):
+    """Killed with all their processes when the first answers, a checkpoint and the second round's samples are there."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    rounds = ROUNDS | {"prompts_per_round": 24, "num_generations": 8}
+    keys = {"rounds": rounds, "batch": {"global_batch_size": 12, "micro_batch_size": 12}, "strategy": "single"}
+    settled = {name: settings(tmp_path / name, model, **keys) for name in ("whole", "killed")}
+    settled["killed"]["run.save_every_steps"] = settled["whole"]["run.save_every_steps"] = "2"
+    commands = {name: [sys.executable, "-m", "cookbook", *arguments(lab, values)] for name, values in settled.items()}
+    whole = subprocess.run(commands["whole"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    out, kills = tmp_path / "killed/out", 0
+    for pattern in ("rounds/0001/*.jsonl", "rounds/0001/run/checkpoints/step-*", "rounds/0002/samples.jsonl", ""):
+        running = subprocess.Popen(
+            commands["killed"], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while running.poll() is None and not (pattern and any(out.glob(pattern))):
+            time.sleep(0.02)
+        if running.poll() is None:
+            for process in [*psutil.Process(running.pid).children(recursive=True), psutil.Process(running.pid)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            kills += 1
+        running.wait()
+    assert (kills, running.returncode) == (3, 0)
+    expected, found = files_of(tmp_path / "whole/out"), files_of(out)
+    assert len(expected) == 4 and found == expected
