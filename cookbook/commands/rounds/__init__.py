@@ -59,7 +59,8 @@ def rounds(
                 )
                 return code or 1
         done.append(one)
-        rounds_folder.link_export(output_dir, one)
+        if one.export.is_dir():  # of an earlier start's rounds only the newest are kept
+            rounds_folder.link_export(output_dir, one)
         rounds_folder.tidy(done, recipe.run.keep_last)
     steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
     status.end("finished", exit_code=0, step=steps)
