@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 IGNORED = -100
+SCORED = ("reward",)
+"""Objectives of a head that scores sequences, which transformers' own classes have."""
 
 
 @dataclass
@@ -25,12 +27,14 @@ class Setup:
     model: Path
     rows: Path
     objective: str = "sft"
-    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo, simpo, grpo or distill."""
+    """sft, cpt, dpo, ipo, kto (with its reference point at 0), orpo, cpo, simpo, grpo, distill, or of SCORED."""
     train_on: str = "assistant"
     beta: float = 0.1
     margin: float = 0.0
     nll_weight: float = 0.0
     label_smoothing: float = 0.0
+    center: float = 0.0
+    """reward: the coefficient of the square of a pair's sum."""
     mean: str = "tokens"
     """grpo: over tokens, over answers, or a number of tokens that divides the sum of each answer."""
     deviation: str = "group"
@@ -73,9 +77,12 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
     """Loss, grad_norm and learning_rate of each step, and the trained weights by name."""
     tokenizer = AutoTokenizer.from_pretrained(setup.model)
     samples = [sample_of(json.loads(line), tokenizer, setup) for line in setup.rows.open()]
-    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
-    with torch.no_grad():
-        references = [[log_likelihoods(model, answer) for answer in answers] for answers, _ in samples]
+    auto: Any = AutoModelForSequenceClassification if setup.objective in SCORED else AutoModelForCausalLM
+    model: Any = auto.from_pretrained(setup.model, dtype=torch.float64)
+    references: list[list[torch.Tensor]] = [[] for _ in samples]
+    if setup.objective not in SCORED:
+        with torch.no_grad():
+            references = [[log_likelihoods(model, answer) for answer in answers] for answers, _ in samples]
     if setup.objective == "grpo":
         samples = with_advantages(samples, setup)
     if setup.objective == "distill":
@@ -136,7 +143,7 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
     if setup.objective == "cpt":
         ids = torch.tensor([[*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]])
         return [Answer(ids, ids)], True
-    if setup.objective in ("dpo", "ipo", "orpo", "cpo", "simpo"):
+    if setup.objective in ("dpo", "ipo", "orpo", "cpo", "simpo", "reward"):
         return [answer_of(row[which], tokenizer, "last") for which in ("chosen", "rejected")], True
     if setup.objective == "kto":
         return [answer_of(row["prompt"] + row["completion"], tokenizer, "last")], row["label"]
@@ -176,6 +183,8 @@ def loss_of(
     the answer."""
     if setup.objective == "distill":
         return distance_from(model, answers[0], is_good, setup)
+    if setup.objective in SCORED:
+        return loss_of_scores([model(input_ids=answer.ids).logits[0] for answer in answers], setup)
     logps = [log_likelihoods(model, answer) for answer in answers]
     beta = setup.beta
     if setup.objective == "grpo":
@@ -221,6 +230,12 @@ def distance_from(model: Any, answer: Answer, taught: torch.Tensor, setup: Setup
             divergence = divergence + (1 - setup.beta) * (student * (student / mixture).log()).sum()
         total = total + setup.share * divergence + (1 - setup.share) * F.cross_entropy(logits[i], labels[i])
     return total
+
+
+def loss_of_scores(scores: list[torch.Tensor], setup: Setup) -> torch.Tensor:
+    """arXiv 2203.02155, eq. 1, and arXiv 2312.09244, eq. 2."""
+    chosen, rejected = (one[0] for one in scores)
+    return -torch.log(torch.sigmoid(chosen - rejected)) + setup.center * (chosen + rejected) ** 2
 
 
 def loss_of_answer(

@@ -51,6 +51,7 @@ COLUMNS = {
     "cpo": (None, DISTRIBUTED),
     "simpo": (None, DISTRIBUTED),
     "kto_zero": (None, DISTRIBUTED),
+    "reward": (None, DISTRIBUTED),
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
     "distill": (None, DISTRIBUTED),
@@ -69,6 +70,7 @@ CHOSEN = {
     "cpo": ("zero3",),
     "simpo": ("ddp", "fsdp2"),
     "kto_zero": ("ddp", "fsdp2"),
+    "reward": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "pp_fsdp2"),
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
@@ -133,12 +135,15 @@ def write_groups(path: Path, num_rows: int = 18) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+SCORED = ("reward",)
+"""Their gradients are far larger: of a new head and what it makes of the last states."""
 OBJECTIVES = {
     "grpo": ("{name: grpo, beta: 0.3, epsilon: 0.1, epsilon_high: 0.15}", write_groups),
     "gspo": (
         "{name: grpo, loss_type: grpo, beta: 0.1, importance_sampling_level: sequence, epsilon: 0.02}",
         write_groups,
     ),
+    "reward": ("{name: reward, center_rewards_coefficient: 0.1}", write_pairs),
     "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
     "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
     "cpo": ("{name: cpo, beta: 0.2}", write_pairs),
@@ -159,7 +164,7 @@ def preferences(lab: Lab, name: str = "dpo") -> dict[str, str]:
         "data.train": str(path),
         "data.eval": f"{{path: {path}, max_rows: 9}}",
         "batch": "{global_batch_size: 8, micro_batch_size: 2}",
-        "optim.learning_rate": "0.05",
+        "optim.learning_rate": "0.003" if name in SCORED else "0.05",
     }
 
 
@@ -196,7 +201,8 @@ def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
     unpacked = {key: value for key, value in settings.items() if key not in PACKED}
     reference = lab.run("single", unpacked | (distillation(lab, "single") if column == "distill" else {}))
     found = record_matrix(lab, strategy, column, curve, reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    # A gradient of a pair's two scores is the difference of nearly equal ones: 1.4e-6 was measured.
+    assert found.loss < SGD_LOSS and found.norm < (10 if column in SCORED else 1) * SGD_NORM, found
 
 
 @pytest.mark.slow

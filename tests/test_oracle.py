@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.curves import Lab
-from tests.oracle import IGNORED, Setup, answer_of, train
+from tests.oracle import IGNORED, SCORED, Setup, answer_of, train
 
 LOSS, NORM, RATE, WEIGHT = 1e-6, 2e-5, 1e-7, 5e-3
 """Relative; that of weights to the peak rate. A run computes in float32, the loop in float64."""
@@ -148,6 +148,16 @@ CASES: dict[str, dict[str, Any]] = {
         "clip": 0.5,
         "packing": True,
     },
+    "reward": {"objective": "reward", "optimizer": "sgd", "peak": 0.01, "clip": 0.5, "weight_decay": 0.1},
+    "reward, centred, packed, untied": {
+        "objective": "reward",
+        "optimizer": "sgd",
+        "peak": 1e-3,
+        "clip": 0.5,
+        "center": 0.3,
+        "packing": True,
+        "model": "untied",
+    },
     "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
 }
 OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
@@ -158,7 +168,8 @@ def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
     given = {key: value for key, value in case.items() if key not in beside}
     kind = given.get("objective", "sft")
     kind = "grpo_logprobs" if "logprobs" in case else kind
-    rows = shelf / f"{'dpo' if kind in ('ipo', 'orpo', 'cpo', 'simpo') else 'sft' if kind == 'distill' else kind}.jsonl"
+    of = {"distill": "sft", **dict.fromkeys(("ipo", "orpo", "cpo", "simpo", "reward"), "dpo")}
+    rows = shelf / f"{of.get(kind, kind)}.jsonl"
     given |= {"teacher": shelf / "untied"} if kind == "distill" else {}
     return Setup(model=shelf / case.get("model", "tied"), rows=rows, **given)
 
@@ -180,6 +191,8 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     objective: dict[str, Any] = {"name": OF_RECIPE.get(setup.objective, setup.objective)}
     if setup.objective == "sft":
         objective["train_on"] = setup.train_on
+    elif setup.objective == "reward":
+        objective["center_rewards_coefficient"] = setup.center
     elif setup.objective != "cpt":
         objective["beta"] = setup.beta
     objective |= {"loss": "ipo"} if setup.objective == "ipo" else {}
@@ -213,15 +226,26 @@ CORE = ("sft, tied, clipped, warm-up, decay", "sft, lora", "dpo, smoothed, packe
 """Run by `make test`: the only runs there whose every step is compared with what is not ours."""
 
 
+def with_first_head(setup: Setup, first: Path) -> Setup:
+    """The same from the weights with which a head was drawn, beside which all others are those of the model."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (setup.model, first))
+    score = after.pop("score.weight")
+    assert score.shape == (1, 48) and 0.07 < score.std() < 0.13  # initializer_range is 0.1
+    before.pop("lm_head.weight", None)
+    assert before.keys() == after.keys() and all(before[key].equal(after[key]) for key in before)
+    return replace(setup, model=first)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in CASES])
 def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
     case = CASES[name]
     setup = setup_of(shelf, case)
     settings = settings_of(setup, case)
     curve = lab.run("single", settings)
-    if "adapter" in case:  # a step too small to move a weight leaves the first ones
+    if "adapter" in case or setup.objective in SCORED:  # a step too small to move a weight leaves the first ones
         still = {"optim": json.dumps({"name": "sgd", "learning_rate": 1e-30}), "run.max_steps": "1"}
-        setup = replace(setup, adapter=lab.run("single", settings | still).folder / "export")
+        first = lab.run("single", settings | still).folder / "export"
+        setup = replace(setup, adapter=first) if "adapter" in case else with_first_head(setup, first)
     steps, weights = train(setup)
     for ours, theirs in zip(curve.steps, steps, strict=True):
         for key, limit in (("loss", LOSS), ("grad_norm", NORM), ("learning_rate", RATE)):

@@ -38,6 +38,7 @@ OVERRIDES = {
     "orpo": ["objective={name: orpo, beta: 0.3}"],
     "simpo": ["objective={name: simpo, beta: 2.5, gamma: 1.4, nll_weight: 0.5}"],
     "cpo": ["objective={name: cpo, beta: 0.2}"],
+    "reward": ["objective={name: reward, center_rewards_coefficient: 0.01}"],
     "kto_zero": ["objective={name: kto_zero, undesirable_weight: 1.5}"],
     "grpo": ["objective={name: grpo, loss_type: dr_grpo, max_completion_length: 64, epsilon_high: 0.28, beta: 0.04}"],
     "distill": ["objective={name: distill, teacher: some/teacher, loss_top_k: 8, beta: 0.5, temperature: 2.0}"],

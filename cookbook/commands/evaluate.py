@@ -115,9 +115,9 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     # peft 0.21 reads an attribute that transformers 5 renames.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-    from cookbook.commands.shared.generation import check_folder, new_tokens_of
+    from cookbook.commands.shared.generation import check_folder, record_of
     from cookbook.run import stages
-    from cookbook.run.publish.merged import with_new_tokens
+    from cookbook.run.publish.merged import as_trained
     from cookbook.training import models
     from cookbook.training.data import batches
     from cookbook.training.data.sets import tokenize_eval
@@ -125,7 +125,8 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     logging.disable_progress_bar()
     tokenizer = models.load_tokenizer(str(folder), recipe.data.chat_template)
     base, facts = check_folder(folder, tokenizer)
-    base = with_new_tokens(base, folder, new_tokens_of(folder))
+    if (record := record_of(folder)) is not None:
+        base = as_trained(base, folder, record)
     sets, notes = tokenize_eval(
         rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=facts.num_embeddings
     )

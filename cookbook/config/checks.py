@@ -133,6 +133,9 @@ def _check_data(
     if data.streaming and objective is not None and objective.asks is not None:
         problem = "asks a teacher about all rows before the first step; take it out"
         yield f"{place('data', 'streaming')} is true, but {objective.name} {problem}"
+    if objective is not None and objective.num_scores is not None and run is not None and run.sample_every_steps:
+        problem = f"{objective.name} trains a head that writes no text; take it out"
+        yield f"{place('run', 'sample_every_steps')} is {run.sample_every_steps}, but {problem}"
     if data.too_long == "split" and objective is not None and not objective.takes_parts:
         problem = f"{objective.name} compares whole answers; write cut, drop or error"
         yield f"{place('data', 'too_long')} is 'split', but {problem}"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cookbook.planning.score_head import head_of
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits
 
 BLOCK = 64
@@ -90,7 +91,7 @@ def multiply_in_4_bits(model: PreTrainedModel) -> None:
     from peft.tuners.lora import Linear
     from peft.tuners.lora.bnb import Linear4bit
 
-    head = model.get_output_embeddings()
+    head = head_of(model)
     _pack_experts(model)
     for module in model.modules():
         if isinstance(module, Linear):

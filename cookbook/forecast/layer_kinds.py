@@ -7,10 +7,11 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.forecast.activations import Phase
+from cookbook.planning.score_head import empty_model
 
 FOUND: dict[tuple[type, str], "Few"] = {}
 
@@ -72,7 +73,7 @@ def _kinds_of(config: PreTrainedConfig) -> tuple[list[Any], Any]:
     """
     try:
         with torch.device("meta"):
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            model = empty_model(config)
     except Exception:  # of a shorter one: its code may fail in any way
         return [], None
     layers = [layer for _, _, layer in decoder_layers(model)]

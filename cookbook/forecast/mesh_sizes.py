@@ -7,7 +7,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, rank
 from cookbook.system.hardware import Machines
-from cookbook.training.models.structure import find_config
+from cookbook.training.models.structure import config_of
 
 KEYS = ("tp_size", "sp_size", "pp_size", "ep_size")
 """What is tried; the processes that these leave are copies or shards."""
@@ -39,7 +39,7 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
     The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine, or of
     stages up to all: what those send is little.
     """
-    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
+    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     found = []
     for strategy in strategies:
         for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):

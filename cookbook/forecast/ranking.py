@@ -15,7 +15,7 @@ from cookbook.forecast.step_time import caveat, no_forecast
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
-from cookbook.training.models.structure import find_config, not_served
+from cookbook.training.models.structure import config_of, find_config, not_served
 
 NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
 
@@ -63,7 +63,7 @@ def forecast_all(
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
     """
-    config, origin = find_config(recipe.model)
+    config, origin = config_of(recipe)
     if problem := not_served(config):
         raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
     if not machines.gpus_each:  # what goes to host memory on GPUs stays where it is
@@ -181,7 +181,7 @@ def rung_below(
     Args:
         others: strategies to suggest.
     """
-    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
+    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     return _suggestion(traces, [strategy], others, _less_than(traces, strategy, machines))
 
 
@@ -198,7 +198,7 @@ def smaller_micro_batch(
     recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
 ) -> BatchSection | None:
     """The first of `batches` with which a run may fit; each is taken where the forecast is only a bound."""
-    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
+    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     for batch in batches:
         found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
         if found.verdict in MAY_RUN or (found.is_bound and found.verdict != "cannot run"):
@@ -217,7 +217,7 @@ def next_strategy(
     """The best strategy of `others` that needs less than was forecast for a run which ran out of GPU memory, with the
     first of `batches` under which one does.
     """
-    traces = TraceCache(find_config(recipe.model)[0], recipe, recipe_name)
+    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     machines = _less_than(traces, strategy, machines)
     for batch in batches:
         if found := _best(traces.changed(batch=batch), others, machines, ("fits",)):

@@ -4,11 +4,12 @@ import re
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
+from cookbook.planning.score_head import empty_model, head_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import examine, experts_in_4_bits, inject
 
@@ -22,7 +23,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """
     with torch.device("meta"):
         model = _on_meta(config)
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    first, last = model.get_input_embeddings(), head_of(model)
     quantized = set()
     if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
         linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not last)
@@ -36,7 +37,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
         notes = examine(model, recipe.adapter)
         with torch.device("meta"):
             inject(model, recipe.adapter, new_rows(config, recipe))
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    first, last = model.get_input_embeddings(), head_of(model)
     units: Any = model._no_split_modules or []
     layers: list[str] = []
     for name, module in model.named_modules():  # a layer may hold another, as a hybrid's of Zamba2 does
@@ -82,7 +83,7 @@ def num_parameters(config: PreTrainedConfig) -> int:
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        return empty_model(config)
     except Exception as error:  # a configuration with missing or unfit values may fail anywhere in a model's code
         found = f"{type(error).__name__}: {first_line(error)}"
         why = f"transformers cannot build a model from its configuration ({found})"

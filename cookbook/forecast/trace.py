@@ -27,6 +27,7 @@ from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import STATEFUL, stops_compiling
+from cookbook.planning.score_head import empty_model, head_of, is_scored
 from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, one_by_one
@@ -166,7 +167,8 @@ def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int
         layer += (size + 1) * tokens * inputs // tp_size
     kept = {True: size * tokens * text.hidden_size, "offload": 0}.get(recipe.model.gradient_checkpointing, layer)
     layers = range(num_layers)
-    head = (size + 8) * min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
+    outputs = min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
+    head = (size + 8) * (0 if is_scored(config) else outputs)
     phases = (
         *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
         Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),
@@ -201,7 +203,7 @@ def _fake_model(
     with torch.device("meta"):
         with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
             # from_config would be collective in a run under ZeRO-3.
-            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            model = empty_model(config)
         add_loss(model)
         if adapter is not None:
             inject(model, adapter, new_rows(config, recipe))
@@ -418,7 +420,7 @@ def _dispatched(
 
 def _cast_at_ends(model: PreTrainedModel, unit: Unit) -> None:
     """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [model.get_input_embeddings(), head_of(model)]
     ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
     for module in ends:
         module.register_forward_pre_hook(lambda _, args, options: unit.taken((args, options)), with_kwargs=True)

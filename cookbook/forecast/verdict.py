@@ -109,7 +109,7 @@ class TraceCache:
         if self.untraceable is None:
             options: dict[str, Any] = {
                 "rows": rows,
-                "num_targets": sequences * length,
+                "num_targets": sequences * length if recipe.objective.num_scores is None else sequences,
                 "autocast": strategy.has_autocast,
                 "tp_size": tp_size,
                 "ep_size": strategy.ep_size,
@@ -321,7 +321,7 @@ def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) ->
     share = 1.0 if num_tokens is None else num_tokens / most
     return Step(
         num_tokens=share * most,
-        num_labelled=share * most,
+        num_labelled=share * most / (1 if recipe.objective.num_scores is None else recipe.data.max_length),
         length=share * recipe.data.max_length,
         micro_batches=plan.gradient_accumulation_steps,
         recompute=recipe.model.recompute,
@@ -429,6 +429,8 @@ def _largest(
     recipe = traces.recipe
     ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
     in_chunks = 2 * LOGITS_BUDGET * ranks // (traces.sizes.vocab * recipe.data.max_length) + 1
+    if recipe.objective.num_scores is not None:
+        in_chunks = 1
     small = max(micro_batch_of(recipe), in_chunks)
     one, two = (traces.work(strategy, size) for size in (small, 2 * small))
     if len(one.phases) != len(two.phases):  # one was traced and the other took too long

@@ -7,6 +7,8 @@ from functools import cache
 from itertools import chain, count
 from typing import Any
 
+from cookbook.planning.score_head import head_of
+
 
 def head_layers(head: int, layer: int) -> int:
     """The layers whose products of a token take as long as those of the head, from the elements of their weights."""
@@ -16,7 +18,7 @@ def head_layers(head: int, layer: int) -> int:
 
 def head_in_layers(model: Any) -> int:
     """`head_layers` of a transformers model; 0 if its layers or head are not found."""
-    layers, head = getattr(model.base_model, "layers", None), model.get_output_embeddings()
+    layers, head = getattr(model.base_model, "layers", None), head_of(model)
     if not layers or head is None:
         return 0
     return head_layers(head.weight.numel(), sum(parameter.numel() for parameter in layers[0].parameters()))

@@ -125,6 +125,17 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="adapter.modules_to_save: [], or accelerate_configs/fsdp2.yaml",
     ),
     Combination(
+        what="objective.name: reward and an adapter, with tensor parallel, or FSDP2 over pipeline or expert parallel",
+        clashes=lambda recipe, strategy, num_gpus: (
+            recipe.adapter is not None
+            and recipe.objective.num_scores is not None
+            and (strategy.tp_size > 1 or strategy.is_sharded_while_read)
+        ),
+        why="peft trains a copy of the head, which FSDP2's has none of; tensor parallel has not been tried",
+        seen="peft 0.21.2, torch 2.13",
+        way_out="accelerate_configs/fsdp2.yaml, or train all weights",
+    ),
+    Combination(
         what="model.new_tokens and an adapter, with tensor or pipeline parallel, or FSDP2 over expert parallel",
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.adapter is not None

@@ -31,6 +31,7 @@ from cookbook.planning.launchers import World
 from cookbook.planning.meshes import mesh_problem, num_experts
 from cookbook.planning.packing import Packing, decide
 from cookbook.planning.run_plan import Plan
+from cookbook.planning.score_head import ScoreHead, head_note, head_wanted
 from cookbook.run import publish
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, refuse
@@ -63,9 +64,11 @@ class Inputs:
     base: str
     """The model's folder."""
     folder: str
-    """Where it is loaded from: that folder, or its copy with `new_tokens`."""
+    """Where it is loaded from: that folder, or its copy with `new_tokens` or `head`."""
     new_tokens: dict[str, int]
     """`model.new_tokens` with their ids, which are consecutive."""
+    head: ScoreHead | None
+    """That for sequences, if the objective has one."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: TokenSets
@@ -177,6 +180,7 @@ class Run:
             self.inputs.base,
             self.recipe.model,
             new_tokens=self.inputs.new_tokens,
+            head=self.inputs.head,
             config=self.inputs.config,
             tokenizer=self.inputs.tokenizer,
             digest=self.made_from["model"],
@@ -211,6 +215,12 @@ def load_inputs(
         folder = grown_folder(base, tokenizer, new_tokens, cache=cache)
         before, config = config.vocab_size, models.load_config(folder, recipe.data.max_length)
         notes.append(rows_note(new_tokens, before, config.vocab_size))
+    if (head := head_wanted(recipe.objective, config, tokenizer.pad_token_id)) is not None:
+        from cookbook.training.models.first_head import scored_folder
+
+        notes.append(head_note(config, head))
+        folder = scored_folder(folder, head, seed=recipe.seed, cache=cache)
+        config = models.load_config(folder, recipe.data.max_length)
     decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
@@ -239,6 +249,7 @@ def load_inputs(
         base=base,
         folder=folder,
         new_tokens=new_tokens,
+        head=head,
         config=config,
         tokenizer=tokenizer,
         data=data,

@@ -148,10 +148,10 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
 
 def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     """Write the user's recipe with a tiny model, few rows and few steps."""
-    from cookbook.training.models.structure import find_config
+    from cookbook.training.models.structure import config_of
 
     recipe, strategy = rehearsal.recipe, rehearsal.strategy
-    recipe = decide(recipe, find_config(recipe.model)[0]).settle(recipe)  # by its own max_length
+    recipe = decide(recipe, config_of(recipe)[0]).settle(recipe)  # by its own max_length
     own = rehearsal.folder / "own.yaml"
     own.write_text(dump_recipe(recipe), encoding="utf-8")
     values = read_document(own).values

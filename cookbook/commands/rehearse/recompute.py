@@ -17,7 +17,7 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
-    model, reference = _reopen(export, small)
+    model, reference = _reopen(export, small, objective.num_scores)
     teacher: Any = None if objective.asks is None else _opened(small["objective"]["teacher"])
     rows = read_rows(Source(path=str(eval_file)), "error", objective, place="data.eval")
     length, is_bf16 = small["data"]["max_length"], small["mixed_precision"] in ("bf16", "fp8")
@@ -48,7 +48,13 @@ def recompute(export: Path, small: dict[str, Any], objective: Objective, eval_fi
         by_teacher, by_model = (one.gather(1, likeliest).tolist() for one in found)
         return list(zip(by_teacher, by_model, strict=True))
 
+    def scores(sequence: LabelledIds) -> list[float]:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            return model(input_ids=torch.tensor([sequence[0][:length]])).logits[0].float().tolist()
+
     def answer(sequence: LabelledIds) -> Answer:
+        if objective.num_scores is not None:
+            return Answer(math.nan, 1, math.nan, scores=scores(sequence))
         total, count = logp(model, sequence)
         if objective.asks is not None:
             return Answer(total, count, math.nan, token_teacher_logps=teacher_logps(sequence, objective.asks))
@@ -77,8 +83,11 @@ def _is_trained(sample: list[LabelledIds], length: int, size: int) -> bool:
     return size == 1 or sample[0][0][:length] != sample[1][0][:length]
 
 
-def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
+def _reopen(export: Path, small: dict[str, Any], num_scores: int | None) -> tuple[Any, Any]:
     """The exported model and the untrained one, loaded as any user would.
+
+    Args:
+        num_scores: of the objective.
 
     Raises:
         RuntimeError: a tensor of the adapter is empty.
@@ -89,7 +98,7 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
     adapter = small.get("adapter")
     if adapter is None:
         untrained = small["model"].get("name_or_path")  # absent for a new model, which needs no reference
-        return _opened(export), _opened(untrained) if untrained else None
+        return _opened(export, num_scores), _opened(untrained, num_scores) if untrained else None
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
@@ -105,20 +114,20 @@ def _reopen(export: Path, small: dict[str, Any]) -> tuple[Any, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
-    bases = [_opened(base, **options) for _ in range(2)]
+    bases = [_opened(base, num_scores, **options) for _ in range(2)]
     if options:
         for model in bases:
             _round_experts(model)
     return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]
 
 
-def _opened(folder: str | Path, **options: Any) -> Any:
+def _opened(folder: str | Path, num_scores: int | None = None, **options: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    found = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options
-    )
+    auto: Any = AutoModelForCausalLM if num_scores is None else AutoModelForSequenceClassification
+    options |= {} if num_scores is None else {"num_labels": num_scores}
+    found = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, **options)
     return found.eval()
 
 

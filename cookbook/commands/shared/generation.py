@@ -21,6 +21,7 @@ from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
 from cookbook.config.messages import Chat
 from cookbook.planning.language_part import open_config, whole_config
 from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
+from cookbook.planning.score_head import is_scored, with_head
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
@@ -133,17 +134,21 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         raise
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
-    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, grows=bool(new_tokens_of(folder)))
+    record = record_of(folder)
+    grows = record is not None and bool(record.new_tokens)
+    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, grows=grows)
     if is_adapter and facts.num_embeddings is not None:
         config.vocab_size = facts.num_embeddings
+        if record is not None and record.head is not None:
+            config = with_head(config, record.head)
         check_fits(folder, config)
     return base, facts
 
 
-def new_tokens_of(folder: Path) -> dict[str, int]:
-    """The tokens that the run of an adapter added to its base; none of a whole model, or of others' adapters."""
+def record_of(folder: Path) -> Base | None:
+    """What the run of an adapter made of its base; None of a whole model, or of others' adapters."""
     is_ours = (folder / ADAPTER).is_file() and (folder / BASE_RECORD).is_file()
-    return Base.read(folder).new_tokens if is_ours else {}
+    return Base.read(folder) if is_ours else None
 
 
 def open_model(folder: Path) -> Generator:
@@ -161,6 +166,9 @@ def open_model(folder: Path) -> Generator:
     try:
         tokenizer = read_tokenizer(folder)
         base, _ = check_folder(folder, tokenizer)
+        record = record_of(folder)
+        if is_scored(open_config(base)) or (record is not None and record.head is not None):
+            raise RecipeError(f"{folder}: its head scores texts and writes none; see `cookbook evaluate`")
         model = _opened(base)
         if is_adapter:
             from peft import PeftModel

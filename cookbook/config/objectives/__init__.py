@@ -4,7 +4,7 @@ A loss returns a *sum* over the tokens or samples of one micro-batch; the engine
 global batch. That makes every objective the same under every strategy.
 """
 
-from cookbook.config.objectives import cpo, distill, dpo, grpo, kto_zero, orpo, token_loss
+from cookbook.config.objectives import cpo, distill, dpo, grpo, kto_zero, orpo, scored, token_loss
 from cookbook.config.objectives.objective import Answer, Objective, Question, TooLong, TrainOn
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "grpo",
     "kto_zero",
     "orpo",
+    "scored",
     "token_loss",
 ]

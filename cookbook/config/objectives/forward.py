@@ -35,7 +35,8 @@ class LossOutput:
 
 
 def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Negative log-likelihood of each target, float32 (L,). Collective: call it for empty micro-batches too."""
+    """Negative log-likelihood of each target, float32 (L,); of a model with a head for sequences its scores, (L, k).
+    Collective: call it for empty micro-batches too."""
     return model(**{name: batch[name] for name in INPUTS if name in batch})
 
 
@@ -60,6 +61,13 @@ def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, 
     if "own_sequences" in batch:
         sums = _AddedUp.apply(sums, batch["sequence_group"])[:, batch["own_sequences"]]
     return sums[0], sums[1]
+
+
+def scores_by_sequence(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of each sequence of `sums_by_sequence`, float64 (S, k), and what the model returned: those of the
+    sequences whose last token this rank sees, (L, k). Collective."""
+    own = negative_log_likelihood(model, batch)
+    return sums_by_sequence(own, batch)[0], own
 
 
 def _own_sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -26,6 +26,8 @@ class Answer(NamedTuple):
     token_logps: Sequence[float] = ()
     """`logp` of each labelled token, for an objective whose `reference_of` is tokens."""
     token_reference_logps: Sequence[float] = ()
+    scores: Sequence[float] = ()
+    """What a head for sequences says of it, for an objective with `num_scores`."""
     token_teacher_logps: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
     """Log-probabilities of a teacher's likeliest tokens at each labelled token: the teacher's, and the model's."""
 
@@ -84,6 +86,17 @@ class Objective(Named):
     def labels(self) -> TrainOn:
         """The tokens that carry loss, for row kinds that leave the choice to the objective."""
         return "assistant"
+
+    @property
+    def num_scores(self) -> int | None:
+        """Numbers of a head that scores each sequence at its last token, in the place of the one that predicts tokens;
+        None if the model keeps that. A target is then such a token."""
+        return None
+
+    @property
+    def problem_type(self) -> str | None:
+        """What a configuration says of such a head, as transformers reads it."""
+        return None
 
     @property
     def averaged_over(self) -> Literal["tokens", "samples"]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from cookbook.forecast.costs.inputs import Skeleton, Weight
 from cookbook.planning.attention_layers import Attention, attention_layers, first_of
 from cookbook.planning.meshes import num_experts
+from cookbook.planning.score_head import is_scored
 
 Recompute = Literal[False, True, "selective"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -36,6 +37,7 @@ class ModelSizes:
     """Size of a head; the mean of both if queries and values differ. Of the widest layer, as the numbers of heads; all
     three are 0 without attention."""
     vocab: int = 0
+    """Outputs of the head."""
     num_experts: int = 1
     num_of_experts: int = 0
     """Parameters of the experts of all layers."""
@@ -103,7 +105,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_heads=widest.num_heads,
         num_key_heads=widest.num_key_heads,
         head_dim=widest.head_dim,
-        vocab=text.vocab_size,
+        vocab=config.num_labels if is_scored(config) else text.vocab_size,
         num_experts=experts,
         num_of_experts=sum(weight.num_elements for weight in routed),
         num_routed=len({weight.layer for weight in routed}) * round(share * experts),

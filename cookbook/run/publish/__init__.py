@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.planning.language_part import open_config, whole_config
+from cookbook.planning.score_head import ScoreHead
 from cookbook.run.publish.card import model_card
 from cookbook.run.publish.merged import write_merged
 from cookbook.system.console import in_bytes
@@ -62,6 +63,7 @@ def write_model_files(
     tokenizer: PreTrainedTokenizerBase,
     digest: str,
     new_tokens: Mapping[str, int] | None = None,
+    head: ScoreHead | None = None,
     buffers: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write `model/` in a run's folder: everything that an export needs but weights. Rank 0 calls.
@@ -71,11 +73,12 @@ def write_model_files(
         tokenizer: with the chat template of the run.
         digest: `models.weights_digest` of that folder.
         new_tokens: those that the run added to the tokenizer, with their ids.
+        head: that for sequences, if the run trains one.
         buffers: see `saved_buffers`; None if an adapter is trained, whose export needs no weights of the model.
     """
     is_new = model.from_scratch is not None
     revision = model.revision or models.revision_of(name)
-    base = Base(model.name_or_path or name, revision, digest, is_new, dict(new_tokens or {}))
+    base = Base(model.name_or_path or name, revision, digest, is_new, dict(new_tokens or {}), head)
     tower = Tower.of(Path(name))
     with building(run / MODEL_FILES) as build:
         if tower is None:
@@ -88,7 +91,8 @@ def write_model_files(
         if buffers:
             save_file(buffers, build / BUFFERS)
         tokenizer.save_pretrained(build)
-        write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
+        if head is None:
+            write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
         base.write(build)
 
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cookbook.planning.language_part import open_config
-from cookbook.planning.model_files import read_tokenizer
+from cookbook.planning.model_files import GENERATION, read_tokenizer
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, in_language_names, open_beside
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
@@ -54,7 +54,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     _map_large_tensors()
     config = open_config(base_folder)
     check_folder(base_folder, config, place=str(base_folder))
-    base_folder = Path(with_new_tokens(str(base_folder), folder, base.new_tokens))
+    base_folder = Path(as_trained(str(base_folder), folder, base))
     config = open_config(base_folder)
     check_fits(folder, config)
     stored: torch.dtype = dtype or config.dtype or torch.float32
@@ -63,7 +63,8 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     copy_processors(base_folder, build)
     del weights  # before it is opened again
     read_tokenizer(folder).save_pretrained(build)
-    shutil.copyfile(folder / "generation_config.json", build / "generation_config.json")
+    if (folder / GENERATION).is_file():  # not of a model that scores
+        shutil.copyfile(folder / GENERATION, build / GENERATION)
     error = (_logits_of(build) - expected).abs().max().item() / expected.abs().max().item()
     limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(stored, 5e-2)
     if not error < limit:
@@ -71,14 +72,18 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     return f"{str(stored).removeprefix('torch.')}; reopened, its logits are within {error:.0e} of the adapter's"
 
 
-def with_new_tokens(base: str, adapter: Path, new_tokens: Mapping[str, int], *, cache: Path = Path(".cache")) -> str:
-    """The folder of an adapter's base with rows for the tokens that its run added."""
-    if not new_tokens:
-        return base
-    from cookbook.training.models.grown import grown_folder
+def as_trained(base: str, adapter: Path, record: Base, *, cache: Path = Path(".cache")) -> str:
+    """The folder of an adapter's base with rows for the tokens that its run added, and with the head that it trained,
+    whose weights are in the adapter."""
+    if record.new_tokens:
+        from cookbook.training.models.grown import grown_folder
 
-    tokenizer = read_tokenizer(adapter)
-    return grown_folder(base, tokenizer, new_tokens, cache=cache)
+        base = grown_folder(base, read_tokenizer(adapter), record.new_tokens, cache=cache)
+    if record.head is not None:
+        from cookbook.training.models.first_head import scored_folder
+
+        base = scored_folder(base, record.head, seed=0, cache=cache)
+    return base
 
 
 def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:

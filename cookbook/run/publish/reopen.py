@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -27,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from cookbook.planning.language_part import has_tower, open_config, whole_config
+from cookbook.planning.score_head import auto_class, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import Base, in_whole, module_roots, name_in_file
 from cookbook.training.checkpoint.folder import open_checkpoint
@@ -94,7 +94,8 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(model_files, trust_remote_code=False).get_vocab():
         raise Wrong("the tokenizer has another vocabulary")
-    GenerationConfig.from_pretrained(export)
+    if not is_scored(config):
+        GenerationConfig.from_pretrained(export)
     too_large = _too_large(config)
     if settings is None:
         tensors, logits = _check_model(export, config, expected, too_large, model_files)
@@ -125,7 +126,7 @@ def _check_model(
     _compare_all(dict(model.named_parameters()), same, expected)
     logits = _sample_logits(model)
     del model
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    reference = auto_class(config).from_config(config, dtype=torch.float32)
     expected.fill(reference)
     if (model_files / BUFFERS).is_file():
         reference.load_state_dict(load_file(model_files / BUFFERS), strict=False)
@@ -208,13 +209,13 @@ def _base_folder(model_files: Path) -> tuple[Path | None, str]:
 def _open_base(folder: Path | None, config: PreTrainedConfig, tokens: int) -> Any:
     """The model of this configuration, with rows for so many tokens: the whole one with its tower, or its language
     part."""
-    kind: Any = AutoModelForMultimodalLM if has_tower(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForMultimodalLM if has_tower(config) else auto_class(config)
     if folder is None:
         with torch.device("meta"):
             return kind.from_config(config)
     if has_tower(config):
         return kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
-    model = open_language_model(folder, **OPEN)
+    model = open_language_model(folder, **OPEN, **({"config": config} if is_scored(config) else {}))
     if model.config.vocab_size < min(tokens, config.vocab_size):
         model.resize_token_embeddings(tokens, mean_resizing=False)  # as whoever uses the adapter does
     return model
@@ -260,7 +261,7 @@ def _compare_all(opened: dict[str, torch.nn.Parameter], names: dict[str, str], e
 def _too_large(config: PreTrainedConfig) -> str | None:
     """Why the model is not opened on this machine, or None."""
     with torch.device("meta"):
-        size = 4 * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()) / 2**30
+        size = 4 * sum(p.numel() for p in auto_class(config).from_config(config).parameters()) / 2**30
     room = psutil.virtual_memory().available / 2**30
     if size > LIMIT_GIB:
         return f"{size:.1f} GiB of weights in float32 are more than {LIMIT_GIB:g}"

@@ -9,7 +9,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.planning.language_part import has_tower, language_config, language_key
+from cookbook.planning.score_head import HEAD, ScoreHead, empty_model, head_of, is_scored
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack
 
@@ -55,6 +55,8 @@ class Base:
     """Created for the run."""
     new_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that the run added, with their ids, which are consecutive."""
+    head: ScoreHead | None = None
+    """The head for sequences that the run trained in the place of the model's own."""
 
     @property
     def new_rows(self) -> range:
@@ -69,7 +71,8 @@ class Base:
         Raises:
             OSError, ValueError, TypeError: there is none, or a damaged one.
         """
-        return cls(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))
+        found = cls(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))
+        return found if found.head is None else replace(found, head=ScoreHead(**vars(found)["head"]))
 
     def write(self, folder: Path) -> None:
         (folder / BASE_RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -107,14 +110,20 @@ def lora_config(
         lora_dropout=settings.dropout,
         target_modules=modules,
         target_parameters=parameters or None,
-        modules_to_save=settings.modules_to_save or None,
+        modules_to_save=whole_modules(settings, model.config) or None,
         trainable_token_indices=rows,
         use_dora=settings.name == "dora",
         use_rslora=settings.rslora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_scored(model.config) else "CAUSAL_LM",
         base_model_name_or_path=base.name_or_path if base else None,
         revision=base.revision if base else None,
     )
+
+
+def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[str]:
+    """Modules that are trained whole: a head for sequences too, which is new (as peft 0.21.2 has it, peft_model.py,
+    PeftModelForSequenceClassification)."""
+    return list(dict.fromkeys([*settings.modules_to_save, *([HEAD] if is_scored(config) else [])]))
 
 
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
@@ -150,7 +159,7 @@ def _of_experts(stacked: Iterable[str]) -> str:
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
     """Linear layers but the head; not those that share the last part of their name with something else."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     named = [(name, module) for name, module in model.named_modules() if module is not head]
     others = {name.rpartition(".")[2] for name, module in named if not _is_linear(module)}
     return [name for name, module in named if _is_linear(module) and name.rpartition(".")[2] not in others]
@@ -242,7 +251,7 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
     leaves: dict[str, list[torch.nn.Module]] = {}
     for name, module in model.named_modules():
         leaves.setdefault(name.rpartition(".")[2], []).append(module)
-    head = model.get_output_embeddings()
+    head = head_of(model)
     linear, stacked = _linear_names(model), stacked_experts(model)
     # peft takes every module whose name ends so; a name that several layers share would train all of them.
     whole = [
@@ -710,5 +719,4 @@ def open_beside(model: PreTrainedModel, folder: Path) -> None:
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        kinds = MODEL_FOR_MULTIMODAL_LM_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-        return kinds[type(config)](config)
+        return MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config) if has_tower(config) else empty_model(config)

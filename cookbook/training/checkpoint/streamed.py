@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from cookbook.planning.language_part import language_key, open_config, whole_config
+from cookbook.planning.score_head import auto_class, is_scored
 from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile, Weight, files_of
 from cookbook.training.checkpoint.write_model import saved_buffers
 
@@ -20,7 +20,7 @@ PROBE_TOKENS = 16
 
 
 class StreamedModel:
-    """A causal language model in float32 on the CPU; of a model with a tower, its language part."""
+    """A model in float32 on the CPU; of a model with a tower, its language part."""
 
     def __init__(self, model: Any, places: dict[str, tuple[TensorFile, str]]) -> None:
         """
@@ -41,7 +41,7 @@ class StreamedModel:
         """
         config = open_config(folder)
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+            model = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)
         model.tie_weights()
         named = dict(model.named_parameters()) | saved_buffers(model)
         names = {id(tensor): name for name, tensor in named.items()}
@@ -131,5 +131,6 @@ class StreamedModel:
 
 @torch.no_grad()
 def probe_logits(model: Any) -> torch.Tensor:
-    """Logits (1, PROBE_TOKENS, V) on the first tokens of the vocabulary."""
-    return model.eval()(input_ids=torch.arange(PROBE_TOKENS)[None]).logits.float()
+    """Logits (1, PROBE_TOKENS, V) on the first tokens of the vocabulary, or the scores of four sequences of them."""
+    rows = 4 if is_scored(model.config) else 1
+    return model.eval()(input_ids=torch.arange(PROBE_TOKENS).view(rows, -1)).logits.float()

@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from cookbook.planning.model_files import read_config, read_generation_config
+from cookbook.planning.score_head import empty_model
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
 from cookbook.training.checkpoint.tower import Tower
@@ -155,7 +155,7 @@ def write_model(
         tower: what belongs to the model besides, written as it is.
     """
     with torch.device("meta"):
-        empty = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)).to(dtype)
+        empty = empty_model(copy.deepcopy(config)).to(dtype)
     ignored = empty._keys_to_ignore_on_save or ()
     saved = {name: weight for name, weight in weights.items() if name not in ignored}
     with _by_key(saved, folder, empty, dtype) as found:

@@ -207,7 +207,8 @@ def collate(
 
     Returns:
         `input_ids` (B, T) int64, a row for each sequence, padded on the right; packed (1, T), one after the other.
-        `targets` (L,) int64, row by row: the next tokens of the same sequence that are labels.
+        `targets` (L,) int64, row by row: the next tokens of the same sequence that are labels; of sequences that are
+            scored the labels themselves.
         `target_positions` (L,) int64: index in the flattened rows at which each target is predicted.
         `position_ids` (1, T) int64, packed only: counting from 0 in each sequence.
         `lengths` S integers, packed only: tokens of each sequence, or of the two pad tokens; then of the padding.
@@ -227,6 +228,9 @@ def collate(
         for start, end in zip(tokens.offsets[sequences], tokens.offsets[sequences + 1], strict=True):
             ids = tokens.ids[start:end]
             inputs.append(ids)
+            if tokens.are_scored:
+                targets.append(np.where(tokens.is_label[start:end], ids, IGNORE_INDEX))
+                continue
             shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
             targets.append(np.append(shifted, IGNORE_INDEX))
     if packing and (missing := -sum(map(len, inputs)) % multiple):

@@ -104,7 +104,7 @@ class Encoder:
         kind = kinds()[rows.kind]
         if kind.tokens is not None:
             return (_as_sampled(*kind.tokens(row)) for row in rows.rows)
-        train_on = self.train_on if kind.prompt_may_train else "assistant"
+        train_on = self.train_on if kind.prompt_may_train or self.train_on == "all" else "assistant"
         if kind.chats is None:
             return _encode_plain_rows(rows, kind, Pieces(self.tokenizer), train_on, self.keys)
         try:

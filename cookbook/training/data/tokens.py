@@ -33,7 +33,7 @@ from cookbook.training.data.rows import BadRows, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 6  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+FORMAT_VERSION = 7  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
 ROWS_PER_TASK = 2048
 MIN_ROWS_FOR_POOL = 20_000
 """A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
@@ -87,6 +87,8 @@ class TokenSet:
     """int32 [targets, k]: a teacher's most probable tokens for each target."""
     teacher_logps: np.ndarray | None = None
     """float32 [targets, 1 + k]: its log-probabilities of all others together, and of these."""
+    are_scored: bool = False
+    """Whether a label is where a sequence is scored, and not what the position before predicts."""
     target_counts: np.ndarray | None = None
     """`num_targets`, if it is known: counting takes 5 s for a million samples."""
 
@@ -104,7 +106,8 @@ class TokenSet:
         if self.target_counts is not None:
             return self.target_counts
         starts = self.offsets[:-1]
-        return np.add.reduceat(self.is_label, starts, dtype=np.int64) - self.is_label[starts]
+        labels = np.add.reduceat(self.is_label, starts, dtype=np.int64)
+        return labels if self.are_scored else labels - self.is_label[starts]
 
     @cached_property
     def target_ends(self) -> np.ndarray:
@@ -165,7 +168,8 @@ def take(samples: Sequence[tuple[TokenSet, int]]) -> TokenSet:
             start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
             pieces.append((tokens.ids[start:end], tokens.is_label[start:end]))
     values = [tokens.values[i] for tokens, i in samples if tokens.values is not None]
-    return join(pieces, group_size=group_size, values=np.array(values) if values else None)
+    kinds_of = {"group_size": group_size, "are_scored": samples[0][0].are_scored}
+    return join(pieces, values=np.array(values) if values else None, **kinds_of)
 
 
 def tokenize(
@@ -226,10 +230,24 @@ def tokenize(
     sizes = tuple(size // group_size for size in part_sizes)
     # Values only if all sources have them.
     values = np.array(objective.values_of(groups)) if sum(map(len, groups)) == sum(sizes) else None
-    fields = {"values": values, "row_lengths": np.array(row_lengths), "remarks": tuple(remarks.values())}
+    fields: dict[str, Any] = {
+        "values": values,
+        "row_lengths": np.array(row_lengths),
+        "remarks": tuple(remarks.values()),
+    }
     if old_logps:
         fields["old_logps"] = np.concatenate(old_logps)
+    if objective.num_scores is not None:
+        fields["are_scored"] = True
+        pieces = [(ids, _at_the_end(ids, tokenizer.pad_token_id)) for ids, _ in pieces]
     return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, **fields)
+
+
+def _at_the_end(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
+    """One label, where transformers reads the score: at the last token that is not padding (5.23, modeling_layers.py,
+    GenericForSequenceClassification), though a tokenizer whose padding is its end token ends texts with that."""
+    others = np.flatnonzero(ids != pad_id)
+    return np.arange(len(ids)) == (others[-1] if len(others) else 0)
 
 
 def _numbers_of(kind: RowKind, row: Row, num_samples: int) -> Sequence[float]:
@@ -461,6 +479,8 @@ def cached_tokens(
     }
     if objective.settings_of_values:
         made_from["values"] = [getattr(objective, key) for key in objective.settings_of_values]
+    if objective.num_scores is not None:
+        made_from["padding"] = tokenizer.pad_token_id
     if files := registry.plugin_files():
         made_from["plugins"] = plugins.digest(files)
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
@@ -505,7 +525,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 ARRAYS = ("ids", "is_label", "offsets")
 OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts", "old_logps")
-META_FIELDS = ("group_size", "part_sizes", "num_cut", "remarks")
+META_FIELDS = ("group_size", "part_sizes", "num_cut", "remarks", "are_scored")
 
 
 def save_entry(folder: Path, tokens: TokenSet, meta: dict[str, Any]) -> None:

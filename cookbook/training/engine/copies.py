@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from cookbook.config.objectives.forward import Batch
+from cookbook.planning.score_head import HEAD
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.collectives import average_gradients
 from cookbook.training.engine.findings import Comparison, is_sharded
@@ -20,9 +21,11 @@ from cookbook.training.engine.start import shard_while_loading, start_processes
 
 def shards_of_matrices(engine: Engine) -> Iterator[Comparison]:
     """What tensor parallel must have done to the parameters of this process."""
-    # Norms stay whole, and so does one of an adapter's two matrices; every matrix of the model itself is sharded.
-    frozen = [parameter for parameter in engine.model.parameters() if not parameter.requires_grad]
-    matrices = [p for p in frozen or engine.model.parameters() if p.ndim >= 2]
+    # Norms stay whole, and so do one of an adapter's two matrices and a head for sequences, of a few rows; every other
+    # matrix of the model itself is sharded.
+    named = {name: one for name, one in engine.model.named_parameters() if not name.startswith(f"{HEAD}.")}
+    frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+    matrices = [p for p in frozen or named.values() if p.ndim >= 2]
     yield "whole matrices", 0, sum(not is_sharded(parameter) for parameter in matrices)
     last = {p.device_mesh.size(-1) for p in matrices if isinstance(p, DTensor)}
     yield "tensor-parallel group", {engine.mesh.tensor}, last

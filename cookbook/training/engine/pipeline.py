@@ -251,7 +251,8 @@ class _Stage(torch.nn.Module):
             sent.append(found.flatten(0, 1).to(self.message.dtype))
             # So the objective runs on every stage, and all know the names of its metrics.
             count, others = len(inputs["target_positions"]), inputs.get("candidates")
-            shape = (count,) if others is None else (count, 2 + others.shape[1])
+            of_each = self.engine.transformer().per_target if others is None else (2 + others.shape[1],)
+            shape = (count, *of_each)
             return found.new_zeros(shape, dtype=torch.float32)
 
         self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))

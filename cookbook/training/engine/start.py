@@ -20,6 +20,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.planning.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.planning.pipeline_stages import head_in_layers, stage_chunks
 from cookbook.planning.run_plan import Plan
+from cookbook.planning.score_head import HEAD, is_scored
 from cookbook.system import status
 from cookbook.system.files import RecipeError
 
@@ -150,6 +151,8 @@ def _cut_by_cost() -> None:
 
             def find_rank_for_key(self, key: str, num_layers: int, base_model_prefix: str) -> int | None:
                 inside = key.removeprefix(f"{base_model_prefix}.layers.")
+                if key.startswith(f"{HEAD}."):
+                    return mesh.size() - 1
                 if inside == key:
                     return super().find_rank_for_key(key, num_layers, base_model_prefix)
                 layer = int(inside.partition(".")[0])
@@ -158,6 +161,8 @@ def _cut_by_cost() -> None:
         pipeline_parallel.PipelineStage = Stage
         apply_pipeline(model, mesh)
         found._pp_stage.chunks = own = stages[mesh.get_local_rank()]
+        if is_scored(found.config) and not found._pp_stage.pp_is_last_stage:
+            setattr(found, HEAD, pipeline_parallel.PipelineIdentityLayer())
         for i in range(len(layers)):
             # Identities keep the names of all other layers, and with them checkpoints, adapters and optimizer groups.
             if not any(i in one for one in own):

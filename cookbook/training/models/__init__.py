@@ -30,6 +30,7 @@ from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.language_part import open_config, open_options
 from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.packing import packing_problem, short_window
+from cookbook.planning.score_head import auto_class, is_scored
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse
@@ -257,15 +258,20 @@ def load_model(
 
 
 def open_language_model(name: str | Path, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained` of a folder; of a model with a tower, the language part alone."""
-    part = open_options(name)
+    """`from_pretrained` of a folder's class, for causal language models or for scores; of a model with a tower, the
+    language part alone.
+
+    Args:
+        options: of `from_pretrained`; a `config` decides in the place of the folder's.
+    """
+    options = open_options(name) | options
+    config = options.get("config") or open_config(name)
     verbosity = logging.get_verbosity()
-    if part:
-        logging.set_verbosity_error()  # for its list of the tower's tensors; `check_folder` has compared all
+    if "key_mapping" in options or is_scored(config):
+        # For its list of a tower's tensors, or of the head that is not loaded; `check_folder` has compared all.
+        logging.set_verbosity_error()
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, trust_remote_code=False, use_safetensors=True, **part, **options
-        )
+        return auto_class(config).from_pretrained(name, trust_remote_code=False, use_safetensors=True, **options)
     finally:
         logging.set_verbosity(verbosity)
 

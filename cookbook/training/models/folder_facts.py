@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from cookbook.planning.language_part import KEY_MAPPING, has_tower, whole_config
 from cookbook.planning.model_files import GENERATION, read_generation_config
+from cookbook.planning.score_head import class_of
 from cookbook.system.files import first_line, refuse
 from cookbook.system.tensor_files import BadHeader, read_header, weight_files
 from cookbook.training.models.new_tokens import grown_rows
@@ -122,7 +123,7 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tup
     """What the files hold against the model of the configuration, by transformers' own loading, without data; and the
     rows of the embedding.
     """
-    kind = (MODEL_FOR_MULTIMODAL_LM_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)] if has_tower(config) else class_of(config)
     try:
         model, found = _load_empty(kind, config, stored)
     except Exception as error:  # any: it would end every strategy

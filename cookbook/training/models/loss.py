@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from cookbook.planning.score_head import head_of, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
 from cookbook.training.models.mixers import packed_row
@@ -95,6 +96,19 @@ class LossHead(torch.nn.Linear):
         if candidates is not None:
             return _CandidatesOfHead.apply(hidden, weight, bias, targets, *candidates, shard, transform)
         return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard, transform)
+
+
+class ScoreHead(torch.nn.Linear):
+    """A head whose scores are float32, of products as every engine makes them: of weights in the dtype of the hidden
+    states, which FSDP2 gathers so."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(L, hidden size) -> (L, k) float32."""
+        device = hidden.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+        with torch.autocast(device, enabled=False):
+            # In 16 bits a score would have three digits, and its difference from another one or two.
+            return F.linear(hidden.to(low).float(), self.weight.to(low).float())
 
 
 class ShardedLossHead(LossHead):
@@ -473,7 +487,8 @@ def _add_product(
 def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) -> None:
     """Make `model(...)` return the negative log-likelihoods of the targets, (L,) float32, in their order; without
     `targets`, the most probable token at each of `target_positions`, (L,) int64. With `candidates`, (L, k) int64, and
-    their `temperature` it returns what `with_candidates` says; with `most`, of a teacher, what `_most_probable` says.
+    their `temperature` it returns what `with_candidates` says; with `most`, of a teacher, what `_most_probable` says. A
+    model that scores sequences returns its scores there, (L, k) float32.
 
     It takes `input_ids`, `targets` and `target_positions` of `collate` in data/batches.py, and for a packed row
     `position_ids`, `lengths` and `offsets`; then samples attend only to themselves, and the model must have been loaded
@@ -488,10 +503,12 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     """
     stage = getattr(model, "_pp_stage", None)  # of transformers/distributed/pipeline_parallel.py
     model.has_head = stage is None or stage.pp_is_last_stage
-    head: Any = model.get_output_embeddings()
+    head: Any = head_of(model)
     if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
         raise RecipeError(f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet")
-    loss_head: type[LossHead] = LossHead
+    model.scores = is_scored(model.config)
+    model.per_target = (model.config.num_labels,) if model.scores else ()
+    loss_head: type[torch.nn.Linear] = ScoreHead if model.scores else LossHead
     if model.has_head and isinstance(head.weight, DTensor) and "forward" in vars(head):
         loss_head = ShardedLossHead
         head.whole_logits = vars(head).pop("forward")
@@ -501,7 +518,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     elif model.has_head and issubclass(type(head), FSDPModule):
         head.__class__ = type("FSDPLossHead", (loss_head, type(head)), {})
     model.sequence_mesh = sequence_mesh
-    model.logit_transform = logit_transform(model.config)
+    model.logit_transform = None if model.scores else logit_transform(model.config)
     # Inside the forward, on which the engines' hooks are: around it DDP would not synchronize, in silence.
     model.forward = MethodType(_forward, model)
 
@@ -573,8 +590,11 @@ def _only(backbone: torch.nn.Module, layers: range, *, is_last: bool) -> Iterato
 
 
 def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihoods, (L,) float32, of targets, (L,), given hidden states, (L, hidden size)."""
-    head = model.get_output_embeddings()
+    """Negative log-likelihoods, (L,) float32, of targets, (L,), given hidden states, (L, hidden size); of a model that
+    scores sequences its scores, (L, k)."""
+    head = head_of(model)
+    if model.scores:
+        return head(hidden)
     # peft's ModulesToSaveWrapper passes targets on; its LoRA layer would add logits to the loss.
     if isinstance(getattr(head, "original_module", head), LossHead):
         return head(hidden, targets, model.logit_transform)

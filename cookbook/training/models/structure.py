@@ -14,11 +14,13 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
 from cookbook.planning.language_part import has_tower, language_config, why_whole
 from cookbook.planning.model_files import read_config, read_tokenizer
 from cookbook.planning.offline import hub_answers, known_model
+from cookbook.planning.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.new_tokens import grown_rows, padded
 
@@ -88,6 +90,20 @@ def find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     if model.new_tokens:
         config.get_text_config().vocab_size = _rows_with(model, config.get_text_config().vocab_size)
     return config, origin
+
+
+def config_of(recipe: Recipe) -> tuple[PreTrainedConfig, str]:
+    """`find_config` of a recipe's model, with the head that its objective trains.
+
+    Raises:
+        RecipeError: as `find_config`; a model that cannot have that head.
+    """
+    config, origin = find_config(recipe.model)
+    if (head := head_wanted(recipe.objective, config, config.pad_token_id)) is None:
+        return config, origin
+    if problem := why_no_score(config):
+        raise RecipeError(f"objective.name is {recipe.objective.name}: {problem}")
+    return with_head(config, head), origin
 
 
 def _rows_with(model: ModelSection, rows: int) -> int:
