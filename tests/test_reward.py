@@ -31,7 +31,7 @@ def pairs_of(lab: Lab, count: int) -> list[dict]:
 
 
 def scores_by_transformers(model, tokenizer, rows: list[dict], which: str) -> torch.Tensor:
-    """Of whole chats in one padded batch, (rows,)."""
+    """Scores of whole chats in one padded batch, (rows,)."""
     texts = [tokenizer.apply_chat_template(row["prompt"] + row[which], tokenize=False) for row in rows]
     found = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt", padding_side="right")
     with torch.no_grad():

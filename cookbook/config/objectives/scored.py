@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Scored(Objective):
-    """Of each sequence the score is read at its last token, so that what is before it are inputs alone."""
+    """The score of a sequence is read at its last token, so that what is before it are inputs alone."""
 
     mean_over = "samples"
     shares_samples = True
