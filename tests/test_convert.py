@@ -632,7 +632,7 @@ OTHER_TRAININGS = {
         "unfrozen_parameters: [lm_head]": "training of some layers",
     }),
     "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
-        "stage: rm": "a reward model, which is not here",
+        "stage: rm": "a reward model of whole answers; write reward",
         "stage: ppo": "rewards while training, which is not here",
         "finetuning_type: freeze": "write adapter",
         "quantization_bit: 8": "weights have 4 bits or 16",

@@ -105,7 +105,7 @@ def test_the_advice_of_an_impossible_split_is_possible(book):
 
 def test_data_parallel_processes_are_counted_apart_from_tensor_parallel_ones(book):
     (mistake,) = clash(strategy="tp", processes=2, global_batch=20)
-    assert "1 data-parallel processes x micro_batch_size 8 = 8" in mistake
+    assert "1 data-parallel process x micro_batch_size 8 = 8" in mistake
 
 
 @pytest.mark.parametrize(
