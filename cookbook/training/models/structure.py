@@ -99,7 +99,7 @@ def config_of(recipe: Recipe) -> tuple[PreTrainedConfig, str]:
         RecipeError: as `find_config`; a model that cannot have that head.
     """
     config, origin = find_config(recipe.model)
-    if (head := head_wanted(recipe.objective, config, config.pad_token_id)) is None:
+    if (head := head_wanted(recipe.objective, config, getattr(config, "pad_token_id", None))) is None:
         return config, origin
     if problem := why_no_score(config):
         raise RecipeError(f"objective.name is {recipe.objective.name}: {problem}")
