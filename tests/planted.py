@@ -1182,8 +1182,8 @@ FAULTS = (
     Fault(
         "schedule",
         "train.py",
-        "schedule.learning_rate(progress.step,",
-        "schedule.learning_rate(progress.step + 1,",
+        "in_schedule(progress.step,",
+        "in_schedule(progress.step + 1,",
         "each step has the learning rate of the next",
         "tests/test_oracle.py::test_a_run_is_the_plain_loop",
     ),
