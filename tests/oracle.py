@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 IGNORED = -100
-SCORED = ("reward",)
+SCORED = ("reward", "classify", "regress")
 """Objectives of a head that scores sequences, which transformers' own classes have."""
 
 
@@ -33,6 +33,7 @@ class Setup:
     margin: float = 0.0
     nll_weight: float = 0.0
     label_smoothing: float = 0.0
+    classes: tuple[str, ...] = ("bad", "fair", "good")
     center: float = 0.0
     """reward: the coefficient of the square of a pair's sum."""
     mean: str = "tokens"
@@ -145,6 +146,11 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
         return [Answer(ids, ids)], True
     if setup.objective in ("dpo", "ipo", "orpo", "cpo", "simpo", "reward"):
         return [answer_of(row[which], tokenizer, "last") for which in ("chosen", "rejected")], True
+    if setup.objective == "classify":
+        ids = torch.tensor([tokenizer(row["text"]).input_ids])
+        return [Answer(ids, ids)], setup.classes.index(row["label"])
+    if setup.objective == "regress":
+        return [answer_of(row["messages"], tokenizer, "last")], row["label"]
     if setup.objective == "kto":
         return [answer_of(row["prompt"] + row["completion"], tokenizer, "last")], row["label"]
     return [answer_of(row["messages"], tokenizer, setup.train_on)], True
@@ -184,7 +190,7 @@ def loss_of(
     if setup.objective == "distill":
         return distance_from(model, answers[0], is_good, setup)
     if setup.objective in SCORED:
-        return loss_of_scores([model(input_ids=answer.ids).logits[0] for answer in answers], setup)
+        return loss_of_scores([model(input_ids=answer.ids).logits[0] for answer in answers], is_good, setup)
     logps = [log_likelihoods(model, answer) for answer in answers]
     beta = setup.beta
     if setup.objective == "grpo":
@@ -232,8 +238,12 @@ def distance_from(model: Any, answer: Answer, taught: torch.Tensor, setup: Setup
     return total
 
 
-def loss_of_scores(scores: list[torch.Tensor], setup: Setup) -> torch.Tensor:
-    """arXiv 2203.02155, eq. 1, and arXiv 2312.09244, eq. 2."""
+def loss_of_scores(scores: list[torch.Tensor], label: Any, setup: Setup) -> torch.Tensor:
+    """arXiv 2203.02155, eq. 1, and arXiv 2312.09244, eq. 2; or by a label."""
+    if setup.objective == "classify":
+        return torch.log(torch.exp(scores[0]).sum()) - scores[0][label]
+    if setup.objective == "regress":
+        return (scores[0][0] - label) ** 2
     chosen, rejected = (one[0] for one in scores)
     return -torch.log(torch.sigmoid(chosen - rejected)) + setup.center * (chosen + rejected) ** 2
 

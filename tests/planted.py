@@ -346,6 +346,22 @@ FAULTS = (
     ),
     Fault(
         "scores",
+        "cookbook/config/objectives/scored.py",
+        'batch["values"].long()',
+        'batch["values"].long() * 0',
+        "every row is of the first class",
+        "tests/test_classify.py::test_the_losses_are_those_of_torch",
+    ),
+    Fault(
+        "scores",
+        "cookbook/config/row_columns.py",
+        "kind.is_asked_for and kind.name not in asked_for",
+        "False",
+        "texts with a label are refused by objectives that want none",
+        "tests/test_classify.py::test_a_label_is_a_name_or_a_number_of_a_class",
+    ),
+    Fault(
+        "scores",
         "cookbook/training/data/tokens.py",
         "others[-1] if len(others) else 0",
         "len(ids) - 1",
@@ -1518,7 +1534,7 @@ FAULTS = (
     Fault(
         "templates",
         "cookbook/training/data/encode.py",
-        " if ids[-1:] == [end] else [*ids, end]",
+        " if ids[-1:] == [end] or not is_ended else [*ids, end]",
         "",
         "a model that was trained on plain texts does not learn to stop",
         "tests/test_data_tokens.py::test_completion_and_text_labels",

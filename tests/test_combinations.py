@@ -27,7 +27,8 @@ CLASHES = {
     "adapter.name: dora or qlora with tensor parallel": ([DORA], "tp", 0),
     "adapter.name: dora or qlora with FSDP2 over pipeline or expert parallel": ([DORA], "pp_fsdp2", 0),
     "adapter.modules_to_save with tensor parallel, or FSDP2 over pipeline or expert parallel": ([HEAD], "tp", 0),
-    "objective.name: reward and an adapter, with tensor parallel, or FSDP2 over pipeline or expert parallel": (
+    "objective.name: reward, classify or regress and an adapter, with tensor parallel, or FSDP2 over pipeline or "
+    "expert parallel": (
         ["objective={name: reward}", "adapter={name: lora}"],
         "tp",
         0,

@@ -657,7 +657,7 @@ OTHER_TRAININGS = {
         "center_rewards_coefficient: 0.01": "a reward model",
         "loss_type: [sigmoid, sft]": "no such objective",
         "loss_type: hinge": "another loss, which is not here",
-        "task_name: mrpc": "another classifier than the next token",
+        "task_name: mrpc": "a classifier",
         "mlm_probability: 0.15": "masked words",
     }),
     "alignment-handbook": ("model_name_or_path: m\ndataset_mixer: {d: 1}\nmax_length: 64\n", {

@@ -52,6 +52,7 @@ COLUMNS = {
     "simpo": (None, DISTRIBUTED),
     "kto_zero": (None, DISTRIBUTED),
     "reward": (None, DISTRIBUTED),
+    "classify": (None, DISTRIBUTED),
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
     "distill": (None, DISTRIBUTED),
@@ -71,6 +72,7 @@ CHOSEN = {
     "simpo": ("ddp", "fsdp2"),
     "kto_zero": ("ddp", "fsdp2"),
     "reward": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "pp_fsdp2"),
+    "classify": ("ddp_sp", "fsdp2", "zero3", "pp"),
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
@@ -119,6 +121,16 @@ def write_judgements(path: Path, num_rows: int = 53) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_labelled(path: Path, num_rows: int = 53) -> None:
+    """Texts of ragged lengths, each of one of three classes."""
+    chance = random.Random(4)
+    rows = [
+        {"text": " ".join(chance.choices(WORDS, k=chance.randint(1, 40))), "label": chance.choice(CLASSES)}
+        for _ in range(num_rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_groups(path: Path, num_rows: int = 18) -> None:
     """Groups of two to four answers of ragged lengths."""
     chance = random.Random(3)
@@ -135,7 +147,8 @@ def write_groups(path: Path, num_rows: int = 18) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-SCORED = ("reward",)
+CLASSES = ["bad", "fair", "good"]
+SCORED = ("reward", "classify")
 """Their gradients are far larger: of a new head and what it makes of the last states."""
 OBJECTIVES = {
     "grpo": ("{name: grpo, beta: 0.3, epsilon: 0.1, epsilon_high: 0.15}", write_groups),
@@ -144,6 +157,7 @@ OBJECTIVES = {
         write_groups,
     ),
     "reward": ("{name: reward, center_rewards_coefficient: 0.1}", write_pairs),
+    "classify": (f"{{name: classify, classes: {CLASSES}}}", write_labelled),
     "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
     "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
     "cpo": ("{name: cpo, beta: 0.2}", write_pairs),

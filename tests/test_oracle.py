@@ -50,6 +50,10 @@ def row_of(kind: str, chance: random.Random) -> dict[str, Any]:
         return {"text": words(chance, 5, 60)}
     if kind == "dpo":
         return {"chosen": asked + answers[0], "rejected": asked + answers[1]}
+    if kind == "classify":
+        return {"text": words(chance, 3, 40), "label": chance.choice(["bad", "fair", "good"])}
+    if kind == "regress":
+        return {"messages": asked, "label": chance.uniform(-1, 1)}
     if kind == "kto":
         return {"prompt": asked, "completion": answers[0], "label": chance.random() < 0.5}
     return {"messages": asked + answers[0] + [{"role": "user", "content": "and then"}] + answers[1]}
@@ -77,7 +81,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         LlamaForCausalLM(config).save_pretrained(folder / name)
         fast.save_pretrained(folder / name)
-    for kind in ("sft", "cpt", "dpo", "kto"):
+    for kind in ("sft", "cpt", "dpo", "kto", "classify", "regress"):
         lines = [json.dumps(row_of(kind, chance)) for _ in range(NUM_ROWS)]
         (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
     for name in ("grpo", "grpo_logprobs"):
@@ -158,6 +162,8 @@ CASES: dict[str, dict[str, Any]] = {
         "packing": True,
         "model": "untied",
     },
+    "classify, packed": {"objective": "classify", "optimizer": "sgd", "peak": 0.01, "clip": 0.5, "packing": True},
+    "regress, of chats without an answer": {"objective": "regress", "optimizer": "sgd", "peak": 2e-4, "clip": 0.5},
     "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
 }
 OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
@@ -193,7 +199,9 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
         objective["train_on"] = setup.train_on
     elif setup.objective == "reward":
         objective["center_rewards_coefficient"] = setup.center
-    elif setup.objective != "cpt":
+    elif setup.objective == "classify":
+        objective["classes"] = list(setup.classes)
+    elif setup.objective not in ("cpt", "regress"):
         objective["beta"] = setup.beta
     objective |= {"loss": "ipo"} if setup.objective == "ipo" else {}
     objective |= {"gamma": setup.margin} if setup.objective == "simpo" else {}
@@ -230,7 +238,8 @@ def with_first_head(setup: Setup, first: Path) -> Setup:
     """The same from the weights with which a head was drawn, beside which all others are those of the model."""
     before, after = (load_file(folder / "model.safetensors") for folder in (setup.model, first))
     score = after.pop("score.weight")
-    assert score.shape == (1, 48) and 0.07 < score.std() < 0.13  # initializer_range is 0.1
+    assert score.shape == (len(setup.classes) if setup.objective == "classify" else 1, 48)
+    assert 0.07 < score.std() < 0.13  # initializer_range is 0.1
     before.pop("lm_head.weight", None)
     assert before.keys() == after.keys() and all(before[key].equal(after[key]) for key in before)
     return replace(setup, model=first)

@@ -33,9 +33,10 @@ def summarize(run: History) -> dict[str, str]:
         of_set = [line for line in evaluations if line.get("eval_set", "") == name]
         shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]
         rows[f"held-out loss{name and f' of {name}'}"] = ", ".join(dict.fromkeys(shown))
-    if "reward_accuracy" in last:
-        accuracy = mean(line["reward_accuracy"] for line in tail)
-        rows["reward accuracy"] = f"{accuracy:.2f} (mean of the last {len(tail)} steps)"
+    for key in ("reward_accuracy", "accuracy", "absolute_error"):
+        if key in last:
+            found = mean(line[key] for line in tail)
+            rows[key.replace("_", " ")] = f"{found:.2f} (mean of the last {len(tail)} steps)"
     time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
     rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
     ends = [event["reason"] for event in run.events if event.get("event") == "finish" and event.get("reason")]

@@ -101,7 +101,7 @@ def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
     if found := misspelt(row):
         column, near = found
         renamed = {near if key == column else key: value for key, value in row.items()}
-        for one in readings(renamed.keys()):
+        for one in readings(renamed.keys(), names):
             if one.kind.name in names and one.kind.matches(one.of(renamed)):
                 return {key: column if own == near else own for key, own in one.columns.items()}
     for name in names:
@@ -205,10 +205,16 @@ class Reading(NamedTuple):
         return f"rows look like {name or 'this'}: {', '.join(renamed)}" if renamed else ""
 
 
-def readings(present: Set[str]) -> list[Reading]:
-    """The ways to read rows that have these columns, by kind; a way that another one extends is left out."""
+def readings(present: Set[str], asked_for: Sequence[str] = ()) -> list[Reading]:
+    """The ways to read rows that have these columns, by kind; a way that another one extends is left out.
+
+    Args:
+        asked_for: kinds of the objective; others of `RowKind.is_asked_for` are left out.
+    """
     found = []
     for kind in kinds().values():
+        if kind.is_asked_for and kind.name not in asked_for:
+            continue
         ways: list[Reading] = []
         for naming in (Naming({}), *kind.namings):
             if naming.renames_beside(present, kind):

@@ -80,6 +80,11 @@ class RowKind:
     is_rendered: bool = False
     """Whether its rows may be what another project rendered from their other columns. Rows in another shape besides are
     then a question to the user, even if they have this kind's own names."""
+    is_asked_for: bool = False
+    """Whether only an objective that trains on this kind sees it; for others its rows are of the kind that they are
+    without the keys that it adds."""
+    has_end: bool = True
+    """Whether an end-of-sequence token is added to a text."""
     yields: bool = False
     """Whether its own names count like other names, since rows of other kinds may have them too."""
     matches: Callable[[Row], bool] = lambda row: True
@@ -175,9 +180,14 @@ def refuse_printed(row: Row) -> None:
             raise BadRow("messages as Python prints them", seen)
 
 
-def shapes() -> str:
-    """The required keys of all kinds, for messages."""
-    *some, last = dict.fromkeys(kind.keys_in_words for kind in kinds().values())
+def shapes(asked_for: Sequence[str] = ()) -> str:
+    """The required keys of all kinds, for messages.
+
+    Args:
+        asked_for: kinds of the objective.
+    """
+    seen = [kind for kind in kinds().values() if not kind.is_asked_for or kind.name in asked_for]
+    *some, last = dict.fromkeys(kind.keys_in_words for kind in seen)
     return f"{', '.join(some)}, or {last}"
 
 
@@ -409,6 +419,23 @@ def _check_label(raw: Row) -> bool:
     if not is_rating(raw["label"]):
         raise BadRow("label is not true or false", f"`label` is {ascii(raw['label'])[:40]}")
     return LABELS[str(raw["label"]).strip().lower()]
+
+
+def _check_class(raw: Row) -> str | float:
+    """A name or a number; the objective says which."""
+    label = raw["label"]
+    if isinstance(label, str) and label.strip():
+        return label
+    if not isinstance(label, int | float) or not math.isfinite(label):
+        seen = f"`label` is {ascii(label)[:40] if label == label else 'nan'}"
+        raise BadRow("label is neither a name nor a number", seen)
+    return label
+
+
+def _check_labelled_chat(raw: Row) -> Row:
+    """A chat that need not have an answer in it."""
+    chat = _begun(raw, read_messages(raw["messages"]))
+    return {"messages": chat, "label": _check_class(raw)} | _for_template(raw)
 
 
 def _check_chat_completion(raw: Row) -> Row:
@@ -725,6 +752,27 @@ for _kind in (
         texts=lambda row: (row["prompt"], (row["completion"],)),
         value=lambda row: float(row["label"]),
         made_up=lambda some: {"prompt": some.text(), "completion": some.text(), "label": some.chance.random() < 0.5},
+    ),
+    RowKind(
+        name="labelled_text",
+        keys=("text", "label"),
+        is_asked_for=True,
+        has_end=False,
+        check=lambda raw: {**_check_texts("text")(raw), "label": _check_class(raw)},
+        texts=lambda row: (None, (row["text"],)),
+        value=lambda row: float(row["label"]),
+        made_up=lambda some: {"text": some.text(), "label": some.chance.randrange(2)},
+    ),
+    RowKind(
+        name="labelled_chat",
+        keys=("messages", "label"),
+        is_asked_for=True,
+        namings=tuple(Naming({"messages": name}) for name in CHATS),
+        other_keys=CHAT_KEYS,
+        check=_check_labelled_chat,
+        chats=lambda row: [(row["messages"], 0)],
+        value=lambda row: float(row["label"]),
+        made_up=lambda some: {"messages": some.chat("user", "assistant"), "label": some.chance.randrange(2)},
     ),
     RowKind(
         name="chat_group",

@@ -125,7 +125,10 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="adapter.modules_to_save: [], or accelerate_configs/fsdp2.yaml",
     ),
     Combination(
-        what="objective.name: reward and an adapter, with tensor parallel, or FSDP2 over pipeline or expert parallel",
+        what=(
+            "objective.name: reward, classify or regress and an adapter, with tensor parallel, or FSDP2 over pipeline"
+            " or expert parallel"
+        ),
         clashes=lambda recipe, strategy, num_gpus: (
             recipe.adapter is not None
             and recipe.objective.num_scores is not None

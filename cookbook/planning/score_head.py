@@ -5,6 +5,7 @@ ForSequenceClassification.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class ScoreHead:
     """A sequence is scored at its last other token (transformers 5.23, modeling_layers.py,
     GenericForSequenceClassification)."""
     problem_type: str | None = None
+    classes: Sequence[str] = ()
+    """Names of these numbers, if they have names."""
 
 
 def is_scored(config: Any) -> bool:
@@ -93,7 +96,7 @@ def head_wanted(objective: Any, config: Any, pad_token_id: int | None) -> ScoreH
         RecipeError: an objective of a language model, and a model that has none any more.
     """
     if objective.num_scores is not None:
-        return ScoreHead(objective.num_scores, pad_token_id, objective.problem_type)
+        return ScoreHead(objective.num_scores, pad_token_id, objective.problem_type, objective.class_names)
     if is_scored(config):
         what = f"objective.name is {objective.name}, which predicts tokens, and the model is {config.architectures[0]}"
         raise RecipeError(f"{what}, whose head scores sequences; name the language model from which it was made")
@@ -116,6 +119,8 @@ def with_head(config: Any, head: ScoreHead) -> Any:
     own.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
     if own.num_labels != head.num_labels:
         own.num_labels = head.num_labels
+    if head.classes:
+        own.id2label, own.label2id = dict(enumerate(head.classes)), {name: i for i, name in enumerate(head.classes)}
     own.problem_type = head.problem_type
     own.tie_word_embeddings = False  # there is no second matrix by the vocabulary
     own.pad_token_id = head.pad_token_id

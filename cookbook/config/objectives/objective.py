@@ -99,6 +99,19 @@ class Objective(Named):
         return None
 
     @property
+    def class_names(self) -> Sequence[str]:
+        """The names of its numbers, as a configuration has them; none if each is not that of a class."""
+        return ()
+
+    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row that its kind has checked, as this objective reads it: a good row again.
+
+        Raises:
+            BadRow: this objective cannot train on it.
+        """
+        return row
+
+    @property
     def averaged_over(self) -> Literal["tokens", "samples"]:
         """`mean_over`, unless the keys decide it."""
         return self.mean_over

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from cookbook.config.json_text import BadRow
 from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
 from cookbook.config.registry import register
 
@@ -80,3 +81,127 @@ class Reward(Scored):
             centred = self.center_rewards_coefficient * (chosen + rejected) ** 2
             total += math.log1p(math.exp(rejected - chosen)) + centred
         return total / len(samples)
+
+
+class Labelled(Scored):
+    """A head that learns the label of a text or a chat."""
+
+    rows = ("labelled_text", "labelled_chat")
+
+    def number_of(self, label: str | float) -> float:
+        """What the loss compares with the scores, a good label itself; raises BadRow."""
+        raise NotImplementedError
+
+    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"label": self.number_of(row["label"])}
+
+
+@register
+class Classify(Labelled):
+    """A classifier: cross-entropy of the softmax over the scores, one for each class."""
+
+    name: Literal["classify"]
+    classes: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
+    """classify only: the names of the classes in the order of the head's outputs, which are their numbers from 0 on. A
+    label is a name or a number."""
+
+    @field_validator("classes")
+    @classmethod
+    def _are_different(cls, classes: list[str]) -> list[str]:
+        if twice := sorted({name for name in classes if classes.count(name) > 1}):
+            raise ValueError(f"has {', '.join(twice)} more than once")
+        return classes
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.classes)
+
+    @property
+    def problem_type(self) -> str:
+        return "single_label_classification"
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        return self.classes
+
+    def words(self) -> str:
+        return f"classify, cross-entropy over {len(self.classes)} classes"
+
+    def number_of(self, label: str | float) -> int:
+        count = len(self.classes)
+        if isinstance(label, str):
+            if label in self.classes:
+                return self.classes.index(label)
+            if not label.isdecimal():  # as a cell of a table has a number
+                raise BadRow("label is no class", f"`label` is {label[:40]!a}; objective.classes has {self._shown}")
+            label = int(label)
+        if type(label) is not int:
+            seen = f"`label` is {label}; write the name of a class, or its number from 0 to {count - 1}"
+            raise BadRow("label is neither a name nor a whole number", seen)
+        if not 0 <= label < count:
+            seen = f"`label` is {label}; objective.classes has {count}, numbered from 0 to {count - 1}"
+            raise BadRow("label out of range", seen)
+        return label
+
+    @property
+    def _shown(self) -> str:
+        more = f" and {len(self.classes) - 12} more" if len(self.classes) > 12 else ""
+        return ", ".join(self.classes[:12]) + more
+
+    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
+        """The sum over the samples, whose classes are `values`."""
+        import torch.nn.functional as F
+
+        from cookbook.config.objectives.forward import LossOutput, scores_by_sequence
+
+        scores, own = scores_by_sequence(model, batch)
+        classes = batch["values"].long()
+        losses = F.cross_entropy(scores, classes, reduction="none")
+        return LossOutput.of(losses, own, {"accuracy": (scores.argmax(-1) == classes).float().sum()})
+
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
+        """The mean over the samples."""
+        total = 0.0
+        for (answer,), value in zip(samples, values, strict=True):
+            total += math.log(sum(map(math.exp, answer.scores))) - answer.scores[int(value)]
+        return total / len(samples)
+
+
+@register
+class Regress(Labelled):
+    """Regression: the squared difference between the one score and a number."""
+
+    name: Literal["regress"]
+
+    @property
+    def num_scores(self) -> int:
+        return 1
+
+    @property
+    def problem_type(self) -> str:
+        return "regression"
+
+    def words(self) -> str:
+        return "regress, mean squared error"
+
+    def number_of(self, label: str | float) -> float:
+        try:
+            number = math.nan if isinstance(label, bool) else float(label)  # a text, as a cell of a table
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise BadRow("label is no number", f"`label` is {ascii(label)[:40]}")
+        return number
+
+    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
+        """The sum over the samples, whose numbers are `values`."""
+        from cookbook.config.objectives.forward import LossOutput, scores_by_sequence
+
+        scores, own = scores_by_sequence(model, batch)
+        differences = scores[:, 0] - batch["values"]
+        return LossOutput.of(differences.square(), own, {"absolute_error": differences.detach().abs().sum()})
+
+    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
+        """The mean over the samples."""
+        pairs = zip(samples, values, strict=True)
+        return sum((answer.scores[0] - value) ** 2 for (answer,), value in pairs) / len(samples)

@@ -84,8 +84,8 @@ class Encoder:
     With train_on "assistant" the labels of a chat are the assistant's turns with their end-of-turn tokens, less those
     with `train: false`; with "last", the last of them alone. For a prompt with completion, the labels are the
     completion and an end-of-sequence token, or every token with train_on "all". A text has only labels, whatever
-    train_on is, and ends with an end-of-sequence token. The prompt of a preference or of a judged answer has no labels.
-    Rows of token ids are taken as they are.
+    train_on is, and ends with an end-of-sequence token if its kind has one. The prompt of a preference or of a judged
+    answer has no labels. Rows of token ids are taken as they are.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_on: TrainOn, keys: TextKeys = DEFAULT_KEYS) -> None:
@@ -136,6 +136,7 @@ def _encode_plain_rows(
     start, end = _start_and_end(tokenizer, rows.place)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
+    is_ended = kind.has_end or tokenizer("a")["input_ids"][-1:] == [end]
     num_seen = 0
     for batch in _batches(map(kind.texts, rows.rows)):
         # Prompt and answer separately, as at inference: together, a token could span the border.
@@ -147,7 +148,7 @@ def _encode_plain_rows(
             prompt = [] if prompts is None else _start_with(prompts[i], start)
             sequences, remarks = [], []
             for ids in islice(answers, len(texts)):
-                answer = ids if ids[-1:] == [end] else [*ids, end]
+                answer = ids if ids[-1:] == [end] or not is_ended else [*ids, end]
                 answer = answer if prompts is not None else _start_with(answer, start)
                 sequences.append((prompt + answer, [prompt_label] * len(prompt) + [1] * len(answer)))
             # The end token of a text is the one that would be added.

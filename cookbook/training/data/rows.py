@@ -268,7 +268,7 @@ class _Reader:
         if isinstance(raw, BadRow):
             raise raw
         if not isinstance(raw, dict):
-            raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {shapes()}")
+            raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with {self._shapes_known}")
         if self._sought:
             self._sought -= raw.keys()
             if any(name.startswith(IN_MESSAGES) for name in self._sought):
@@ -280,13 +280,14 @@ class _Reader:
         named = rename(raw, self._columns)
         shape = self._shapes.get(present)
         if shape is None:
-            shape = self._shapes[present] = _Shape(readings(rename(dict.fromkeys(present), self._columns).keys()))
+            known_as = rename(dict.fromkeys(present), self._columns).keys()
+            shape = self._shapes[present] = _Shape(readings(known_as, self.objective.rows))
         reading = self._reading_of(shape, named, raw, place)
         self._refuse_meant(reading, shape, raw)
         of_kind = reading.of(named)
         try:
             refuse_printed(of_kind)
-            row = reading.kind.check(of_kind)
+            row = self.objective.checked(reading.kind.check(of_kind))
         except BadRow as bad:
             raise self._in_words_of_the_row(bad, reading) from None
         try:
@@ -415,6 +416,8 @@ class _Reader:
         served = [one for one in found if one.kind.name in self.objective.rows]
         if not found:
             raise self._missing_keys(row, raw)
+        if not served:
+            self._refuse_without_label(row)
         if not served and self.kind:
             raise self._of_another_kind(found[0].kind)
         if not served:
@@ -432,10 +435,23 @@ class _Reader:
             raise BadRow("two kinds in one row", f"{words}; {advice}")
         return served[0]
 
+    @property
+    def _shapes_known(self) -> str:
+        return shapes(self.objective.rows)
+
+    def _refuse_without_label(self, row: dict[str, Any]) -> None:
+        """Raise BadRow if the row lacks nothing but the label that the objective needs."""
+        present = {key for key, value in row.items() if value is not None} | {RATING}
+        for one in readings(present, self.objective.rows):
+            if one.kind.is_asked_for and one.kind.name in self.objective.rows and row.get(RATING) is None:
+                name = self._columns.get(RATING, RATING)
+                found = "null" if RATING in row else f"missing beside {', '.join(map(ascii, row))[:200]}"
+                raise BadRow("no label", f"`{name}` is {found}; {self.objective.name} needs a label for each row")
+
     def _missing_keys(self, row: dict[str, Any], raw: dict[str, Any]) -> BadRow:
         """The problem of a row that no kind can read, with what may have been meant."""
         seen = ", ".join(map(ascii, raw))[:200] or "none"
-        needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys())]
+        needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys(), self.objective.rows)]
         nulls = [[column for column in some if row[column] is None] for some in needed]
         if nulls := [columns for columns in nulls if columns]:
             return BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
@@ -447,10 +463,12 @@ class _Reader:
                 seen += f" (did you mean {meant!a}, not {column!a}?)" if meant else ""
             if len(kinds_of(raw)) == 1:
                 seen += ", which would be read without data.columns"
-            return BadRow("missing keys", f"with columns {{{given}}} it has {seen}; a row must have {shapes()}")
+            return BadRow(
+                "missing keys", f"with columns {{{given}}} it has {seen}; a row must have {self._shapes_known}"
+            )
         if near := misspelt(raw):
             seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
-        return BadRow("missing keys", f"found {seen}; a row must have {shapes()}")
+        return BadRow("missing keys", f"found {seen}; a row must have {self._shapes_known}")
 
     def _of_another_kind(self, kind: RowKind) -> BadRow:
         words = f"{kind.words}, where the rows before have {kinds()[self.kind].words}"

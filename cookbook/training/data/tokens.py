@@ -436,7 +436,8 @@ def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: 
         pieces = [_piece(ids[:max_length], labels[:max_length]) for ids, labels in sequences]
     cut = f"{length:,} tokens cut to data.max_length {max_length}; raise it, or write data.too_long: drop"
     # An error by default, not a row less: to raise max_length, or to leave the row out, is the user's decision.
-    if not pieces or not all(is_label[1:].any() for _, is_label in pieces):
+    first = 1 if objective.num_scores is None else 0  # no position predicts a first token, but one may be scored
+    if not pieces or not all(is_label[first:].any() for _, is_label in pieces):
         return BadRow("no trained token after truncation", cut) if is_long else BadRow("no trained token")
     if len(objective.sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
         names = " and ".join(objective.sequences)

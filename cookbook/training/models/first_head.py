@@ -28,10 +28,10 @@ def scored_folder(base: str, head: ScoreHead, *, seed: int, cache: Path) -> str:
     are links. The head of a folder that has one is kept; else it is drawn as transformers does, from the seed.
 
     Raises:
-        RecipeError: a model that cannot have such a head, or that has one of another size.
+        RecipeError: a model that cannot have such a head, or that has another one.
     """
     config = open_config(base)
-    if problem := why_no_score(config) or _another_size(config, head):
+    if problem := why_no_score(config) or _another_head(config, head):
         raise RecipeError(f"model.name_or_path is {base!r}: {problem}")
     files = [path for path in sorted(Path(base).iterdir()) if path.is_file()]
     signs = [(path.name, str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -46,10 +46,17 @@ def scored_folder(base: str, head: ScoreHead, *, seed: int, cache: Path) -> str:
     return str(built)
 
 
-def _another_size(config: PreTrainedConfig, head: ScoreHead) -> str | None:
-    if not is_scored(config) or config.num_labels == head.num_labels:
+def _another_head(config: PreTrainedConfig, head: ScoreHead) -> str | None:
+    """Why the head of a model cannot go on as this one, or None."""
+    if not is_scored(config):
         return None
-    return f"its head has {config.num_labels} numbers for a sequence, and the objective needs {head.num_labels}"
+    if config.num_labels != head.num_labels:
+        return f"its head has {config.num_labels} numbers for a sequence, and the objective needs {head.num_labels}"
+    names = [config.id2label[i] for i in range(config.num_labels)]
+    are_named = names != [f"LABEL_{i}" for i in range(config.num_labels)]  # as transformers names them by itself
+    if head.classes and are_named and names != list(head.classes):
+        return f"the classes of its head are {', '.join(names)[:200]}; write them so in objective.classes"
+    return None
 
 
 def _build(base: Path, config: PreTrainedConfig, head: ScoreHead, seed: int, build: Path) -> None:
