@@ -49,7 +49,7 @@ def compiled(lab: Lab, strategy: str, settings: dict[str, str]) -> dict:
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        pytest.param("fsdp2", CHECKPOINTED, id="fsdp2-checkpointed", marks=pytest.mark.core),
+        pytest.param("fsdp2", CHECKPOINTED, id="fsdp2-checkpointed", marks=pytest.mark.slow),
         *(pytest.param(name, {}, id=name, marks=pytest.mark.slow) for name in SERVED),
         *(pytest.param(name, CHECKPOINTED, id=f"{name}-checkpointed", marks=pytest.mark.thorough) for name in SERVED),
         *(pytest.param(name, SELECTIVE, id=f"{name}-selective", marks=pytest.mark.thorough) for name in SERVED),
