@@ -262,10 +262,12 @@ def test_keys_of_fsdp_are_read_by_each_name_that_accelerate_reads(case: str, tmp
     assert found.kind == name and found.fsdp == load_strategy(yaml_of_accelerate(tmp_path, name)).fsdp
 
 
-def test_the_version_to_write_is_that_of_the_other_keys(tmp_path: Path):
-    block = {key: value for key, value in FSDP1.items() if key != "fsdp_version"}
-    (mistake,) = mistakes_of(yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block))
-    assert mistake.endswith("for example fsdp_version: 1")
+def test_a_file_from_before_fsdp_had_versions_is_read_as_accelerate_reads_it(tmp_path: Path):
+    block = {key: value for key, value in FSDP1.items() if key not in ("fsdp_version", "fsdp_use_orig_params")}
+    path = yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block)
+    asked, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
+    assert (asked.fsdp_version, asked.fsdp_use_orig_params) == ("1", "true")
+    assert load_strategy(path).kind == "fsdp1"
 
 
 def test_a_mesh_is_not_counted_without_the_size_that_is_refused(tmp_path: Path):
@@ -317,6 +319,42 @@ def test_a_key_of_deepspeed_that_is_not_served_is_answered_by_its_meaning(case: 
     assert said in mistake and "known here" not in mistake and len(more) <= 1
 
 
+IN_ONE_ROUND: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "an optimizer with keys of its own": (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": 400, "cuda_aware": False}}},
+        ["optimizer.type is 'OneBitAdam': gradients in 1 bit"],
+    ),
+    "a key that nobody knows beside a known one": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 3, "decoupled": True}}},
+        ["optimizer.params.decoupled: unknown key; the recipe owns it (optim)"],
+    ),
+    "weights in bf16": (
+        {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}},
+        ["bf16.bf16_master_weights_and_grads is true, which a run does not do; write false"],
+    ),
+    "a guess that would be ignored": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pipeline": True}}},
+        ["offload_optimizer.pipeline: unknown key; did you mean pipeline_read?"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_ONE_ROUND)
+def test_what_is_wrong_with_a_json_comes_in_one_round(case: str, tmp_path: Path):
+    values, said = IN_ONE_ROUND[case]
+    *mistakes, way = mistakes_of(with_json(tmp_path, PAGES["zero2"] | values))
+    assert len(mistakes) == len(said) and all(one in line for one, line in zip(said, mistakes, strict=True))
+    assert "cookbook convert" in way
+
+
+def test_what_is_switched_off_at_any_depth_or_left_open_is_passed_over(tmp_path: Path):
+    off = {"weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {}}}
+    values = {"compression_training": off, "amp": {"enabled": "auto"}, "tensor_parallel": {"autotp_size": 1}}
+    load_strategy(with_json(tmp_path, PAGES["zero2"] | values))
+    on = {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}
+    assert "another training" in mistakes_of(with_json(tmp_path, PAGES["zero2"] | on))[0]
+
+
 def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
     fields = {field.alias or name: field.get_default() for name, field in model.model_fields.items()}
     return json.loads(json.dumps({key: value for key, value in fields.items() if type(value) in (bool, int, float)}))
@@ -331,7 +369,7 @@ def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_p
     assert len(values) > 25
     load_strategy(with_json(tmp_path, {"zero_optimization": values}))
     asked = {"offload_optimizer": on_cpu | {"buffer_count": 5}, "stage3_max_reuse_distance": 3}
-    mistakes = mistakes_of(with_json(tmp_path, {"zero_optimization": values | asked}))
+    *mistakes, _ = mistakes_of(with_json(tmp_path, {"zero_optimization": values | asked}))
     assert len(mistakes) == 2 - (stage == 3) and "buffer_count: would be ignored" in mistakes[-1]
 
 
@@ -414,7 +452,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_key_that_accelerate_no_longer_has_is_refused_whatever_it_asks_for(key: str, tmp_path: Path):
     path = tmp_path / "old.yaml"
     path.write_text(f"distributed_type: MULTI_GPU\nnum_processes: 2\n{key}\n")
-    (mistake,) = mistakes_of(path)
+    (mistake, *_) = mistakes_of(path)
     assert "accelerate 1.15 starts nothing from a file with this key; take it out" in mistake
     with pytest.raises(ValueError, match="unknown keys"):
         ClusterConfig.from_yaml_file(str(path))
@@ -450,6 +488,14 @@ def test_machines_of_deepspeed_are_started_by_torchrun_whatever_the_file_leaves_
     command = launch_command("r.yaml", strategy, num_processes=4, assignments=[], hosts=found)
     asked, *_ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))
     assert asked.deepspeed_multinode_launcher == DEEPSPEED_MULTINODE_LAUNCHERS[1] == "standard"  # else [0], pdsh
+
+
+def test_two_runs_on_a_machine_never_share_the_port_of_the_other_rendezvous(tmp_path: Path):
+    """torchrun's c10d store is at 29400 unless it is told another address, which `accelerate launch` does not."""
+    strategy = load_strategy(yaml_of_accelerate(tmp_path, "ddp", rdzv_backend="c10d", same_network=False))
+    command = launch_command("r.yaml", strategy, num_processes=2, assignments=[])
+    asked, *_ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))
+    assert (asked.rdzv_backend, asked.main_process_port) == ("static", 0)
 
 
 def test_fsdp_without_synchronized_weights_needs_each_process_to_read_them(tmp_path: Path):

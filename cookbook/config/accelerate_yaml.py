@@ -312,7 +312,7 @@ FSDP1_KEYS = {
 
 
 NEEDED = {
-    1: {"fsdp_sharding_strategy": "FULL_SHARD, or SHARD_GRAD_OP", "fsdp_use_orig_params": "true"},
+    1: {"fsdp_sharding_strategy": "FULL_SHARD, or SHARD_GRAD_OP"},
     2: {"fsdp_reshard_after_forward": "true (as FULL_SHARD), or false (as SHARD_GRAD_OP)"},
 }
 """Keys that a version needs, with the values to write."""
@@ -347,28 +347,16 @@ def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
         where = place("fsdp_config", "fsdp_use_orig_params")
         yield f"{where} is false: weight decay could not tell norms from weights; write true"
     if version == 1 and block.fsdp_offload_params:
-        yield f"{place('fsdp_config', 'fsdp_offload_params')}: supported with fsdp_version 2 only"
-
-
-def _version_of_keys(document: Document) -> tuple[dict[str, Any], int]:
-    """The keys of fsdp_config, if any, and the version that they belong to."""
-    block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
-    block = block if isinstance(block, dict) else {}
-    return block, 1 if "fsdp_sharding_strategy" in block else 2
-
-
-def of_version(document: Document, mistakes: list[str]) -> list[str]:
-    """The mistakes of a file without fsdp_version, with that of its other keys as the one to write."""
-    _, guess = _version_of_keys(document)
-    return [one.replace("for example fsdp_version: 2", f"for example fsdp_version: {guess}") for one in mistakes]
+        where = place("fsdp_config", "fsdp_offload_params")
+        yield f"{where}: supported with fsdp_version 2 only; take strategy fsdp2_offload"
 
 
 def check_fsdp_alone(document: Document) -> Iterator[str]:
-    """The same of a file with other mistakes, as if it had the version that its keys belong to."""
-    block, guess = _version_of_keys(document)
-    if not block:
+    """The same of a file with other mistakes."""
+    block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
+    if not isinstance(block, dict) or not block:
         return
-    whole = {"fsdp_version": guess, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | block
+    whole = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | block
     found = part(replace(document, values={"fsdp_config": whole}), "fsdp_config", FsdpBlock)
     if found is not None:
         yield from _check_fsdp(found, document.place)

@@ -177,7 +177,8 @@ def check_zero(document: Document) -> Iterator[str]:
     if zero is None:
         return
     place = partial(document.place, "zero_optimization")
-    given, offload = zero.model_fields_set, zero.offload_optimizer
+    written = document.values["zero_optimization"]
+    given, offload = zero.model_fields_set & {*written}, zero.offload_optimizer  # not what `part` guesses
     if zero.stage == 3:  # deepspeed 0.19.8's stage3.py never reads these
         for key in sorted({"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & given):
             if not _asks(key, getattr(zero, key)):
@@ -202,7 +203,7 @@ def check_zero(document: Document) -> Iterator[str]:
             way = "add nvme_path: nvme_swap, or another folder"
             yield f"{place(key, 'device')} is nvme, but there is no nvme_path; {way}"
         elif block is not None and key not in on_nvme:
-            for name in sorted(block.model_fields_set - {"device", "pin_memory"}):
+            for name in sorted((block.model_fields_set & {*written.get(key, ())}) - {"device", "pin_memory"}):
                 if not _asks(f"{key}.{name}", getattr(block, name)):
                     continue
                 yield f"{place(key, name)}: would be ignored with device cpu; take it out"

@@ -114,8 +114,9 @@ class Project:
 
 def asks_for_nothing(value: Any) -> bool:
     """Whether the value of a key without a counterpart leaves everything as it is."""
-    if isinstance(value, dict):  # a section with a switch
-        return not value or asks_for_nothing(value.get("enabled", True))
+    if isinstance(value, dict):  # a section with a switch, or whose sections have one
+        parts = [value["enabled"]] if "enabled" in value else value.values()
+        return all(asks_for_nothing(one) and (isinstance(one, dict) or "enabled" in value) for one in parts)
     return value in (None, False, 0, "", "no", "none") or value == []
 
 
@@ -212,6 +213,7 @@ def _fsdp(value: Any) -> dict[str, Any] | None:
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw"), "adamw"),
+    **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused"), "adamw"),
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "bitsandbytes.optim.adamw8bit"), "adamw_8bit"),
     "bitsandbytes.optim.pagedadamw8bit": "adamw_8bit",

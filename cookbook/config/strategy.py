@@ -19,12 +19,11 @@ from cookbook.config.accelerate_yaml import (
     check_blocks,
     check_fsdp_alone,
     in_terms_of_block,
-    of_version,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero
 from cookbook.config.foreign import MEANINGS
 from cookbook.config.mesh import Mesh
-from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, settle
+from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, contradictions, settle
 from cookbook.system.files import (
     Document,
     RecipeError,
@@ -53,6 +52,7 @@ class Strategy:
     num_machines: int = 1
     main_process_ip: str | None = None
     main_process_port: int | None = None
+    rdzv_backend: Literal["static", "c10d"] = "static"
     gpu_ids: tuple[str, ...] = ()
     """The GPUs of a machine that a run sees; empty: all."""
     zero_stage: int = 0
@@ -256,7 +256,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     refuse(_wrong_kind(document))
     rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
     parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE, MEANINGS)
-    mistakes = [*_unknown_to_accelerate(document), *of_version(rest, mistakes)]
+    mistakes = [*_unknown_to_accelerate(document), *mistakes]
     found = [settled]
     deepspeed_name, source = None, _json_of_block(rest)
     if (written := _deepspeed_file(rest)) is not None:
@@ -281,13 +281,24 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     foreign = [mistake for one in found for mistake in one.mistakes]
     claims = tuple(claim for one in found for claim in one.claims)
     if mistakes or foreign or parsed is None:
-        way = f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
-        return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[way] * bool(foreign)]
+        is_foreign = bool(foreign or claims or any(one.passed for one in found))
+        return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[to_convert(path)] * is_foreign]
     blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
     written_keys = {PREFIXED.get(key, key): value for block in blocks for key, value in block.items()}
     passed = tuple(text for one in found for text in one.passed)
     strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, written_keys)
     return replace(strategy, claims=claims, passed=passed), claims, []
+
+
+def contradicted(path: str | Path, claims: tuple[Claim, ...], ours: dict[str, Any]) -> list[str]:
+    """`contradictions` of a strategy's claims, and what to do about them."""
+    found = list(contradictions(claims, ours))
+    return [*found, *[to_convert(path)] * bool(found)]
+
+
+def to_convert(path: str | Path) -> str:
+    """The end of a refusal of a file that has keys of others."""
+    return f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
 
 
 def _wrong_kind(document: Document) -> list[str]:
@@ -334,7 +345,9 @@ PREFIXED = {name.removeprefix("fsdp_"): name for name in FsdpBlock.model_fields}
 
 
 def _with_names_of_today(document: Document) -> Document:
-    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, and keys of fsdp_config by their whole names."""
+    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, keys of fsdp_config by their whole names, and the
+    version of a file from before there were two, which accelerate reads as 1 (commands/launch.py).
+    """
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None
     names = PREFIXED | {"fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
@@ -348,6 +361,8 @@ def _with_names_of_today(document: Document) -> Document:
         block = {key: value for key, value in block.items() if key != RESHARD}
     names = {old: name for old, name in names.items() if old in block and name not in block}
     block = {names.get(key, key): value for key, value in block.items()}
+    if "fsdp_sharding_strategy" in block:
+        block.setdefault("fsdp_version", 1)
     lines = {(*path[:1], *(names.get(str(one), one) for one in path[1:])): at for path, at in document.lines.items()}
     return replace(document, values={**values, "fsdp_config": block}, lines=lines)
 
@@ -395,6 +410,7 @@ def _strategy(
         num_machines=parsed.num_machines,
         main_process_ip=parsed.main_process_ip,
         main_process_port=parsed.main_process_port,
+        rdzv_backend=parsed.rdzv_backend,
         gpu_ids=() if parsed.gpu_ids in (None, "all") else tuple(str(parsed.gpu_ids).split(",")),
         zero_stage=zero.stage if zero else 0,
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,

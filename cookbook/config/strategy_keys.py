@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cookbook.config.foreign import PROJECTS, NoCounterpart, Project
+from cookbook.config.foreign import PROJECTS, NoCounterpart, Project, asks_for_nothing
 from cookbook.system.files import Document, show
 
 AUTO = "auto"
@@ -106,11 +106,27 @@ def _settle(
             key = project.keys.get(".".join(here))
             if value and section is None and key is not None and key.ours is None:
                 found.mistakes.append(f"{document.place(*here)} is {show(value)}: {key.answer}; take it out")
-            elif value:  # a key of a strategy, or one that nobody knows
+            elif value and section is None and model is not None:
+                found.mistakes += [] if _has_no_kind(here, document, found) else _unknown(here, value, document)
+            elif value:  # a key of a strategy, or for the section around it
                 continue
         elif value if section else not _judge(here, value, model, document, project, found, is_off=is_off):
             continue
         del values[name]
+
+
+def _has_no_kind(path: tuple[str, ...], document: Document, found: Settled) -> bool:
+    """Whether the `type` of a section is refused, and its other keys may be right for that."""
+    return any(one.startswith(f"{document.place(*path, 'type')} is ") for one in found.mistakes)
+
+
+def _unknown(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Iterator[str]:
+    """What is left of a section that is no strategy's."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _unknown((*path, str(name)), value, document)
+        else:
+            yield f"{document.place(*path, name)}: unknown key; {OWNED_BY_THE_RECIPE.get(path[0], 'take it out')}"
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -138,7 +154,7 @@ def _judge(
     dotted, place = ".".join(path), document.place(*path)
     key, ours = project.keys.get(dotted), project.compares.get(dotted)
     is_known = bool(key or ours or dotted in project.passes or _knows(project, path))
-    if is_known and value == AUTO:  # whoever trains fills it in
+    if is_known and _is_open(value):  # whoever trains fills it in
         return True
     if (is_off and path[-1] != SWITCH) or _asks_for_nothing(dotted, value, project, is_known=is_known):
         found.passed.append(f"{dotted}: {show(value)}")
@@ -163,6 +179,10 @@ def _judge(
     return True
 
 
+def _is_open(value: Any) -> bool:
+    return all(map(_is_open, value.values())) if isinstance(value, dict) and value else value == AUTO
+
+
 def _misspelt(path: tuple[str, ...], project: Project, model: type[BaseModel] | None) -> str | None:
     """The key of the project that was meant, if it is none of a strategy, which whoever validates that names."""
     start = "".join(f"{part}." for part in path[:-1])
@@ -176,7 +196,8 @@ def _misspelt(path: tuple[str, ...], project: Project, model: type[BaseModel] | 
 def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bool) -> bool:
     if dotted not in project.passes and dotted.endswith(f".{SWITCH}") and not is_known:
         return value is False
-    return (is_known and value in (None, {}, [])) or passes(dotted, value, project)
+    is_empty = value in (None, {}, []) or (isinstance(value, dict) and asks_for_nothing(value))
+    return (is_known and is_empty) or passes(dotted, value, project)
 
 
 def passes(dotted: str, value: Any, project: Project) -> bool:

@@ -18,8 +18,8 @@ from cookbook.config.recipe import (
     sound_keys,
 )
 from cookbook.config.sections import BatchSection
-from cookbook.config.strategy import Strategy, known_strategies, read_strategy
-from cookbook.config.strategy_keys import Claim, contradictions
+from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
+from cookbook.config.strategy_keys import Claim
 from cookbook.planning.claims import owned, owned_by
 from cookbook.planning.meshes import mesh_problem, units_problem
 from cookbook.planning.packing import known_config
@@ -124,12 +124,13 @@ def load_pair(
     with gathered(mistakes):
         recipe = parse_recipe(document, path)
     mistakes += in_choice
+    sound: dict[str, Any] = sound_keys(document) if recipe is None else {}
     if path is not None:
         with gathered(mistakes):
             loaded, claims, wrong = read_strategy(path)
             mistakes += wrong
-    sound: dict[str, Any] = sound_keys(document) if recipe is None else {}
-    mistakes += contradictions(claims, owned_by(sound) if recipe is None else owned(recipe))
+        more = contradicted(path, claims, owned_by(sound) if recipe is None else owned(recipe))
+        mistakes = [*(one for one in mistakes if one not in more), *more]
     if mistakes or recipe is None or loaded is None:
         if recipe is None and document.is_whole:
             recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
@@ -259,7 +260,7 @@ def make_plan(
     # Under a token budget the number of forwards depends on the lengths: at most one per sequence.
     per_forward = (recipe.batch.micro_batch_size or 1) * mesh.data_parallel_size
     accumulation = -(-recipe.batch.global_batch_size // per_forward)  # exact at any size
-    mistakes += contradictions(strategy.claims, {"~accumulation": accumulation})
+    mistakes += contradicted(strategy.path, strategy.claims, {"~accumulation": accumulation})
     refuse(mistakes)
     return Plan(
         num_processes=num_processes,
@@ -324,8 +325,9 @@ def launch_command(
         command += ["--main_process_ip", hosts.first, "--main_process_port", str(hosts.port)]
         if strategy.kind == "zero":  # else, by pdsh
             command += ["--deepspeed_multinode_launcher", "standard"]
-    elif num_processes > 1 and strategy.num_machines == 1 and strategy.main_process_port is None:
-        command += ["--main_process_port", "0"]  # a free port, so that several runs share a machine
+    elif num_processes > 1 and strategy.num_machines == 1:  # so that several runs share a machine
+        command += ["--main_process_port", "0"] * (strategy.main_process_port is None)  # a free one
+        command += ["--rdzv_backend", "static"] * (strategy.rdzv_backend == "c10d")  # whose own is 29400 for all
     if logs is not None:
         command += ["--tee", "3", "--log_dir", str(logs)]  # 3: stdout and stderr
     command += [program(), recipe]
