@@ -386,17 +386,19 @@ def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str,
     assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
 
 
-SHARE = 512 * 64 // 2  # of the model of tests/curves.py, over two processes
-
-
-@pytest.mark.parametrize("size", [SHARE - 1, SHARE])
-def test_check_warns_of_buffers_on_a_disk_that_hold_no_process_s_share_of_the_embedding(size, lab, tmp_path, capsys):
+@pytest.mark.parametrize(("vocabulary", "buffer", "share"), [(8192, 786431, 786432), (8192, 786432, 0), (2048, 9, 0)])
+def test_buffers_on_a_disk_must_hold_a_process_s_share_of_the_largest_weight(
+    vocabulary, buffer, share, tmp_path, capsys
+):
+    """8192 x 192 over two processes; of 2048 x 192 a share has less than 1 MiB, and stays in memory."""
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     block = {"stage": 3, "stage3_prefetch_bucket_size": 0, "offload_optimizer": on_disk}
-    block["offload_param"] = on_disk | {"buffer_size": size}
-    assert check(lab, with_json(tmp_path, {"zero_optimization": block})) == 0
-    said = f"buffer_size is {size}, and a process's share of the embedding {SHARE}; write {SHARE}"
-    assert (said in capsys.readouterr().out) == (size < SHARE)
+    path = with_json(tmp_path, {"zero_optimization": block | {"offload_param": on_disk | {"buffer_size": buffer}}})
+    size = f"model.from_scratch.vocab_size={vocabulary}"
+    words = ["check", str(ROOT / "recipes/quickstart.yaml"), "--strategy", str(path), "--processes", "2"]
+    assert main([*words, "--set", size]) == (2 if share else 0)
+    said = f"buffer_size is {buffer}, and a process's share of the embedding {share}; write {share}"
+    assert (said in capsys.readouterr().err) == bool(share)
 
 
 def test_a_training_file_of_another_project_is_no_strategy(tmp_path: Path):

@@ -173,16 +173,34 @@ BUFFER_SIZE = 100_000_000
 """DeepSpeed 0.19.8's elements of a buffer of weights on NVMe."""
 
 
-def buffer_problem(config: Any, strategy: Strategy, num_processes: int) -> str | None:
-    """Why the buffers of weights on NVMe cannot hold a process's share of the embedding, the largest matrix of most
-    models, or None (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py, `get_buffer`).
+MIN_SWAP = 2**20
+"""DeepSpeed keeps smaller tensors in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
+
+
+def swap_limit(strategy: Strategy) -> int:
+    """Bytes from which on DeepSpeed swaps a process's share of a weight."""
+    return max(MIN_SWAP, strategy.aio.get("block_size", MIN_SWAP))
+
+
+def buffer_problem(config: Any, strategy: Strategy, num_processes: int, bytes_each: int) -> str | None:
+    """Why the buffers of weights on NVMe cannot hold a process's share of the largest weight, the embedding or the
+    first matrices of all experts of a layer, or None (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py,
+    `get_buffer`: an assertion while the weights are read).
+
+    Args:
+        bytes_each: bytes of an element of the weights.
     """
-    rows, width = _size(config, "vocab_size"), _size(config, "hidden_size")
-    size = (strategy.zero.get("offload_param") or {}).get("buffer_size") or BUFFER_SIZE
-    if strategy.offload_param != "nvme" or not rows or not width or size * num_processes >= rows * width:
+    if strategy.offload_param != "nvme":
         return None
-    share = -(-rows * width // num_processes)
-    return f"offload_param.buffer_size is {size:.0f}, and a process's share of the embedding {share}; write {share}"
+    width, rows = _size(config, "hidden_size") or 0, _size(config, "vocab_size") or 0
+    inner = _size(config, "moe_intermediate_size", "intermediate_size") or 0
+    of_experts = 2 * inner * (_size(config, *EXPERTS) or 0)
+    size = (strategy.zero.get("offload_param") or {}).get("buffer_size") or BUFFER_SIZE
+    share = -(-max(rows, of_experts) * width // num_processes)
+    if share <= size or share * bytes_each < swap_limit(strategy):
+        return None
+    whose = "a layer's experts" if of_experts > rows else "the embedding"
+    return f"offload_param.buffer_size is {size:.0f}, and a process's share of {whose} {share}; write {share}"
 
 
 def mesh_problem(config: Any, mesh: Mesh) -> str | None:

@@ -21,7 +21,7 @@ from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
 from cookbook.planning.claims import owned, owned_by
-from cookbook.planning.meshes import mesh_problem, units_problem
+from cookbook.planning.meshes import buffer_problem, mesh_problem, units_problem
 from cookbook.planning.packing import known_config
 from cookbook.planning.refusals import refusals
 from cookbook.system.console import several
@@ -253,6 +253,9 @@ def make_plan(
     config = known_config(recipe.model)
     problems = () if config is None else (mesh_problem(config, mesh), units_problem(config, strategy))
     mistakes += [f"{strategy.path}: {problem}" for problem in problems if problem]
+    bytes_each = 4 if recipe.compute_precision == "no" else 2
+    if config is not None and (problem := buffer_problem(config, strategy, num_processes, bytes_each)):
+        mistakes.append(f"{strategy.deepspeed_file or strategy.path}: {problem}")
     if recipe.run.profile is not None and max(recipe.run.profile.ranks) >= num_processes:
         ranks = f"{recipe_name}: run.profile.ranks is {recipe.run.profile.ranks}"
         mistakes.append(f"{ranks}, but there are {num_processes} processes; the last is {num_processes - 1}")

@@ -20,8 +20,6 @@ from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.planning import run_plan
-from cookbook.planning.meshes import buffer_problem
-from cookbook.planning.packing import known_config
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
@@ -75,9 +73,6 @@ def _check_recipe(
     refuse(placed(mistakes + more, path, assignments))
     yield f"{path}: fine under {strategy.path}; {batch}"
     yield from (f"note: {note}" for note in strategy.notes)
-    config = known_config(recipe.model)
-    if config is not None and (problem := buffer_problem(config, strategy, plan.num_processes)):
-        yield f"warning: {strategy.path}: {problem}"
     for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
         yield f"warning: {doubt}"
     if data:

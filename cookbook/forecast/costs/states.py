@@ -38,10 +38,9 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
+from cookbook.planning.meshes import swap_limit
 
 FLOAT32 = 4
-MIN_SWAP = 2**20
-"""DeepSpeed keeps smaller tensors in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES)."""
 SWAP_ALIGNMENT = 1024
 """DeepSpeed pads files and buffers to multiples of this many bytes per thread (AIO_ALIGNED_BYTES)."""
 ALIGNMENT_FSDP1 = 16
@@ -538,7 +537,7 @@ def _weights_on_disk(
         size: bytes of an element.
     """
     low, block = inputs.low_bytes, inputs.strategy.zero["offload_param"]
-    alignment, limit = _thread_alignment(inputs.strategy) // low, _swap_limit(inputs.strategy)
+    alignment, limit = _thread_alignment(inputs.strategy) // low, swap_limit(inputs.strategy)
     kept = sum(size(weight) * part(weight) for weight in skeleton.weights if low * part(weight) < limit)
     swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
     buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
@@ -562,7 +561,7 @@ def _optimizer_on_disk(
     """
     strategy = inputs.strategy
     optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
-    per_block, limit = _thread_alignment(strategy) // FLOAT32, _swap_limit(strategy)
+    per_block, limit = _thread_alignment(strategy) // FLOAT32, swap_limit(strategy)
     # The count of updates stays in memory.
     num_moments, count = len(optim.state(is_matrix=False)), optim.state_bytes([(0, False)])
     host, disk = ResidentBytes(), ResidentBytes()
@@ -611,10 +610,6 @@ def _subgroups(skeleton: Skeleton, part: Callable[[Weight], int], limit: int) ->
 def _thread_alignment(strategy: Strategy) -> int:
     """Bytes to which swapped tensors are padded."""
     return SWAP_ALIGNMENT * strategy.aio.get("intra_op_parallelism", 1)
-
-
-def _swap_limit(strategy: Strategy) -> int:
-    return max(MIN_SWAP, strategy.aio.get("block_size", MIN_SWAP))
 
 
 def checkpoint_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
