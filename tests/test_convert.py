@@ -795,6 +795,11 @@ SILENT_FILES = {
         "mixed_precision": "no", "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
         "run.save_every_steps": 500,
     }),
+    "run-clm": ("{model_name_or_path: m, dataset_name: d, do_train: true}\n", {
+        "mixed_precision": "no", "objective.name": "cpt", "data.max_length": 1024, "data.holdout": 0.05,
+        "batch.micro_batch_size": 8, "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "run.save_every_steps": 500,
+    }),
     "trl": ("{model_name_or_path: m, dataset_name: d, use_peft: true}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
         "objective.train_on": "all", "adapter.name": "lora", "adapter.dropout": 0.05,
@@ -814,8 +819,9 @@ SILENT_FILES = {
     }),
     "llama-factory": ("{model_name_or_path: m, dataset: d}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 2048,
-        "adapter.name": "lora", "adapter.rank": 8, "adapter.alpha": 16.0, "batch.micro_batch_size": 8,
-        "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
+        "adapter.name": "lora", "adapter.rank": 8, "adapter.alpha": 16.0, "adapter.targets": ["all-linear"],
+        "batch.micro_batch_size": 8, "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "run.save_every_steps": 500,
     }),
     "llama-factory, all weights": ("{model_name_or_path: m, dataset: d, finetuning_type: full, stage: pt}\n", {
         "mixed_precision": "no", "model.gradient_checkpointing": True, "data.max_length": 2048,
@@ -858,6 +864,50 @@ def test_where_a_file_is_silent_the_projects_own_defaults_are_written(folder, ca
     found |= {key: value for key, value in recipe.items() if not isinstance(value, dict)}
     places = ("strategy", "model.name_or_path", "data.train", "batch.global_batch_size", "run.output_dir")
     assert {key: value for key, value in found.items() if key not in places} == _as_yaml(wanted)
+
+
+RUN_CLM = "model_name_or_path: m\ntrain_file: r.txt\nblock_size: 512\nvalidation_split_percentage: 10\n"
+
+
+def test_a_file_of_run_clm_is_known_by_its_keys_and_continues_pretraining(folder, capsys):
+    recipe = recipe_of(RUN_CLM + "max_train_samples: 7\nbf16: true\n")
+    assert recipe["objective"] == {"name": "cpt"} and recipe["optim"]["learning_rate"] == 5e-5
+    assert recipe["data"] == {"train": {"path": "r.txt", "max_rows": 7}, "holdout": 0.1, "max_length": 512}
+    assert "from file.yaml (transformers' run_clm.py)" in capsys.readouterr().out
+    Path("recipes/file.yaml").unlink()
+    recipe = recipe_of(RUN_CLM + "validation_file: v.txt\n")
+    assert recipe["data"]["eval"] == {"eval": {"path": "v.txt"}} and "holdout" not in recipe["data"]
+
+
+IN_ANY_CASE = {
+    "run-clm": (RUN_CLM, "joins all texts and cuts them into blocks", None),
+    "llama-factory": (
+        "{model_name_or_path: m, dataset: d, stage: pt, finetuning_type: full}\n",
+        "joins all texts and cuts them into blocks",
+        "packing: false",
+    ),
+    "llama-factory-v1": (
+        "{model: m, train_dataset: d, micro_batch_size: 1, cutoff_len: 64}\n",
+        "the last batch of an epoch may be smaller, where LLaMA-Factory v1 leaves its rows out",
+        "max_steps: 3",
+    ),
+    "torchtune": (OTHER_TRAININGS["torchtune"][0], "norms and biases have weight decay there", None),
+}
+
+
+@pytest.mark.parametrize("project", IN_ANY_CASE)
+def test_what_a_project_does_otherwise_in_any_case_is_said_first(project, folder, capsys):
+    text, said, without = IN_ANY_CASE[project]
+    values = yaml.safe_load(text)
+    assert convert(json.dumps(values), "--from", project, name="file.json") == 0
+    first, _, rest = capsys.readouterr().out.partition("to know, or to decide:")
+    assert said in first.partition("trains otherwise, or may:")[2] and said not in rest
+    if without is not None:
+        key, value = without.split(": ")
+        values[key] = yaml.safe_load(value)
+        out = ["--out", "recipes/other.yaml"]
+        assert convert(json.dumps(values), "--from", project, *out, name="other.json") == 0
+        assert said not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -95,6 +95,8 @@ class Project:
     """Those that are others with an adapter."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
+    always: tuple[str, ...] = ()
+    """What it does otherwise in any case."""
     changes: Mapping[str, list[str]] = field(default_factory=dict)
     """Keys and sections that make another training than any here, by what that is; 0, false and `no` ask for none."""
     passes: Mapping[str, Any] = field(default_factory=dict)
@@ -250,6 +252,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("objective.gamma", "objective.nll_weight"), _number),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
+    "~percent_held_out": _number,
     **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),
     **dict.fromkeys(("batch.global_batch_size", "batch.micro_batch_size", "~accumulation", "~processes"), _count),
     **dict.fromkeys(("data.max_length", "data.shuffle_rows", "adapter.rank"), _count),

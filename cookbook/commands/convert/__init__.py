@@ -22,6 +22,7 @@ ORDER = list(dict.fromkeys(leaves(Recipe)))
 ProjectName = Literal[
     "trainer",
     "trl",
+    "run-clm",
     "alignment-handbook",
     "llama-factory",
     "llama-factory-v1",

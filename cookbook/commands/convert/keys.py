@@ -28,6 +28,8 @@ class Conversion(Collected):
         self._objective()
         if project is not None:
             self._defaults(project)
+            self.changes += project.always
+        self._held_out_percent()
         self._loss_scale()
         self._adapter()
         self._least_rate()
@@ -66,11 +68,26 @@ class Conversion(Collected):
             )
         if self.take("cut_in_proportion") and not self.recipe.keys() & {"data.too_long", "data.streaming"}:
             self._proportion()
+        if self.take("joins_texts") and self._objective_name == "cpt" and self.recipe.get("data.packing") is not False:
+            self.changes.append(
+                f"{project.name} joins all texts and cuts them into blocks of data.max_length tokens, which its batch"
+                " counts; here the batch has texts, longer ones in several parts, and none attends to another"
+            )
         if self.take("drops_last") and "run.max_steps" not in self.recipe:
             self.changes.append(f"the last batch of an epoch may be smaller, where {project.name} leaves its rows out")
         if self.take("no_limit") and "data.max_length" not in self.recipe:
             self.recipe["data.too_long"] = "error"
             self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
+
+    def _held_out_percent(self) -> None:
+        """run_clm.py's part of a data set that has no validation split."""
+        percent = self.take("percent_held_out")
+        if percent and "data.eval" not in self.recipe and not self.recipe.get("data.streaming"):
+            self.recipe["data.holdout"] = percent / 100
+            if "~dataset" in self.places:
+                self.notes.append(
+                    "data.holdout is for a data set without a split validation; with one, write data.eval in its place"
+                )
 
     def _proportion(self) -> None:
         """LLaMA-Factory's `infer_seqlen` (data/processor/processor_utils.py)."""
