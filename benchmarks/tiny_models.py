@@ -1,154 +1,14 @@
 """Small random models of every causal type of the installed transformers, with all kinds of layers that a type has."""
 
 import copy
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from cookbook.commands.rehearse.tiny_types import LARGEST, small_values
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models.structure import random_parts
 
-LARGEST = 30_000_000
-"""Parameters of a model that is tiny."""
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 128,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_expert_group": 1,
-    "num_experts_per_token": 2,
-    # latent attention
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    # linear attention, state space
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_d_ssm": 128,
-    "mamba_d_state": 8,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 16,
-    "mamba_n_groups": 1,
-    "state_size": 8,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    "chunk_size": 16,
-    "expand": 2,
-    "block_size": 16,
-    # further names of the sizes above
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "n_inner": 96,
-    "d_model": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "num_heads": 4,
-    "num_layers": 2,
-    "attention_heads": 4,
-    "ffn_hidden_size": 96,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 512,
-    "num_kv_shared_layers": 0,
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 2,
-    "rotary_dim": 8,
-    "n_hidden": 64,
-    "emb_dim": 64,
-    "expert_ffn_hidden_size": 32,
-    "moe_topk": 2,
-    "zero_expert_num": 2,
-    "max_seq_len": 128,
-    "mamba_ngroups": 1,
-    "n_mamba_heads": 2,
-    "adapter_rank": 8,
-    "router_hidden_size": 32,
-    # sparse attention: exact ties of its scores, see tests/test_architectures.py, are as rare as in published models
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-    "index_topk": 32,
-}
-"""Given to a configuration as far as it has them."""
-CHANGES: dict[str, dict[str, Any]] = {
-    "axk1": {"num_key_value_heads": 4, "head_dim": 8},
-    "axk2": {"num_key_value_heads": 4},
-    "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
-    },
-    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
-    "deepseek_v32": {"num_key_value_heads": 4},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
-    "glm4_moe_lite": {"num_key_value_heads": 4},
-    "glm_moe_dsa": {"num_key_value_heads": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
-    "gpt_oss": {"sliding_window": 32},
-    "granite": {"logits_scaling": 8.0},  # as published models have it
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "qwen4_exp_text": {
-        "eos_token_id": 2,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
-        "ple_layer_ids": [2],
-        "ngram_vocab_size_base": 512,
-        "split_ngram_parts": 1,
-        "hc_lowrank": 16,
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 32,
-        "indexer_compress_ratio": 4,
-    },
-    "minicpm3": {"num_key_value_heads": 4, "head_dim": 8, "dim_model_base": 32},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "youtu": {"num_key_value_heads": 4, "head_dim": 8},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Where sizes have to suit one another, or would leave a kind of layer out."""
 DEFAULTS = {
     "gemma4_assistant": {
         "text_config": {
@@ -162,7 +22,6 @@ DEFAULTS = {
 """Where transformers' own are not valid."""
 STDS = {"zamba": 0.05, "zamba2": 0.1}
 """Deviation of weights, where the usual ones blow a last bit up, a hundred times as far as in Llama."""
-LAYER_KINDS = ("layer_types", "mlp_layer_types")
 
 
 def default_config(model_type: str) -> PreTrainedConfig:
@@ -173,28 +32,11 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """A small configuration that has all kinds of layers of this architecture."""
     written = default_config(model_type).to_dict()
-    config = AutoConfig.for_model(model_type, **{**_sizes(written), **CHANGES.get(model_type, {})})
+    config = AutoConfig.for_model(model_type, **small_values(written))
     for key in random_parts(config):
         setattr(config, key, 0.0)
     config.pad_token_id, config.eos_token_id, config.bos_token_id = 0, 2, 1
     return config
-
-
-def _sizes(written: dict[str, Any]) -> dict[str, Any]:
-    """Small values of those keys that a configuration has, and of the configurations in it."""
-    sizes = {
-        key: value
-        for key, value in SIZES.items()
-        if written.get(key) is not None or (key == "head_dim" and key in written)
-    }
-    kinds = {key: list(dict.fromkeys(written[key])) for key in LAYER_KINDS if written.get(key)}
-    if kinds:
-        sizes["num_hidden_layers"] = count = max(2, *map(len, kinds.values()))
-        sizes |= {key: (names * count)[:count] for key, names in kinds.items()}
-    for key, value in written.items():
-        if isinstance(value, dict) and "model_type" in value:
-            sizes[key] = {"model_type": value["model_type"], **_sizes(value)}
-    return sizes
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:

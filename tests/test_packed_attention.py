@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import tiny_models
+from cookbook.commands.rehearse import tiny_types
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
@@ -81,8 +82,8 @@ def config_of(model_type: str) -> PreTrainedConfig:
     """A tiny model's, with a window that is less than a sample if the architecture has one."""
     with pytest.MonkeyPatch.context() as patch:
         if model_type in CHANGES:
-            patch.setitem(tiny_models.CHANGES, model_type, CHANGES[model_type])
-        patch.setitem(tiny_models.SIZES, "sliding_window", WINDOW)
+            patch.setitem(tiny_types.CHANGES, model_type, CHANGES[model_type])
+        patch.setitem(tiny_types.SIZES, "sliding_window", WINDOW)
         return tiny_models.tiny_config(model_type)
 
 

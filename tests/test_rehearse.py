@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment
+from transformers import AutoConfig
 
 from cookbook.commands import rehearse
 from cookbook.commands.cli import main
@@ -18,6 +19,7 @@ from cookbook.commands.rehearse.recompute import recompute
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
 from cookbook.planning import offline
+from cookbook.planning.attention_layers import attention_layers
 from cookbook.planning.packing import Packing
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
@@ -260,8 +262,6 @@ def test_an_impossible_number_of_processes_is_refused(processes, capsys):
 
 @pytest.mark.parametrize("name", json.loads((ROOT / "recipes/offline_facts.json").read_text())["models"])
 def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
-    from transformers import AutoConfig
-
     facts = offline.known_model(name)
     assert facts is not None
     large = AutoConfig.for_model(**facts["config"])
@@ -269,15 +269,40 @@ def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
     assert type(small) is type(large)
     for key in ("tie_word_embeddings", "rope_parameters", "rms_norm_eps", "sliding_window", "attention_bias"):
         assert getattr(small, key, None) == getattr(large, key, None), key
-    ratios = [c.num_attention_heads // c.num_key_value_heads for c in (small, large)]
-    assert ratios[0] == ratios[1]
-    widths = [
-        getattr(c, "head_dim", c.hidden_size // c.num_attention_heads) * c.num_attention_heads for c in (small, large)
-    ]
-    assert widths[0] / small.hidden_size == widths[1] / large.hidden_size
+    first_of_kinds = [{one.window: one for one in reversed(attention_layers(c))} for c in (small, large)]
+    assert len(first_of_kinds[0]) == len(first_of_kinds[1])
+    for a, b in zip(*(kinds.values() for kinds in first_of_kinds), strict=True):
+        assert a.num_heads * b.num_key_heads == b.num_heads * a.num_key_heads or a.num_key_heads == 1
+        assert a.width / small.hidden_size == b.width / large.hidden_size
     assert small.hidden_size % 2 == 0
     assert standins.shrink(large, 1000, 6).num_hidden_layers == 6
     assert small.vocab_size == 1024
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["deepseek_v3", "gemma3n_text", "glm4_moe", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "zamba2"],
+)
+def test_a_type_whose_sizes_depend_on_one_another_is_made_small_with_all_its_layers(model_type):
+    large = AutoConfig.for_model(model_type)
+    small = standins.small_model(large, Tokens(), 2).config
+    assert small.model_type == model_type and small.vocab_size == 1024
+    for key in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        assert set(getattr(small, key, ())) >= set(getattr(large, key, ())), key
+
+
+def test_a_type_that_cannot_be_made_small_is_refused_in_words():
+    with pytest.raises(RecipeError, match=r"model of type xlstm: .* cannot: .*\n.*run\.max_steps=3"):
+        standins.small_model(AutoConfig.for_model("xlstm"), Tokens(), 2)
+
+
+class Tokens:
+    """A tokenizer of 1,000 tokens."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
+
+    def __len__(self):
+        return 1000
 
 
 LOGS = {

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig
 
-from benchmarks.tiny_models import SIZES, tiny_config
+from benchmarks.tiny_models import tiny_config
+from cookbook.commands.rehearse.tiny_types import SIZES
 from cookbook.planning.language_part import TWINS, language_config
 
 VISION: dict[str, Any] = {

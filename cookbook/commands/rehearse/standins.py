@@ -1,5 +1,6 @@
 """Stand-ins for a rehearsal: a few rows of the recipe's kind, and a tiny model of its architecture with a tokenizer."""
 
+import copy
 import json
 import math
 import random
@@ -9,14 +10,16 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from cookbook.commands.rehearse.tiny_types import LARGEST, LAYER_KINDS, small_values
 from cookbook.config.recipe import Recipe
 from cookbook.config.row_columns import MEANT, without
 from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
+from cookbook.planning.attention_layers import attention_layers
 from cookbook.planning.meshes import EXPERTS
 from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.offline import hub_answers, known_kind, known_model
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts
 from cookbook.training.data.sources import raw_rows
 
@@ -82,7 +85,6 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes, *, 
     from these few rows.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -91,17 +93,15 @@ def write_tiny_model(recipe: Recipe, rows: Rows, folder: Path, notes: Notes, *, 
         notes.covered.append("a new model of the recipe's own sizes")
         return False
     config, tokenizer, origin = _describe_model(recipe, rows)
-    small = shrink(config, len(tokenizer), least_layers)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(small, name, getattr(tokenizer, name))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_config(small)
+        model = small_model(config, tokenizer, least_layers)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    heads, tied = (small.num_attention_heads, small.num_key_value_heads), small.tie_word_embeddings
+    small = model.config
+    tied = getattr(small, "tie_word_embeddings", False)
     notes.covered.append(
-        f"{small.model_type} with {small.num_hidden_layers} layers, {heads[0]} query and {heads[1]} key heads,"
+        f"{small.model_type} with {small.num_hidden_layers} layers, {_heads_in_words(small)},"
         f" {'tied' if tied else 'untied'} embeddings (after {origin})"
     )
     is_own = "offline_facts" not in origin
@@ -142,8 +142,76 @@ def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     return config, tokenizer, f"{origin}, with its own tokenizer"
 
 
-INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""Keys for the widths of multilayer perceptrons."""
+def small_model(config: Any, tokenizer: Any, least_layers: int) -> Any:
+    """A model of random weights with the structure of a large one; where its sizes cannot be divided as most models'
+    can, with fixed ones, and else with what transformers gives its type.
+
+    Raises:
+        RecipeError: transformers makes none of these.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    why = ""
+    for make in (shrink, fixed_sizes, small_default):
+        try:
+            small = make(config, len(tokenizer), least_layers)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(small, name, getattr(tokenizer, name))
+            with torch.device("meta"):
+                size = AutoModelForCausalLM.from_config(copy.deepcopy(small)).num_parameters()
+            if size > LARGEST:
+                raise ValueError(f"{size:,} parameters are left")
+            model = AutoModelForCausalLM.from_config(small)
+            model(torch.arange(8)[None])  # what does not suit shows up in a product, in some models
+            return model
+        except Exception as error:  # any of a configuration's checks or a model's own code
+            why = first_line(error)
+    raise RecipeError(
+        f"model of type {config.model_type}: a rehearsal makes a small one, and cannot: {why}\n"
+        "Run three steps of the model itself: cookbook launch RECIPE --set run.max_steps=3"
+    )
+
+
+def fixed_sizes(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
+    """A small configuration with the sizes of `tiny_types`; all else as it is."""
+    full = config.to_dict()
+    values = full | small_values(full) | {"vocab_size": _padded(vocab_size)}
+    layers = max(least_layers, values.get("num_hidden_layers", 0))
+    for key in (*LAYER_KINDS, "layers_block_type"):
+        if kinds := values.get(key):
+            values[key] = (list(kinds) * layers)[:layers]
+    if "num_hidden_layers" in values:
+        values["num_hidden_layers"] = layers
+    return type(config).from_dict({key: value for key, value in values.items() if key not in OF_FILES})
+
+
+def small_default(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
+    """As `fixed_sizes`, but for the embeddings all else by transformers' defaults: some sizes follow from others there,
+    and would stay large.
+    """
+    own = {key: getattr(config, key) for key in ("tie_word_embeddings",) if hasattr(config, key)}
+    return fixed_sizes(type(config)(**small_values(config.to_dict()), **own), vocab_size, least_layers)
+
+
+def _heads_in_words(config: Any) -> str:
+    found = attention_layers(config)
+    if not found:
+        return "no attention"
+    queries, keys = ({getattr(one, name) for one in found} for name in ("num_heads", "num_key_heads"))
+    return " and ".join(
+        f"{' or '.join(map(str, sorted(sizes)))} {what}" for sizes, what in ((queries, "query"), (keys, "key heads"))
+    )
+
+
+def _padded(vocab_size: int) -> int:
+    return math.ceil(vocab_size / 64) * 64
+
+
+OF_FILES = ("architectures", "_name_or_path", "transformers_version", "quantization_config")
+"""Keys of the large model's files."""
+INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input")
+"""Keys for the widths of multilayer perceptrons, and of what Gemma adds in each layer."""
 
 
 def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
@@ -170,7 +238,7 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     if "max_window_layers" in values:
         values["max_window_layers"] = layers
     values |= {
-        "vocab_size": math.ceil(vocab_size / 64) * 64,
+        "vocab_size": _padded(vocab_size),
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": small_heads,
@@ -179,7 +247,9 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     }
     if "head_dim" in values:
         values["head_dim"] = small_dim
-    values |= {key: narrow(values[key]) for key in INNER if isinstance(values.get(key), int)}
+    values |= {key: narrow(size) for key in INNER if isinstance(size := values.get(key), int) and size}
+    if values.get("vocab_size_per_layer_input"):
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
     if own := values.get("per_layer_config"):  # Gemma 4's heads are others in every sixth layer
         of_kind = {kinds[int(layer)]: one for layer, one in own.items()}
         values["per_layer_config"] = {
@@ -190,6 +260,4 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     # Twice as many as a token chooses are enough to choose from; any ep_size up to 8 divides the 16 of most.
     least = max(8, 2 * (values.get("num_experts_per_tok") or 1))
     values |= {key: min(values[key], least) for key in EXPERTS if isinstance(values.get(key), int)}
-    for key in ("architectures", "_name_or_path", "transformers_version", "quantization_config"):
-        values.pop(key, None)
-    return type(config).from_dict(values)
+    return type(config).from_dict({key: value for key, value in values.items() if key not in OF_FILES})
