@@ -201,7 +201,7 @@ def plan(lab: Lab, folder: Path) -> dict[str, Any]:
         (forecast,) = (one for one in json.loads(said.getvalue())["forecasts"] if "fsdp2" in one["strategy"])
         if forecast["verdict"] == "cannot run":
             return {"refused": "; ".join(forecast["why"])}
-        return {"forecast": "bound" if forecast["memory"]["is_bound"] else "yes"}
+        return {"forecast": "formula" if forecast["memory"]["by_formula"] else "yes"}
     except Exception as why:
         return {"failed": f"{type(why).__name__}: {why}"[:400]}
 

@@ -19,17 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from benchmarks.tiny_models import tiny_config
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import ledger as ledgers
 from cookbook.forecast import trace as tracing
+from cookbook.forecast import verdict
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
-from cookbook.forecast.trace import Untraceable, bound, trace
+from cookbook.forecast.trace import Untraceable, by_formula, trace
 from cookbook.forecast.verdict import TraceCache
+from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import lora_config
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
@@ -38,6 +41,7 @@ from tests.experts import experts_config
 from tests.needs import need_compiler
 
 ROWS, LENGTH, VOCAB = 3, 256, 1500
+SINGLE = load_strategy(Path("accelerate_configs/single.yaml"))
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 192,
@@ -232,10 +236,10 @@ def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
     assert cut == plain
 
 
-def test_a_bound_counts_the_dropout_of_an_adapter():
+def test_the_formula_counts_the_dropout_of_an_adapter():
     """By hand: six inputs of 192 and one of 500, in float32 with a byte of mask."""
-    bounds = [
-        bound(
+    estimates = [
+        by_formula(
             config_of(),
             recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}),
             tokens=100,
@@ -244,7 +248,7 @@ def test_a_bound_counts_the_dropout_of_an_adapter():
         )
         for rate in (0.0, 0.1)
     ]
-    without, with_it = (next(one.held for one in work.phases if one.name == "head") for work in bounds)
+    without, with_it = (next(one.held for one in work.phases if one.name == "head") for work in estimates)
     assert with_it - without == 7 * 100 * (6 * 192 + 500) * 5
 
 
@@ -334,9 +338,9 @@ def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recompute
     assert [most[layer] - less[layer] for layer in range(7)] == [(layer + 1) * size for layer in range(7)]
 
 
-def test_a_bound_has_offloaded_inputs_of_layers_on_the_host():
+def test_the_formula_has_offloaded_inputs_of_layers_on_the_host():
     kept, gone = (
-        bound(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1, num_layers=7).phases
+        by_formula(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1, num_layers=7).phases
         for kind in (True, "offload")
     )
     assert kept[-1].held == gone[-1].held + 256 * 192 * 4 == 256 * 192 * 4
@@ -353,20 +357,34 @@ def test_autocast_keeps_copies_of_float32_weights():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["jamba", pytest.param("mamba", marks=pytest.mark.thorough)])
+def test_a_loop_over_tokens_is_traced_in_short_rows_of_as_many(model_type, monkeypatch):
+    """Bytes and kernels; its backward moves with the square of a row, since each token's gradient is a whole row's."""
+    config = tiny_config(model_type)
+    settings = recipe(checkpointing=True, precision="bf16")
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 64})})
+    found = TraceCache(config, settings).work(SINGLE, 1)
+    monkeypatch.setattr(verdict, "SHORT", (64, 64))
+    exact = TraceCache(config, settings).work(SINGLE, 1)
+    for name in ("held", "peak", "kernels", "moved"):
+        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
+        assert max(ours) == pytest.approx(max(theirs), rel=0.015)
+
+
+@pytest.mark.slow
 def test_a_long_sample_of_linear_attention_is_extrapolated_from_two_shorter_ones():
     _, sizes = MIXED["qwen3_next"]
     config = config_of(model_type="qwen3_next", **sizes | {"num_hidden_layers": 4})
     settings = recipe(checkpointing=True, precision="bf16")
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 1280})})
-    single = load_strategy(Path("accelerate_configs/single.yaml"))
-    found = TraceCache(config, settings).work(single, 1)
+    found = TraceCache(config, settings).work(SINGLE, 1)
     exact = trace(config, settings, rows=1, length=1280, num_targets=1280, autocast=True, tp_size=1)
     for name in ("held", "peak", "kernels"):
         ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def test_a_model_with_too_many_operations_is_bounded_by_formula(monkeypatch):
+def test_a_model_with_too_many_operations_is_estimated_by_formula_and_never_said_to_fit(monkeypatch):
     """Their number ends a trace and no time, which depends on what else the machine does."""
     config = config_of()
     monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
@@ -374,10 +392,15 @@ def test_a_model_with_too_many_operations_is_bounded_by_formula(monkeypatch):
         traced(recipe(), config)
     monkeypatch.undo()
     exact = traced(recipe(precision="bf16"), config, autocast=False)
-    above = bound(
+    above = by_formula(
         config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1, num_layers=config.num_hidden_layers
     )
     assert max(one.peak for one in above.phases) > max(one.peak for one in exact.phases)
+    monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
+    machines = parse_machines("1xH100")
+    found = verdict.forecast(TraceCache(config, recipe(precision="bf16")), SINGLE, machines, limits=False)
+    assert found.by_formula and found.verdict == "tight"
+    assert "activations are by formula and may be more: llama: TooLong" in found.why[0]
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

@@ -231,6 +231,8 @@ def test_what_a_kind_of_machine_has_that_no_figure_tells_is_a_note():
     [
         ("8xH10O", "did you mean H100?"),
         ("8xB310", "did you mean B300?"),
+        ("8xB100", "did you mean B200?"),
+        ("L20", "did you mean L40?"),
         ("A100-64GB", "did you mean A100-"),
         ("8xpotato", "known here: "),
         ("4080 SUPER", "no GPU 4080SUPER in the table"),

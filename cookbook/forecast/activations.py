@@ -54,8 +54,14 @@ class ActivationTrace:
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
+    def of_loops(self, longer: "ActivationTrace") -> "ActivationTrace":
+        """The same bytes, with the kernels of longer rows that have as many tokens."""
+        own = ({name: getattr(one, name) for name in ("held", "peak", "making")} for one in self.phases)
+        phases = (replace(one, **sizes) for one, sizes in zip(longer.phases, own, strict=True))
+        return replace(longer, phases=tuple(phases))
+
     def total(self, name: Literal["kernels", "looped", "moved", "streamed"]) -> int:
-        """Sum over all phases; 0 for a bound."""
+        """Sum over all phases; 0 for an estimate by formula."""
         return sum(getattr(phase, name) for phase in self.phases)
 
     def of_stage(

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from cookbook.forecast.activations import CACHE_BYTES, Phase
 
-MOST_OPERATIONS = 100_000
-"""A model that runs token by token would take minutes. Counted, since seconds depend on what else a machine does; two
-cores of an AMD EPYC took some 20 for as many.
+MOST_OPERATIONS = 25_000
+"""Of a forward: more, as of a loop over all tokens, would take minutes. Counted, since seconds depend on what else a
+machine does. A trace ends in the forward, at a product or the like: where torch 2.13 itself makes a view or detaches
+a tensor that it saves, an exception from Python aborts the process.
 """
 ALLOCATION_BYTES = 512
 """CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -36,6 +37,7 @@ FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empt
 GROUPED = torch.ops.aten._grouped_mm.default
 """torch 2.13 multiplies float32 too, but knows the shapes in bf16 alone (torch/_meta_registrations.py,
 `_meta_grouped_mm_common`)."""
+WHERE, VALUE = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
 AROUND_EXPERTS = {
     "forward": "experts forward",
     "experts forward": "rest forward",
@@ -65,6 +67,7 @@ class Ledger(TorchDispatchMode):
         """What the layers got."""
         self.keeps_inputs = False
         self._operations = 0
+        self._experts = 1
         self._open: tuple[str, int | None, int] | None = None
         self._kept = 0
         """Bytes of `made` that outlive the experts' backward: gradients of the weights around a layer's experts."""
@@ -75,9 +78,18 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations += 1
-        if self._operations > MOST_OPERATIONS:
-            raise TooLong(f"a forward and backward have more than {MOST_OPERATIONS:,} operations")
-        if function is GROUPED and args[0].dtype == torch.float32:
+        if (
+            self._operations > MOST_OPERATIONS
+            and self._may_end
+            and not function.is_view
+            and function._opname not in FREE
+        ):
+            raise TooLong(f"a forward has more than {MOST_OPERATIONS:,} operations")
+        if function is WHERE:
+            result = self._where(args[0])
+        elif function is VALUE and args[0].dtype == torch.int64:
+            result = 0  # the number of an expert
+        elif function is GROUPED and args[0].dtype == torch.float32:
             low = tree_map_only(torch.Tensor, _in_16_bits, args)
             result = function(*low, **(kwargs or {})).float()
         else:
@@ -88,6 +100,20 @@ class Ledger(TorchDispatchMode):
         if self._counts and not function.is_view and function._opname not in FREE:
             self._count(function._opname, (args, kwargs), result)
         return result
+
+    @property
+    def _may_end(self) -> bool:
+        return self._open is None or not self._open[0].endswith(("backward", "again", "end"))
+
+    def _where(self, mask: torch.Tensor) -> torch.Tensor:
+        """Indices of what a mask selects, as in a loop over the experts that have tokens: those are all of a vector,
+        and each has an equal part of the tokens.
+        """
+        if mask.ndim == 1:
+            self._experts = mask.numel()
+        return mask.new_empty(
+            -(-mask.numel() // (1 if mask.ndim == 1 else self._experts)), mask.ndim, dtype=torch.int64
+        )
 
     def _count(self, name: str, given: Any, result: Any) -> None:
         self.kernels += KERNELS.get(name, 1)

@@ -197,11 +197,11 @@ def _less_than(traces: TraceCache, strategy: Strategy, machines: Machines) -> Ma
 def smaller_micro_batch(
     recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
 ) -> BatchSection | None:
-    """The first of `batches` with which a run may fit; each is taken where the forecast is only a bound."""
+    """The first of `batches` with which a run may fit; each is taken where activations are by formula."""
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     for batch in batches:
         found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
-        if found.verdict in MAY_RUN or (found.is_bound and found.verdict != "cannot run"):
+        if found.verdict in MAY_RUN or (found.by_formula and found.verdict != "cannot run"):
             return batch
     return None
 

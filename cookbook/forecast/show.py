@@ -187,8 +187,10 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         *_stages(memory),
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
-    if best.is_bound:
-        rows.insert(2, ("", "activations are by formula: the model's code could not be traced. A run may need more"))
+    if best.by_formula:
+        rows.insert(
+            2, ("", "activations are by formula, since the model's code could not be traced: a run may need more")
+        )
     steps = _num_steps(report, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:
@@ -275,7 +277,7 @@ def as_record(
             record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
         if memory is not None:
             names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
-            record["memory"] = {name: getattr(memory, name) for name in names} | {"is_bound": one.is_bound}
+            record["memory"] = {name: getattr(memory, name) for name in names} | {"by_formula": one.by_formula}
             record["memory"]["stages"] = [
                 {"holds": stage.holds, "in_flight": stage.in_flight}
                 | {name: getattr(stage.memory, name) for name in names if name != "needed"}

@@ -83,7 +83,7 @@ def trace(
         kept: likewise for what its checkpointing keeps of a compiled layer.
 
     Raises:
-        Untraceable: use `bound` instead.
+        Untraceable: use `by_formula` instead.
     """
     low, few = COMPUTE_DTYPES[recipe.compute_precision], few_layers(config)
     config = _share_of(few.config, tp_size)
@@ -153,9 +153,11 @@ LAYER_BYTES = 96
 (gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
 
 
-def bound(config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int, num_layers: int) -> ActivationTrace:
-    """An upper bound by formula for a model that cannot be traced: each layer keeps `LAYER_BYTES`, or only its input
-    under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
+def by_formula(
+    config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int, num_layers: int
+) -> ActivationTrace:
+    """An estimate for a model that cannot be traced, which may need more: each layer keeps `LAYER_BYTES`, or only its
+    input under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
     text = config.get_text_config()
     size = COMPUTE_DTYPES[recipe.compute_precision].itemsize
     layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size

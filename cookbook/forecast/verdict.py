@@ -29,10 +29,10 @@ from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.outside import workspaces
 from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
-from cookbook.forecast.trace import Untraceable, bound, holds_scores
+from cookbook.forecast.trace import Untraceable, by_formula, holds_scores
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.planning.meshes import BUFFER_SIZE, mesh_problem, swap_limit, units_problem
-from cookbook.planning.packing import STATEFUL, decide
+from cookbook.planning.packing import STATEFUL, TOKEN_BY_TOKEN, decide
 from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
@@ -59,7 +59,7 @@ class Forecast:
     num_processes: int = 0
     plan: Plan | None = None
     memory: Memory | None = None
-    is_bound: bool = False
+    by_formula: bool = False
     """Whether activations are by formula, because the model could not be traced."""
     host: int = 0
     """Bytes of host memory per machine, the maximum of offloaded state and loading; 0 without GPUs."""
@@ -81,6 +81,8 @@ TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
 LONG = 512, 1024
 """Tokens from which longer samples of models with a state are extrapolated: they run them in steps of 64 to 256, with
 operations for each."""
+SHORT = 16, 32
+"""Likewise of models that run token by token: as many tokens, in more rows."""
 SKELETONS: dict[tuple[str, str], Skeleton] = {}
 
 
@@ -107,7 +109,7 @@ class TraceCache:
         return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
-        """The trace of a micro-batch of samples of data.max_length, or a bound."""
+        """The trace of a micro-batch of samples of data.max_length, or an estimate by formula."""
         recipe, tp_size = self.recipe, strategy.tp_size
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
@@ -127,6 +129,9 @@ class TraceCache:
                 "sp_size": strategy.sp_size,
             }
             try:
+                if self.config.model_type in TOKEN_BY_TOKEN and row > SHORT[1]:
+                    one, two = (self._trace(each, options | {"rows": -(-rows * row // each)}) for each in SHORT)
+                    return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
                 if self.config.model_type not in STATEFUL or row <= LONG[1]:
                     return self._trace(row, options)
                 one, two = (self._trace(length, options) for length in LONG)
@@ -134,7 +139,7 @@ class TraceCache:
             except Untraceable as error:
                 self.untraceable = str(error)
         num_layers = self.skeleton.num_layers
-        return bound(self.config, recipe, tokens=sequences * length, tp_size=tp_size, num_layers=num_layers)
+        return by_formula(self.config, recipe, tokens=sequences * length, tp_size=tp_size, num_layers=num_layers)
 
     def _trace(self, length: int, options: dict[str, Any]) -> ActivationTrace:
         key = (*self._key, length, *options.values())
@@ -154,7 +159,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     """The GPU memory forecast of a run that is starting. Not collective.
 
     Raises:
-        Untraceable: only a bound is available.
+        Untraceable: there is only an estimate by formula.
     """
     traces = TraceCache(config, recipe)
     strategy = strategy.of_width(traces.sizes.hidden)
@@ -269,6 +274,8 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
 
     memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=placed.offloaded)
+    if traces.untraceable is not None and verdict in ("fits", *UNKNOWN):
+        verdict, why = "tight", [*why, f"activations are by formula and may be more: {traces.untraceable}"]
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
@@ -284,7 +291,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         num_processes=count,
         plan=plan,
         memory=memory,
-        is_bound=traces.untraceable is not None,
+        by_formula=traces.untraceable is not None,
         host=host,
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
@@ -319,7 +326,7 @@ def _step_time(
         return None
     step = _step_of(traces, plan, num_tokens)
     work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
-    trace = work if work is not None and work.total("kernels") else None  # a bound counts none
+    trace = work if work is not None and work.total("kernels") else None  # a formula counts none
     return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)
 
 

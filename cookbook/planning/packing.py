@@ -38,6 +38,8 @@ STATEFUL = (
 )
 """Architectures with layers that carry a state along a row: linear attention, state space, convolutions. In a packed
 row such a layer runs on each sample by itself (cookbook/training/models/mixers.py)."""
+TOKEN_BY_TOKEN = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "zamba")
+"""Those whose code without kernels (transformers 5.23) has a loop over the tokens of a row."""
 
 # A list, since no attribute reveals where samples would mix, which nothing else would notice.
 PACKABLE = (

@@ -395,11 +395,28 @@ def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
     gpu = find_gpu(kind)
     if gpu is None:
         names = {gpu.name.upper(): gpu.name for gpu in GPUS}
-        close = difflib.get_close_matches(kind.upper(), names, n=3, cutoff=0.6)
-        close.sort(key=lambda name: (abs(len(name) - len(kind)), name[0] != kind[0].upper()))
-        hint = f"did you mean {names[close[0]]}?" if close else f"known here: {', '.join(names.values())}."
+        close = _nearest(kind.upper(), list(names))
+        hint = f"did you mean {names[close]}?" if close else f"known here: {', '.join(names.values())}."
         raise RecipeError(f"--gpus {text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
     return gpu, gpu.usable_gib
+
+
+def _nearest(kind: str, names: list[str]) -> str | None:
+    """A name that may have been meant: one with a slip of the pen, that of the same letters and the nearest number (for
+    B100 it is B200 and not P100), or one that looks alike.
+    """
+
+    def alike(cutoff: float) -> list[str]:
+        close = difflib.get_close_matches(kind, names, n=3, cutoff=cutoff)
+        return sorted(close, key=lambda name: (abs(len(name) - len(kind)), name[0] != kind[0]))
+
+    family: list[tuple[float, int, str]] = []
+    if written := re.fullmatch(r"([A-Z]+)([1-9]\d*)", kind):
+        for name in names:
+            if found := re.match(rf"{written[1]}(\d+)", name):
+                less, more = sorted((int(written[2]), int(found[1])))
+                family.append((more / less, len(name), name))
+    return next(iter([*alike(0.85), *(name for _, _, name in sorted(family)), *alike(0.6)]), None)
 
 
 def from_driver(gpus: list[InstalledGpu], host_gib: float | None = None) -> Machines:
