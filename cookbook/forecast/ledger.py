@@ -85,6 +85,7 @@ class Ledger(TorchDispatchMode):
             and function._opname not in FREE
         ):
             raise TooLong(f"a forward has more than {MOST_OPERATIONS:,} operations")
+        result: Any
         if function is WHERE:
             result = self._where(args[0])
         elif function is VALUE and args[0].dtype == torch.int64:
