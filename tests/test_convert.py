@@ -630,6 +630,7 @@ OTHER_TRAININGS = {
         "adapter: llama-adapter": "write adapter",
         "qat: {weight_dtype: int4}": "quantization-aware training",
         "unfrozen_parameters: [lm_head]": "training of some layers",
+        "optimizer: lion_8bit": "an optimizer that is not here",
     }),
     "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
         "stage: rm": "a reward model of whole answers; write reward",
@@ -637,6 +638,9 @@ OTHER_TRAININGS = {
         "finetuning_type: freeze": "write adapter",
         "quantization_bit: 8": "weights have 4 bits or 16",
         "use_galore: true": "another optimizer",
+        "optim: galore_adamw": "an optimizer that is not here",
+        "pref_ftx: 0.5": "another loss",
+        "rope_scaling: linear": "positions that are scaled otherwise",
     }),
     "torchtune": ("tokenizer: {max_seq_len: 64}\ncheckpointer: {checkpoint_dir: m}\ndataset: {source: r}\n", {
         "loss: {_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss}": "it samples and scores answers",

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from pydantic import BaseModel
@@ -345,6 +346,15 @@ def test_what_is_wrong_with_a_json_comes_in_one_round(case: str, tmp_path: Path)
     *mistakes, way = mistakes_of(with_json(tmp_path, PAGES["zero2"] | values))
     assert len(mistakes) == len(said) and all(one in line for one, line in zip(said, mistakes, strict=True))
     assert "cookbook convert" in way
+
+
+def test_adam_of_deepspeed_is_adamw_unless_a_file_says_otherwise(tmp_path: Path):
+    assert ADAM_W_MODE_DEFAULT is True
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
+    claims = load_strategy(with_json(tmp_path, PAGES["zero3"] | adam)).claims
+    assert [claim.value for claim in claims if claim.key == "optim.name"] == ["adamw"]
+    adam["optimizer"]["params"] = {"adam_w_mode": False}
+    assert "adam_w_mode is false, which a run does not do" in mistakes_of(with_json(tmp_path, adam | PAGES["zero3"]))[0]
 
 
 def test_what_is_switched_off_at_any_depth_or_left_open_is_passed_over(tmp_path: Path):

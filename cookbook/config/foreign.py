@@ -68,7 +68,8 @@ class Key:
         """What of a value has no counterpart, though `translate` has one for the rest."""
         if self.ours == "model.new_tokens":
             return SPECIAL
-        return PAGED if self.ours == "optim.name" and "paged" in str(value).lower() else None
+        name = str(value).lower() if self.ours == "optim.name" else ""
+        return PAGED if "paged" in name else OF_TORCHAO if name in ("adamw_torch_8bit", "ao_adamw_8bit") else None
 
     @property
     def answer(self) -> str:
@@ -219,10 +220,12 @@ OPTIMIZERS = {
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "bitsandbytes.optim.adamw8bit"), "adamw_8bit"),
     "bitsandbytes.optim.pagedadamw8bit": "adamw_8bit",
+    **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit"),
     **dict.fromkeys(("sgd", "torch.optim.sgd"), "sgd"),
     "muon": "muon",
 }
 PAGED = "paged is left out: moments stay on the GPU; strategy: zero2_offload, for one, keeps them in host memory"
+OF_TORCHAO = "its moments in 8 bits are torchao's; those of adamw_8bit are bitsandbytes'"
 SPECIAL = (
     "special tokens, which in the texts of chats are read where data.special_tokens: tokens says so; those that the"
     " tokenizer has already are refused"
