@@ -367,6 +367,10 @@ NEW = {
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
         {"kind": "zero", "zero_stage": 3, "written_secondary_group_size": 8},
     ),
+    "fsdp1 that keeps gathered weights": (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
+        {"kind": "fsdp1", "gathers_weights": False},
+    ),
     "tp of 4": (
         {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},
         {"kind": "tp", "tp_size": 4},
@@ -434,6 +438,10 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
 def recipe_of(text: str) -> dict:
     assert convert(text) == 0
     return yaml.safe_load(Path("recipes/file.yaml").read_text())
+
+
+def test_one_beta_has_the_other_s_default_beside_it(folder):
+    assert recipe_of_trl("{model_name_or_path: m, dataset_name: d, adam_beta2: 0.95}")["optim"]["betas"] == [0.9, 0.95]
 
 
 def test_rows_in_alpacas_prompt_have_its_template(folder, capsys):

@@ -835,6 +835,15 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_shared_memory_of_a_container_is_enough_for_one_gpu_and_not_for_two(monkeypatch, tmp_path):
+    """Docker gives 64 MiB, in which NCCL's buffers for two processes of a machine have no room."""
+    usage = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(host.psutil, "disk_usage", lambda folder: usage)
+    assert worst(host.check_shared_memory(1, tmp_path)) == "ok"
+    (found,) = host.check_shared_memory(2, tmp_path)
+    assert found.status == "warning" and "--shm-size=8g" in (found.remedy or "")
+
+
 def test_gpus_that_this_torch_cannot_use_are_a_failure_with_its_remedy(tmp_path):
     if torch.version.cuda:
         pytest.skip("torch is built for CUDA here")

@@ -12,7 +12,7 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from cookbook.config.recipe import load_recipe
-from cookbook.run.stages import Progress
+from cookbook.run.stages import Progress, Run
 from cookbook.system.files import RecipeError
 from tests.curves import Curve, Lab
 
@@ -36,6 +36,18 @@ def end_of(losses: dict[int, float], threshold: float) -> int | None:
     return None
 
 
+def stops_early(progress: Progress) -> bool:
+    recipe = SimpleNamespace(run=SimpleNamespace(early_stopping_patience=PATIENCE))
+    return Run.stops_early.fget(SimpleNamespace(recipe=recipe, progress=progress))  # type: ignore[attr-defined]
+
+
+def test_the_loss_before_the_first_step_is_no_best():
+    """A model that is trained to answer otherwise than before may need several evaluations to fall below it."""
+    progress = Progress(eval_loss=0.1)
+    progress.judge(0.0)
+    assert progress == Progress(eval_loss=0.1)
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize(
     "losses",
@@ -53,7 +65,7 @@ def test_the_rule_is_that_of_transformers(losses: list[float], threshold: float)
     for step, loss in enumerate(losses, 1):
         progress.step, progress.eval_loss = step, loss
         progress.judge(threshold)
-        if progress.num_worse >= PATIENCE:
+        if stops_early(progress):
             ends = step
             break
     assert ends == end_of(dict(enumerate(losses, 1)), threshold)

@@ -17,7 +17,7 @@ from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.run import shortage
 from cookbook.run.next_start import Start, smaller_batches
 from cookbook.system import status
-from tests.curves import file_of
+from tests.curves import file_of, write_chats
 from tests.gpu_runs import LIMIT_SECONDS, NUM_GPUS, RECIPE, RECIPES, GpuLab
 from tests.needs import need_simulated_gpus
 
@@ -67,6 +67,23 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
         return run_and_restart(start_of(path, strategy, list(settings)), run_child, {}), commands
 
     return climb
+
+
+@pytest.mark.parametrize(("code", "starts"), [(75, 1), (0, 1), (1, 3)])
+def test_a_run_that_was_asked_to_stop_or_has_ended_is_not_started_again(tmp_path, code, starts):
+    """Although memory ran out within it; any other end is answered with the rungs that are left, 4 and 2."""
+    commands = []
+
+    def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
+        commands.append(command)
+        Path(environment[shortage.NOTE_FILE]).write_text(json.dumps({"reason": "CUDA out of memory"}))
+        return code if len(commands) < 3 else 75
+
+    write_chats(tmp_path / "chats.jsonl")
+    path = write_recipe(tmp_path, tmp_path / "chats.jsonl")
+    start = start_of(path, "accelerate_configs/ddp.yaml", ["run.on_out_of_memory=smaller_micro_batch"])
+    assert run_and_restart(start, run_child, {}) == (code if code != 1 else 75)
+    assert len(commands) == starts
 
 
 @pytest.mark.simulated

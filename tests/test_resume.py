@@ -434,6 +434,15 @@ def test_a_run_that_resumes_does_not_change_its_length_without_consent():
         assert not mistakes and note.startswith(f"run.{key} was {was} ")
 
 
+def test_the_order_of_a_stream_may_not_change():
+    """Its place in the stream is a number of rows, which in another order are others."""
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
+    state = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": {"data": "same"}}
+    other = recipe.model_copy(update={"data": recipe.data.model_copy(update={"shuffle_rows": 7})})
+    mistakes, _ = resume.changes(state, other, {"data": "same"})
+    assert any(mistake.startswith("data.shuffle_rows ") for mistake in mistakes), mistakes
+
+
 def test_a_schedule_of_another_kind_needs_consent_to_each_key_or_to_the_section():
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml")
     before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", warmup_steps=30, decay_steps=2)})

@@ -81,6 +81,19 @@ def test_kubernetes_reads_every_key_and_kubeflow_too(capsys, to, kinds):
     assert (trainer["numNodes"] if trainer else spec["completions"]) == 2
 
 
+def test_a_job_of_kubernetes_ends_at_a_mistake_and_has_memory_for_its_processes(capsys):
+    """Exit codes of docs/several_machines.md; a volume of no medium would lie on the disk of the machine."""
+    spec = list(yaml.safe_load_all(submit(capsys, "k8s")))[-1]["spec"]
+    actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in spec["podFailurePolicy"]["rules"]}
+    assert actions == {2: "FailJob", 75: "Ignore"}
+    assert spec["completions"] == spec["parallelism"] == 2
+    volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
+    mounts = {
+        one["mountPath"]: volumes[one["name"]] for one in spec["template"]["spec"]["containers"][0]["volumeMounts"]
+    }
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+
+
 def test_a_misspelt_or_mistyped_key_of_kubernetes_would_be_found(capsys):
     (document,) = yaml.safe_load_all(submit(capsys, "trainjob"))
     document["spec"]["trainer"]["numNods"] = document["spec"]["trainer"].pop("numNodes")

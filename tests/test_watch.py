@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
@@ -169,6 +170,35 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.01)
+
+
+def test_a_run_of_short_steps_is_never_said_to_be_slow_however_long_it_takes(tmp_path, capfd):
+    watch = Watch(tmp_path / "out", 0, 1, 0.5, end=lambda code: None)
+    watch.enter("training")
+    for step in range(60):
+        watch.beat("a step", step)
+        time.sleep(0.02)
+    watch.close()
+    assert "took more than" not in capfd.readouterr().err
+
+
+def test_of_silent_ranks_only_processes_of_this_machine_that_are_still_the_same_are_killed(tmp_path):
+    """A process id is given again, and means something else on another machine."""
+    watch = Watch(tmp_path / "out", 0, 4, 600.0)
+    host, others = watch._identity["host"], [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    beats = {
+        rank: {"host": host, "pid": one.pid, "process_started": psutil.Process(one.pid).create_time()}
+        for rank, one in enumerate(others, 1)
+    }
+    beats[1]["host"] = "another"
+    beats[2]["process_started"] -= 100.0
+    watch._end_silent({}, beats)
+    watch.close()
+    assert others[2].wait(10) == -signal.SIGKILL
+    assert [one.poll() for one in others[:2]] == [None, None]
+    for one in others[:2]:
+        one.kill()
+        one.wait(10)
 
 
 def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
