@@ -224,3 +224,10 @@ def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
     with pytest.raises(RecipeError) as caught:
         find_strategy("zerro3")
     assert "did you mean zero3?" in str(caught.value)
+
+
+def test_what_a_backward_gathers_again_is_known_of_each_file():
+    """fsdp1's FULL_SHARD is fsdp2's resharding after the forward by another name."""
+    files = {path.stem: load_strategy(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    sharded = {name for name, one in files.items() if one.kind in ("fsdp1", "fsdp2") or one.zero_stage == 3 or one.fsdp}
+    assert {name for name, one in files.items() if one.gathers_weights} == sharded - {"fsdp2_grad_op"}

@@ -131,7 +131,9 @@ class Strategy:
     @property
     def gathers_weights(self) -> bool:
         """Whether weights are gathered again for each backward."""
-        return self.zero_stage == 3 or bool(self.fsdp and self.fsdp.fsdp_reshard_after_forward)
+        block = self.fsdp
+        again = block is not None and (block.fsdp_reshard_after_forward or block.fsdp_sharding_strategy == "FULL_SHARD")
+        return self.zero_stage == 3 or bool(again)
 
     @property
     def offloads_to_nvme(self) -> bool:

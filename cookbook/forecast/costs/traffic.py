@@ -297,17 +297,17 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     tensor, replicas = strategy.tp_size, strategy.dp_replicate_size
     divided = tensor * strategy.pp_size
     group = num_processes // replicas // divided
-    keeps = strategy.fsdp.fsdp_reshard_after_forward is False
-    keeps = keeps or strategy.fsdp.fsdp_sharding_strategy == "SHARD_GRAD_OP"
     # Of an expert-parallel group each process has its own experts, which it shares with those of other groups.
     experts, expert = sizes.num_of_experts if strategy.ep_size > 1 else 0, strategy.ep_size
-    again = 0 if keeps else sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
+    again = 0
+    if strategy.gathers_weights:
+        again = sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
     weights, regathered = half * (sizes.num_parameters - experts) / divided, half * again / divided
     gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained - experts) / divided
     own, owners = half * experts / expert, group // expert
     of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)
-    once = 0 if keeps else gathered - 1  # what the head is in stays gathered
+    once = gathered - 1 if strategy.gathers_weights else 0  # what the head is in stays gathered
     layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     found = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
@@ -451,8 +451,7 @@ def host_traffic(
     trained = sizes.num_trained / num_processes
     micro = step.micro_batches
     if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params:
-        keeps = strategy.fsdp.fsdp_reshard_after_forward is False
-        gathered = share if keeps else 2 * share - sizes.head / num_processes
+        gathered = 2 * share - sizes.head / num_processes if strategy.gathers_weights else share
         # The shard is copied in float32 and cast on the GPU (torch 2.13, _fsdp_param.py, all_gather_inputs).
         return HostTraffic(down=4 * trained * micro, up=4 * gathered * micro, update=adam_bytes * trained * gpus_each)
     if strategy.offload_optimizer is None and strategy.offload_param is None:
