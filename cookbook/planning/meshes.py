@@ -3,6 +3,7 @@
 A configuration is transformers', or the values of a `config.json`, which may lack some: what is missing is not judged.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from cookbook.config.mesh import Mesh
@@ -10,6 +11,8 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system.console import several
 
+BUCKET_BYTES = 25 * 2**20
+"""Of the gradients that copies of a part exchange at once, as DDP does."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a configuration for the number of experts, by architecture."""
 
@@ -217,3 +220,20 @@ def mesh_problem(config: Any, mesh: Mesh) -> str | None:
 def num_experts(config: Any) -> int:
     """Number of experts of a layer between which its router chooses; 1 without a router."""
     return _size(config.get_text_config(), *EXPERTS) or 1
+
+
+def in_buckets(sizes: Iterable[int]) -> list[list[int]]:
+    """The tensors of each bucket, by their numbers in order, of BUCKET_BYTES at most; a larger one is by itself.
+
+    Args:
+        sizes: bytes of each, as it is sent.
+    """
+    buckets: list[list[int]] = []
+    held = 0
+    for i, size in enumerate(sizes):
+        if not buckets or held + size > BUCKET_BYTES:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(i)
+        held += size
+    return buckets

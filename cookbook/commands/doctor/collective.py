@@ -35,10 +35,11 @@ def bus_bandwidth(collective: str, num_bytes: int, seconds: float, count: int) -
     whatever the number of processes.
 
     Args:
-        num_bytes: of the whole tensor, on each process after the collective.
+        collective: all_reduce, all_gather, reduce_scatter, all_to_all or send_recv.
+        num_bytes: of the whole tensor, on each process before or after the collective, whichever has more.
     """
-    factor = {"all_reduce": 2 * (count - 1) / count, "all_gather": (count - 1) / count}[collective]
-    return factor * num_bytes / seconds / 1e9
+    factors = {"all_reduce": 2 * (count - 1) / count, "send_recv": 1.0}
+    return factors.get(collective, (count - 1) / count) * num_bytes / seconds / 1e9
 
 
 def check_collective(

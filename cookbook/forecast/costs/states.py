@@ -38,7 +38,7 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
-from cookbook.planning.meshes import swap_limit
+from cookbook.planning.meshes import in_buckets, swap_limit
 
 FLOAT32 = 4
 SWAP_ALIGNMENT = 1024
@@ -170,14 +170,18 @@ def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
         gradients_at_first=gradients if is_wrapped else 0,
         gradients_between=gradients,
         # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones.
-        update=gradients if is_wrapped else _rounded(sum(trained), inputs),
+        update=gradients if is_wrapped else _largest_bucket(trained, inputs),
     )
 
 
-def _rounded(numel: int, inputs: CostInputs) -> int:
-    """Bytes of the rounded gradients that copies of the model exchange at once."""
-    has_copies = inputs.strategy.mesh(inputs.num_processes).replicate > 1
-    return inputs.exchange_bytes * numel if has_copies and inputs.optim.gradient_dtype else 0
+def _largest_bucket(trained: list[int], inputs: CostInputs) -> int:
+    """Bytes of the flat bucket of gradients that copies of the model exchange (engine/collectives.py, add_up)."""
+    if inputs.strategy.mesh(inputs.num_processes).replicate == 1:
+        return 0
+    sizes = [inputs.exchange_bytes * numel for numel in trained]
+    are_sent = inputs.optim.gradient_dtype is not None  # else a tensor that is alone is sent as it is
+    buckets = [numbers for numbers in in_buckets(sizes) if are_sent or len(numbers) > 1]
+    return max((sum(sizes[i] for i in numbers) for numbers in buckets), default=0)
 
 
 def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:

@@ -10,6 +10,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy, exchange_precision
 from cookbook.forecast.costs.flops import ModelSizes, Step
 from cookbook.forecast.costs.inputs import bytes_of, hidden_bytes
+from cookbook.planning.meshes import in_buckets
 from cookbook.planning.pipeline_stages import layers_of_stage
 
 ADAMW_BYTES = 28
@@ -173,7 +174,7 @@ def _state_transfers(
             return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
         own, copies = reduced / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
-        calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _tensors_of_last_stage(mesh, sizes)
+        calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _copy_buckets(strategy, mesh, sizes, step)
         gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
         return [*found, *([gradients] if copies > 1 else [])]
     if strategy.zero_stage < 3:
@@ -264,15 +265,20 @@ def _ddp_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
     return _full(numels, chain(limits[:1], repeat(limits[-1])), overshoots=True)
 
 
-def _tensors_of_last_stage(mesh: Mesh, sizes: ModelSizes) -> int | None:
-    """Without DDP a gradient is a call (engine/collectives.py, add_up)."""
-    if not sizes.trained or mesh.pipeline == 1:
-        return len(sizes.trained) or None
-    own = _layers_of_last_stage(sizes, mesh.pipeline, mesh.chunks)
-    layers = [layer for _, _, layer in sizes.trained]
-    first = next((i for i, layer in enumerate(layers) if layer is not None), 0)
-    embedding = first > 0 and sizes.is_tied  # the last stage has it too, as the head
-    return sum(layer in own or (layer is None and i > first) for i, layer in enumerate(layers)) + embedding
+def _copy_buckets(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> int | None:
+    """Without DDP the last stage's gradients, or shards of them, fill flat buckets (engine/collectives.py, add_up)."""
+    item = _exchanged_bytes(strategy, step)
+    shards = [(numel // (mesh.tensor if is_matrix else 1), layer) for numel, is_matrix, layer in sizes.trained]
+    if mesh.pipeline > 1:
+        own = _layers_of_last_stage(sizes, mesh.pipeline, mesh.chunks)
+        first = next((i for i, (_, layer) in enumerate(shards) if layer is not None), 0)
+        has_embedding = first > 0 and sizes.is_tied  # the last stage has it too, as the head
+        shards = [
+            one
+            for i, one in enumerate(shards)
+            if one[1] in own or (one[1] is None and (i > first or (has_embedding and i == 0)))
+        ]
+    return len(in_buckets(item * numel for numel, _ in shards)) or None
 
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:

@@ -1,5 +1,6 @@
 """Collectives besides those of gradients and parameters, and an orderly end of the process group."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from cookbook.config.mesh import Mesh
 from cookbook.planning.launchers import World
+from cookbook.planning.meshes import in_buckets
 from cookbook.training.engine.norm import local
 
 EXPORT_TIMEOUT = timedelta(days=1)
@@ -36,18 +38,27 @@ def average_gradients(
 
 
 def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-    """Replace gradients by their sums over a group.
+    """Replace gradients by their sums over a group, in flat buckets, of which one is in memory at a time.
 
     Args:
         dtype: in which they are sent and added; None for their own.
     """
-    # Only what is sent is rounded; micro-batches were added up in float32.
-    sent = gradients if dtype is None else [gradient.to(dtype) for gradient in gradients]
-    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in sent]
-    for work in works:
-        work.wait()
-    if dtype is not None:
-        torch._foreach_copy_(gradients, sent)
+    for own, alike in itertools.groupby(gradients, lambda gradient: gradient.dtype):
+        tensors, sent = list(alike), dtype or own
+        for numbers in in_buckets(tensor.numel() * sent.itemsize for tensor in tensors):
+            bucket = [tensors[i] for i in numbers]
+            if len(bucket) == 1 and sent == own:
+                dist.all_reduce(bucket[0], group=group)
+                continue
+            # Only what is sent is rounded; micro-batches were added up in float32.
+            flat = torch.empty(sum(tensor.numel() for tensor in bucket), dtype=sent, device=bucket[0].device)
+            parts = [
+                part.view(tensor.shape)
+                for part, tensor in zip(flat.split([tensor.numel() for tensor in bucket]), bucket, strict=True)
+            ]
+            torch._foreach_copy_(parts, bucket)
+            dist.all_reduce(flat, group=group)
+            torch._foreach_copy_(bucket, parts)
 
 
 class Collectives:

@@ -1,0 +1,89 @@
+"""One process of the bandwidths that run.py measures, under torchrun: FOLDER MEBIBYTES ...
+
+Five collectives of each size, over all GPUs and over each pair. Rank 0 writes FOLDER/bandwidth.json.
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from cookbook.commands.doctor.collective import bus_bandwidth  # noqa: E402
+
+REPEATS = 5
+
+
+def calls(whole: torch.Tensor, part: torch.Tensor, ranks: list[int], group: Any) -> dict[str, Callable[[], Any]]:
+    """What each collective does in this process, `whole` being all of its tensor."""
+    other = torch.empty_like(whole)
+
+    def send_recv() -> None:
+        mine = ranks.index(dist.get_rank())
+        after, before = ranks[(mine + 1) % len(ranks)], ranks[mine - 1]
+        both = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send_recv": send_recv,
+    }
+
+
+def measure(ranks: list[int], group: Any, mebibytes: list[int], device: torch.device) -> list[dict[str, Any]]:
+    """A row for each collective and size; the seconds are those of the slowest process, of its best repeat."""
+    rows = []
+    for size in mebibytes:
+        numel = (size << 20) // 4 // len(ranks) * len(ranks)
+        whole, part = torch.zeros(numel, device=device), torch.zeros(numel // len(ranks), device=device)
+        for name, call in calls(whole, part, ranks, group).items():
+            best = float("inf")
+            for _ in range(REPEATS + 1):  # the first, which connects, is never the best
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                best = min(best, time.perf_counter() - start)
+            slowest = torch.tensor([best], device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            seconds = slowest.item()
+            speed = bus_bandwidth(name, numel * 4, seconds, len(ranks))
+            rows.append({"ranks": ranks, "what": name, "mebibytes": size, "seconds": seconds, "bus_gb": speed})
+    return rows
+
+
+def main() -> None:
+    folder, mebibytes = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    everyone = list(range(dist.get_world_size()))
+    rows = measure(everyone, dist.group.WORLD, mebibytes, device)
+    for pair in map(list, itertools.combinations(everyone, 2) if len(everyone) > 2 else []):
+        group = dist.new_group(pair)  # which all enter
+        told: list[Any] = [measure(pair, group, mebibytes, device) if dist.get_rank() in pair else None]
+        dist.broadcast_object_list(told, src=pair[0], device=device)
+        rows += told[0]
+        if dist.get_rank() in pair:
+            dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        (folder / "bandwidth.json").write_text(json.dumps(rows))
+    dist.barrier(device_ids=[device.index])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
