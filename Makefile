@@ -43,7 +43,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help help-dev setup quickstart finetune-7b $(VERBS) test clean \
-  test-long test-all lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu lock audit
+  test-long test-all lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu test-gpu-node lock audit
 
 # After `##`, what `make` lists; after `##-`, what `make help-dev` does.
 LISTED = sed -nE 's/^([a-z0-9-]+):.*$(1) +/\1\t/p' Makefile | expand -t $(2)
@@ -115,6 +115,9 @@ test-gpu: $(DEV_STAMP)  ##- [WORKERS=4] GPU tests on this machine's GPUs
 	@rm -rf outputs/real_gpus
 	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -n $(or $(WORKERS),4) --dist worksteal -m "not thorough" tests/test_gpu_*.py; code=$$?; \
 	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare && exit $$code
+
+test-gpu-node: $(DEV_STAMP)  ##- [ARGS="--parts widths"] the first ten minutes on rented GPUs
+	@.venv/bin/python benchmarks/gpu_node/run.py $(ARGS)
 
 lint: $(DEV_STAMP)  ##- style, format and types
 	@.venv/bin/ruff check .

@@ -1,5 +1,6 @@
 """Runs recipes on simulated GPUs, or on the CPU beside them, from warm parents. Shared by the tests test_gpu_*."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from cookbook import simulated_gpus
 from cookbook.system.machine import num_gpus
@@ -130,19 +131,24 @@ class _RealGpus:
     memory: int | None
 
     def ask(self, job: dict) -> dict:
-        import torch.distributed as dist
-
         if self.memory is not None:
             pytest.skip("the memory of a real GPU is what it is")
-        count, there = job["processes"], num_gpus()
+        there = num_gpus()
+        job["shared"] = job["processes"] > there
+        with own_gpus(Path(job["folder"]).parent, 1 if job["shared"] else job["processes"], there) as gpus:
+            return self._run(job, ",".join(map(str, gpus)))
+
+    def _run(self, job: dict, gpus: str) -> dict:
+        import torch.distributed as dist
+
+        count = job["processes"]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job["shared"] = count > there
         command, started = [sys.executable, str(ROOT / "tests/warm_parent.py"), json.dumps(job)], time.monotonic()
         running = [
             subprocess.Popen(
                 [*command, str(rank), str(store.port)],
                 cwd=ROOT,
-                env=environment(HF_HUB_OFFLINE="1", **({"CUDA_VISIBLE_DEVICES": "0"} if job["shared"] else {})),
+                env=environment(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=gpus),
             )
             for rank in range(count)
         ]
@@ -152,6 +158,23 @@ class _RealGpus:
             except subprocess.TimeoutExpired:
                 process.kill()
         return {"codes": [process.wait() for process in running], "seconds": round(time.monotonic() - started, 2)}
+
+
+@contextlib.contextmanager
+def own_gpus(folder: Path, count: int, there: int) -> Iterator[list[int]]:
+    """So many GPUs that no run of another worker has meanwhile; waits for them, in the order of asking."""
+    locks = [FileLock(folder / f"gpu_{i}.lock") for i in range(there)]
+    held: list[int] = []
+    with contextlib.ExitStack() as stack:
+        with FileLock(folder / "gpus.lock"):
+            while len(held) < count:
+                time.sleep(0.05)
+                for i in set(range(there)) - set(held):
+                    with contextlib.suppress(Timeout):
+                        if len(held) < count:
+                            stack.enter_context(locks[i].acquire(timeout=0))
+                            held.append(i)
+        yield sorted(held)
 
 
 class GpuLab:

@@ -15,6 +15,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,26 @@ from conftest import ROOT
 
 from benchmarks import pictures, trace_picture
 from benchmarks.forecast_accuracy import simulated
+from benchmarks.gpu_node import run as gpu_node
 from cookbook.system import step_phases
 from tests.curves import Lab, done_of, environment
-from tests.gpu_runs import GpuLab
-from tests.needs import need_chromium, need_trl
+from tests.gpu_runs import GpuLab, own_gpus
+from tests.needs import need_chromium, need_simulated_gpus, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
 TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "vs_peers"}
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
-LED = {"race/gate", "peers/with_accelerate", "peers/with_trainer", "peers/with_trl"}
-"""Programs that vs_peers starts."""
+TRIED |= {"gpu_node/run"}
+LED = {
+    "gpu_node/collectives",
+    "gpu_node/liger",
+    "race/gate",
+    "peers/with_accelerate",
+    "peers/with_trainer",
+    "peers/with_trl",
+}
+"""Programs that gpu_node and vs_peers start."""
 
 
 @pytest.fixture
@@ -212,3 +223,66 @@ def test_the_pictures_are_made_from_runs(lab: Lab, copy: Path):
     need_chromium()
     run(lab, copy, "pictures.py")
     assert sorted(changed(copy)) == ["docs/compare.png", "docs/report.png", "docs/screen.svg", "docs/trace.svg"]
+
+
+def node_of(tmp_path: Path, *words: str) -> gpu_node.Node:
+    return gpu_node.Node(gpu_node.arguments_of([*words, "--output", str(tmp_path)]), tmp_path)
+
+
+def test_what_one_gpu_cannot_do_is_skipped_by_name(tmp_path: Path):
+    node = node_of(tmp_path, "--simulate", "1", "--parts", "bandwidth", "compiled", "hangs", "saving", "liger")
+    found = list(gpu_node.run_parts(node))
+    assert [one.state for one in found] == 6 * ["skipped"]
+    assert found[0].said == "one GPU exchanges nothing" and found[-1].name == "two machines"
+
+
+def test_jobs_on_a_node_have_gpus_of_their_own():
+    cards, seen = gpu_node.Cards(4), []
+
+    def job(count: int) -> None:
+        with cards.take(count) as mine:
+            seen.append(("begin", tuple(mine)))
+            time.sleep(0.01)
+            seen.append(("end", tuple(mine)))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(job, (2, 2, 4, 1, 3, 2)))
+    held: list[int] = []
+    for what, mine in seen:
+        if what == "begin":
+            assert not set(mine) & set(held)
+            held += mine
+        else:
+            held = [card for card in held if card not in mine]
+    assert len(seen) == 12
+
+
+def test_workers_of_the_gpu_tests_have_gpus_of_their_own(tmp_path: Path):
+    with own_gpus(tmp_path, 2, 4) as one, own_gpus(tmp_path, 2, 4) as other:
+        assert sorted(one + other) == [0, 1, 2, 3]
+    with own_gpus(tmp_path, 4, 4) as all_of_them:
+        assert all_of_them == [0, 1, 2, 3]
+
+
+@pytest.mark.thorough
+def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: Path):
+    need_simulated_gpus()
+    words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--output", str(tmp_path)]
+    words += ["--strategies", "ddp", "--wide", "single", "--model", json.dumps(gpu_node.TINY | {"vocab_size": 512})]
+    words += ["--length", "64", "--steps", "3", "--mebibytes", "1", "--hang-seconds", "30"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    found = json.loads((tmp_path / "node.json").read_text())["results"]
+    states = {(one["part"], one["name"]): one["state"] for one in found if one["part"] != "doctor"}
+    assert "failed" not in states.values(), done.stdout[-3000:]
+    assert [name for name, state in states.items() if state == "passed"] == [
+        ("bandwidth", "1 MiB"),
+        ("strategies", "single"),
+        ("strategies", "ddp"),
+        ("widths", "single"),
+        ("widths", "single, run twice"),
+        ("hangs", "SIGSTOP, eager"),
+        ("hangs", "SIGKILL, eager"),
+        ("saving", "fsdp2 in the background, then zero3"),
+    ]
+    assert {one["part"] for one in found} == {*gpu_node.PARTS, "machines"}
+    assert (tmp_path / "node.md").read_text().count("\n|") == len(found) + 2

@@ -9,10 +9,11 @@ from target_grid import from_grid, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_model
-from cookbook.training.models.efficiency import kernel_notes
+from cookbook.training.models.efficiency import kernel_notes, slow_kernel_notes
 from tests.needs import need_compiler
 
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]
@@ -117,3 +118,22 @@ def test_fused_kernels_that_are_not_installed_are_refused_on_a_gpu(folder: Path,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match="pip install liger-kernel"):
         kernel_notes(ModelSection(name_or_path=str(folder), liger_kernels=True), LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads", "capability", "said"),
+    [
+        (["mixed_precision='no'"], 64, (9, 0), "mixed_precision is no"),
+        (["mixed_precision=bf16"], 64, (7, 5), "capability 7.5"),
+        (["mixed_precision=bf16"], 512, (9, 0), "these have 512"),
+        (["mixed_precision=fp8"], 64, (9, 0), "fp8 without model.compile"),
+        (["mixed_precision=fp8", "model.compile=true"], 64, (9, 0), None),
+        (["mixed_precision='no'", "data.packing=false"], 64, (9, 0), None),
+        (["mixed_precision=bf16"], 64, (9, 0), None),
+        (["mixed_precision='no'"], 512, None, None),
+    ],
+)
+def test_what_is_slow_on_a_gpu_is_said(settings: list[str], heads: int, capability, said: str | None):
+    recipe = load_recipe(Path("recipes/quickstart.yaml"), ["data.packing=true", *settings])
+    notes = slow_kernel_notes(recipe, LlamaConfig(head_dim=heads), capability)
+    assert [said in note for note in notes] == ([True] if said else [])

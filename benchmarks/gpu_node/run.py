@@ -533,7 +533,7 @@ def run_parts(node: Node) -> Iterator[Result]:
         yield Result("machines", "two machines", "skipped", "--machines 2 --machine 0 --first ADDRESS --shared FOLDER")
 
 
-def main() -> None:
+def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -550,9 +550,14 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--hang-seconds", type=float, default=60.0)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a job")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.machines > 1 and arguments.shared is None:
         parser.error("--machines needs --shared, a folder that all of them see")
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of()
     node = Node(arguments, (arguments.shared or arguments.output).resolve())
     if not node.cards.count:
         sys.exit("no GPU here; --simulate 4 runs the same on simulated ones")

@@ -13,6 +13,7 @@ from typing import Annotated
 from typer import Option
 
 from cookbook import simulated_gpus
+from cookbook.commands.shared import micro_batch
 from cookbook.commands.shared.arguments import (
     QUICKSTART,
     RECIPE,
@@ -24,6 +25,7 @@ from cookbook.commands.shared.arguments import (
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.recipe import Recipe
+from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
 from cookbook.planning import run_plan
 from cookbook.run import shortage
@@ -100,6 +102,15 @@ def launch(
     refuse(placed(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
+    if isinstance(recipe.batch.micro_batch_size, Auto):
+        size, why = micro_batch.choose(path, recipe, loaded, planned)
+        say(f"batch.micro_batch_size: auto is {size}: {why}", flush=True)
+        key = "batch.micro_batch_size"
+        assignments = [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={size}"]
+        recipe, loaded = run_plan.load_pair(path, assignments, strategy)
+        planned = run_plan.make_plan(
+            recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
+        )
     folder, logs = Path(recipe.run.output_dir), None
     if rank_logs:  # beside the folder of the run, which is renamed when another run begins there
         logs = folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"

@@ -2,11 +2,20 @@
 
 import difflib
 import math
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    model_validator,
+)
 
 from cookbook.config import row_columns, row_kinds
 from cookbook.config.chat_templates import template_path
@@ -363,12 +372,32 @@ class AdapterSection(Section):
         return self.name == "qlora"
 
 
+class Auto(int):
+    """1, until `cookbook launch` has found the largest number that fits."""
+
+    def __repr__(self) -> str:
+        return "auto"
+
+
+def _auto(value: Any, check: Callable[[Any], int | None]) -> int | None:
+    return Auto(1) if value == "auto" else check(value)
+
+
+MicroBatch = Annotated[
+    int | None,
+    Field(gt=0),
+    WrapValidator(_auto, json_schema_input_type=Annotated[int, Field(gt=0)] | Literal["auto"] | None),
+    PlainSerializer(lambda size: size if size is None else int(size), return_type=int | None),
+]
+
+
 class BatchSection(OneOf):
     alternatives = ("micro_batch_size", "micro_batch_tokens")
     global_batch_size: int = Field(gt=0)
     """Sequences (preferences: pairs) per optimizer step, over all processes."""
-    micro_batch_size: int | None = Field(default=None, gt=0)
-    """Sequences (pairs) per forward and process. Changes speed and memory, never the result."""
+    micro_batch_size: MicroBatch = None
+    """Sequences (pairs) per forward and process. Changes speed and memory, never the result. auto: `cookbook launch`
+    takes the most that the forecast holds for this machine; 1 without a GPU or under a pipeline."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
 

@@ -64,7 +64,7 @@ def next_start(start: Start, first: Start, tried: set[str], *, resumes: bool) ->
         resumes: whether the run's own folder has a checkpoint of it.
     """
     recipe, strategy, name = start.recipe, start.strategy, start.recipe_name
-    machines = _machines(start.plan)
+    machines = machines_of(start.plan)
     smaller = list(smaller_batches(recipe, start.plan.data_parallel_size))
     batch = forecasts.smaller_micro_batch(recipe, strategy, machines, name, smaller)
     if batch is not None:
@@ -91,7 +91,7 @@ def smaller_batches(recipe: Recipe, data_parallel_size: int) -> Iterator[BatchSe
         yield batch.model_copy(update={"micro_batch_size": size})
 
 
-def _machines(plan: Plan) -> Machines:
+def machines_of(plan: Plan) -> Machines:
     """The GPUs of this run."""
     here = this_machine()
     if plan.num_gpus == 0:

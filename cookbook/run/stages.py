@@ -46,7 +46,7 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
-from cookbook.training.models.efficiency import kernel_notes
+from cookbook.training.models.efficiency import kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
 
@@ -226,6 +226,8 @@ def load_inputs(
         raise RecipeError(f"model {folder}: {problem}")
     notes += comparison_notes(config)
     notes += kernel_notes(recipe.model, config)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    notes += slow_kernel_notes(recipe, config, capability)
     if drawn := random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
         notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")

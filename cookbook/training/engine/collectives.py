@@ -163,7 +163,8 @@ class Collectives:
         store, is_main = dist.distributed_c10d._get_default_store(), self.world.rank == 0
         self._store_barrier(store, "done", timeout if is_main else EXPORT_TIMEOUT)
         # Without the device, NCCL's barrier guesses it and warns. `device_id` in init_process_group would do too, but
-        # connects at once, before a mistake that any rank may find is reported.
+        # connects at once, before a mistake that any rank may find is reported; DeepSpeed passes it (0.19.8,
+        # comm/torch.py:281), so that under ZeRO NCCL starts with the process group, and a new group is a split of it.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
         self._store_barrier(store, "left", timeout)
         try:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.models.mixers import is_kept_apart, replayed
@@ -101,6 +102,31 @@ def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
     if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise RecipeError(f"model.liger_kernels is true, but Liger has none for {config.model_type}; remove it")
     return []
+
+
+def slow_kernel_notes(recipe: Recipe, config: PreTrainedConfig, capability: tuple[int, int] | None) -> list[str]:
+    """Notes on what is right and slow on this GPU.
+
+    Args:
+        capability: the GPU's compute capability; None without one.
+    """
+    if capability is None:
+        return []
+    notes, sizes = [], config.get_text_config().to_dict()  # which, unlike the object, answers where layers differ
+    size = max(sizes.get(name) or 0 for name in ("head_dim", "global_head_dim", "qk_head_dim"))
+    reasons = {
+        "mixed_precision is no, and it takes 16 bits": recipe.compute_precision == "no",
+        f"this GPU has compute capability {'.'.join(map(str, capability))}, and it needs 8.0": capability < (8, 0),
+        f"it takes heads of at most 256, and these have {size}": size > 256,
+    }
+    if recipe.data.is_packed and any(reasons.values()):
+        why = "; ".join(reason for reason, is_so in reasons.items() if is_so)
+        notes.append(f"no kernel for the attention of packed rows ({why}): sample by sample, or data.packing: false")
+    if recipe.mixed_precision == "fp8" and not recipe.model.compile:
+        notes.append(
+            "fp8 without model.compile: each cast is a kernel of its own, and a step may be slower than bf16's"
+        )
+    return notes
 
 
 def patch_kernels(model: PreTrainedModel) -> None:
