@@ -47,7 +47,7 @@ from tests.experts import needs_experts  # noqa: E402
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "triton", "liger_kernel")
 KERNELS = ("rope", "rms_norm", "swiglu")
-"""Of Liger, by the names of its own arguments."""
+"""Those of Liger, by the names of its own arguments."""
 OUTPUT = ROOT / "outputs" / "gpu_node"
 BAND = 5e-3
 """Between the losses of a strategy and of one GPU, as tests/test_gpu_matrix.py has it for bf16."""

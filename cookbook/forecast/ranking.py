@@ -1,6 +1,7 @@
 """The forecasts of all strategies on given machines, best first; what to change if none fits; a next start."""
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,6 +205,20 @@ def smaller_micro_batch(
         if found.verdict in MAY_RUN or (found.by_formula and found.verdict != "cannot run"):
             return batch
     return None
+
+
+def largest_micro_batch(
+    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
+) -> BatchSection | None:
+    """The last of ever larger `batches` with which a run fits; None if none does, or a GPU's memory is not known."""
+    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
+
+    def fits(batch: BatchSection) -> bool:
+        found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
+        return machines.usable_gib is not None and found.verdict in ("fits", *UNKNOWN)
+
+    count = bisect_left(batches, True, key=lambda batch: not fits(batch))
+    return batches[count - 1] if count else None
 
 
 def next_strategy(

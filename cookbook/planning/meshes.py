@@ -12,7 +12,7 @@ from cookbook.planning.packing import packing_problem, short_window
 from cookbook.system.console import several
 
 BUCKET_BYTES = 25 * 2**20
-"""Of the gradients that copies of a part exchange at once, as DDP does."""
+"""Size of the gradients that copies of a part exchange at once, as DDP has it."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a configuration for the number of experts, by architecture."""
 

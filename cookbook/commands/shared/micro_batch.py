@@ -25,22 +25,23 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> tuple[
         return 1, "no forecast says what a CPU holds"
     if strategy.pp_size > 1:
         return 1, "the more micro-batches, the less do the stages of a pipeline wait"
-    from cookbook.forecast.ranking import forecast_all
+    from cookbook.forecast.ranking import largest_micro_batch
 
     here = machines_of(plan)
     machines = replace(here, gpus_each=plan.num_local, num_machines=plan.num_processes // plan.num_local)
+    if machines.usable_gib is None:
+        return 1, "the memory of this GPU is not known"
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
-        (found,) = forecast_all(recipe, [strategy], machines, str(path)).forecasts
+        found = largest_micro_batch(recipe, strategy, machines, str(path), batches)
     except RecipeError as error:
         return 1, f"there is no forecast: {error.mistakes[0]}"
-    largest = found.largest_micro_batch
-    if largest is None:
-        unknown = "the memory of this GPU is not known" if machines.usable_gib is None else "the forecast holds no more"
-        return 1, "; ".join(found.why) or unknown
-    size = max((size for size in sizes if size <= largest), default=1)
-    room = f"of {machines.usable_gib:.0f} GiB" if machines.usable_gib else "of the GPU"
-    text = f"the forecast holds {largest} of {recipe.data.max_length} tokens in the memory {room}"
-    return size, text + (f", and a step has {sizes[-1]} a process" if size == sizes[-1] < largest else "")
+    room = f"{machines.usable_gib:.0f} GiB of GPU memory"
+    if found is None:
+        return 1, f"by the forecast even that may exceed {room}"
+    size = found.micro_batch_size or 1
+    larger = next((one for one in sizes if one > size), None)
+    return size, f"it fits in {room} by the forecast, and {f'{larger} may not' if larger else 'is all of a step'}"
 
 
 def _even(share: int) -> Iterator[int]:
