@@ -221,13 +221,13 @@ def load_inputs(
         notes.append(head_note(config, head))
         folder = scored_folder(folder, head, seed=recipe.seed, cache=cache)
         config = models.load_config(folder, recipe.data.max_length)
-    decide(recipe, config)  # refuses what cannot be packed before any process waits for another
+    packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
     notes += comparison_notes(config)
     notes += kernel_notes(recipe.model, config)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    notes += slow_kernel_notes(recipe, config, capability)
+    notes += slow_kernel_notes(packing.settle(recipe), config, capability)
     if drawn := random_parts(config):
         keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
         notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
