@@ -444,12 +444,17 @@ def test_calls_by_hand():
     assert transfers(shipped("ddp"), SMALL, STEP, 4)[0].calls is None
 
 
-@pytest.mark.parametrize(("is_tied", "calls"), [(False, 1 * 2 + 2), (True, 1 * 2 + 1 + 1)])
-def test_gradients_of_the_last_stage_by_hand(is_tied: bool, calls: int):
+@pytest.mark.parametrize(
+    ("mib", "is_tied", "calls"),
+    [(8, False, 1 * 2 + 2), (8, True, 1 * 2 + 1 + 1), (3, False, 2 + 1), (3, True, 2 + 1), (0.5, False, 1)],
+)
+def test_gradients_of_the_last_stage_by_hand(mib: float, is_tied: bool, calls: int):
     """An embedding, four layers of two weights, norm and, if it is not the embedding, head, of a size that leaves a
-    layer to the last of two stages; a sum for each, where there are copies of the stages."""
-    trained = [(8, True, None), *((4, True, i // 2) for i in range(8)), (2, False, None)]
-    trained += [] if is_tied else [(8, True, None)]
+    layer to the last of two stages, where there are copies of the stages: buckets of 25 MiB at most. With 3 MiB a part
+    they are those of 12 and 12, 6, and 24 without a tie, else of 24, then 12 and 12, and 6."""
+    part = int(mib * 2**18)
+    trained = [(8 * part, True, None), *((4 * part, True, i // 2) for i in range(8)), (2 * part, False, None)]
+    trained += [] if is_tied else [(8 * part, True, None)]
     sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=trained)
     found = {one.what: one for one in transfers(shipped("pp"), sizes, STEP, 4)}
     assert found["gradients"].calls == calls
