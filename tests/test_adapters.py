@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from cookbook.commands.cli import main
 from cookbook.commands.merge import merge_run
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
@@ -313,3 +314,11 @@ def test_a_fresh_process_computes_what_the_run_did(lab: Lab, tmp_path: Path, str
     assert error < 1e-5
     assert moved > 1e-2, "the adapter does something"
     assert changed["error"] > 1e-5
+
+
+def test_check_knows_the_layers_of_a_model_of_which_only_the_structure_is_here(capsys):
+    recipe = str(ROOT / "recipes/qwen3_30b_a3b/sft_lora.yaml")
+    assert main(["check", recipe, "--set", "adapter.targets=[gate_up_proj, foo_proj]"]) == 2
+    said = capsys.readouterr().err
+    assert "'foo_proj', which is no linear layer of Qwen3MoeForCausalLM; it has q_proj" in said
+    assert "has 'gate_up_proj'" not in said

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import ModelSection
+from cookbook.config.sections import ALL_LINEAR, ModelSection
+from cookbook.planning.offline import known_model
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
@@ -38,7 +39,7 @@ def check_model(recipe: Recipe) -> list[str]:
     """
     here, name = _weights_here(recipe.model), recipe.model.name_or_path
     if here is None:  # it can be planned with all the same
-        return []
+        return _notes_on_names(recipe)
     if not num_gpus():
         quiet_deepspeed()
     from cookbook.training import adapters, models
@@ -53,6 +54,21 @@ def check_model(recipe: Recipe) -> list[str]:
     _check_teacher(recipe, tokenizer, facts.num_embeddings)
     notes = facts.notes
     return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
+
+
+USUAL_LAYERS = {ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def _notes_on_names(recipe: Recipe) -> list[str]:
+    """As `check_model`, of an adapter on layers that not most models have, where files here tell the structure."""
+    scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
+    if recipe.adapter is None or {*recipe.adapter.targets} <= USUAL_LAYERS or not (scratch or facts):
+        return []
+    from cookbook.training import adapters
+    from cookbook.training.models.structure import known_config_of, scratch_config
+
+    config = scratch_config(scratch) if scratch else known_config_of(facts or {})
+    return adapters.check_names(config, recipe.adapter)
 
 
 def _check_teacher(recipe: Recipe, tokenizer: Any, num_rows: int | None) -> None:

@@ -138,6 +138,15 @@ def _find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     return language_config(config), f"{origin}; {part_in_words(config)}" if has_tower(config) else origin
 
 
+def known_config_of(facts: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration that is trained of a model that is only in `OFFLINE_FACTS`.
+
+    Args:
+        facts: its entry there.
+    """
+    return language_config(AutoConfig.for_model(**facts["config"]))
+
+
 def part_in_words(whole: PreTrainedConfig) -> str:
     """What is trained of a model with a tower."""
     part = language_config(whole)
