@@ -2,7 +2,8 @@
 
     make matrix
 
-`--page` writes both again from benchmarks/results/equivalence.json.
+`--page` writes both again from benchmarks/results/equivalence.json; `--add FOLDER` after a part of the tests puts its
+cells into that file, if hardware and versions are the same.
 """
 
 import json
@@ -66,6 +67,15 @@ def collect(folder: Path) -> dict[str, Any]:
         "curves": curves,
         "mistakes": dict(sorted(mistakes.items())),
     }
+
+
+def added(results: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Results with the cells of a later session in place of theirs."""
+    for key in ("hardware", "versions"):
+        assert results[key] == part[key], (results[key], part[key])
+    for name, row in part["strategies"].items():
+        results["strategies"].setdefault(name, {}).update(row)
+    return results
 
 
 def render(results: dict[str, Any]) -> str:
@@ -175,7 +185,9 @@ def height(value: float, bottom: float, top: float) -> float:
 
 
 def main() -> None:
-    if sys.argv[1] != "--page":
+    if sys.argv[1] == "--add":
+        RESULTS.write_text(json.dumps(added(json.loads(RESULTS.read_text()), collect(Path(sys.argv[2]))), indent=2) + "\n")
+    elif sys.argv[1] != "--page":
         RESULTS.write_text(json.dumps(collect(Path(sys.argv[1])), indent=2) + "\n")
     results = json.loads(RESULTS.read_text())
     before, rest = PAGE.read_text().split(BEGIN)

@@ -452,6 +452,15 @@ def around_the_wrapper() -> None:
     forward.negative_log_likelihood = lambda model, batch: right(getattr(model, "module", model), batch)
 
 
+def parts_alone() -> None:
+    """Under ZeRO, of a matrix that two processes have parts of, each orthogonalizes its own."""
+    from types import SimpleNamespace
+
+    from cookbook.config.optim import orthogonal
+
+    orthogonal.dist = SimpleNamespace(all_reduce=lambda whole: None)
+
+
 def samples_see_each_other() -> None:
     """Packed rows without their borders: positions start again at 0, but attention runs over the whole row."""
     from cookbook.config.objectives import forward

@@ -57,7 +57,6 @@ CLASHES = {
         "zero3_nvme",
         0,
     ),
-    "optim.name: muon with ZeRO": (["optim={name: muon, learning_rate: 1e-3}"], "zero2", 0),
     "optim.name: muon with FSDP1": (["optim={name: muon, learning_rate: 1e-3}"], "fsdp1", 0),
 }
 BESIDE = [

@@ -693,15 +693,15 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
 
 
 def test_check_names_the_lines_of_a_clash_and_of_an_impossible_split(book, capsys):
-    book.edit(RECIPE, ("ddp.yaml", "zero2.yaml"), ("  learning_rate", "  name: muon\n  learning_rate"))
+    book.edit(RECIPE, ("ddp.yaml", "fsdp1.yaml"), ("  learning_rate", "  name: muon\n  learning_rate"))
     book.edit(RECIPE, ("global_batch_size: 16", "global_batch_size: 17"))
     code, _, mistakes = checked(capsys, RECIPE)
     assert code == 2
     assert [line.split(": ")[0] for line in mistakes] == [
-        "recipes/small.yaml:23 under accelerate_configs/zero2.yaml",
+        "recipes/small.yaml:23 under accelerate_configs/fsdp1.yaml",
         "recipes/small.yaml:20",
     ]
-    assert "muon with ZeRO" in mistakes[0] and "global_batch_size is 17" in mistakes[1]
+    assert "muon with FSDP1" in mistakes[0] and "global_batch_size is 17" in mistakes[1]
 
 
 def test_a_misspelt_key_does_not_hide_a_clash(book, capsys):

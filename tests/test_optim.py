@@ -17,7 +17,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 from cookbook.config.optim import Optimizer
 from cookbook.config.optim.groups import build_optimizer, parameter_groups, set_learning_rate
-from cookbook.config.optim.orthogonal import orthogonalize
+from cookbook.config.optim.orthogonal import MuonOptimizer, Run, orthogonalize
 from cookbook.config.schedule import Schedule, learning_rate, peak_learning_rate
 
 OPTIM = Optimizer.of(learning_rate=0.8)
@@ -336,3 +336,27 @@ def test_moments_in_8_bits_are_read_and_written_to_the_bit():
         assert torch.equal(states[0][key], states[1][key]), key
     assert states[0]["state1"].dtype == torch.uint8
     assert len(states[0]["state1"].unique()) > 100
+
+
+def test_muon_updates_matrices_in_a_flat_tensor_as_they_are_alone(mesh: DeviceMesh):
+    """As ZeRO keeps them: one that other processes have parts of too, one whole, and of each one its own rows."""
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (4, 4))]
+    flat = torch.nn.Parameter(torch.cat([matrix.detach().flatten() for matrix in matrices]))
+    kept = {"weight_decay": 0.1, "orthogonal": True}
+    settings = {"lr": 0.01, "momentum": 0.9, "betas": (0.9, 0.999), "eps": 1e-8, "dtype": torch.float32}
+    alone = MuonOptimizer([{"params": matrices, **kept}], **settings)
+    together = MuonOptimizer([{"params": [flat], **kept}], **settings)
+    runs = [
+        Run(shape=(6, 4), start=0, place=0, length=24, is_split=True),
+        Run(shape=(9, 9), start=0, place=0, length=0, is_split=True),  # others have it
+        Run(shape=(4, 4), start=0, place=24, length=16, is_split=False),
+    ]
+    together.read_flat({flat: runs}, torch.device("cpu"))
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = torch.randn_like(matrix)
+        flat.grad = torch.cat([matrix.grad.flatten() for matrix in matrices if matrix.grad is not None])
+        alone.step()
+        together.step()
+    assert torch.equal(flat, torch.cat([matrix.flatten() for matrix in matrices]))

@@ -146,7 +146,7 @@ CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"data.packing": "true"},
     ),
     "nvme": (["zero3_nvme:2", "ddp:2", "zero3_nvme:2", "fsdp2:2"], EXACT | {"model.from_scratch.vocab_size": "8192"}),
-    "muon": (["fsdp2:2", "tp:2", "ddp:3", "hsdp:4", "single"], EXACT | {"optim.name": "muon"}),
+    "muon": (["fsdp2:2", "zero2:3", "tp:2", "zero3:2", "hsdp:4", "zero1:2", "single"], EXACT | {"optim.name": "muon"}),
     "lora": (["zero3:2", "fsdp2:2", "pp:2", "tp:2", "fsdp1:2", "zero2:3", "ddp:2"], EXACT | {"adapter.name": "lora"}),
     "lora of shards": (["fsdp2_tp:4", "zero3:2", "fsdp2_tp:4", "pp_fsdp2:4", "tp:2"], EXACT | {"adapter.name": "lora"}),
     "lora, eight": (["hsdp_tp:8", "pp_tp_fsdp2:8", "fsdp2_tp:4", "ddp:2"], EXACT | {"adapter.name": "lora"}),

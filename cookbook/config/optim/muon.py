@@ -11,16 +11,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def _refusal(what: str, kind: str, why: str, seen: str) -> Refusal:
-    return Refusal(
-        what=what,
-        clashes=lambda strategy: strategy.kind == kind,
-        why=f"muon orthogonalizes whole matrices, and {why}",
-        seen=seen,
-        way_out="accelerate_configs/fsdp2.yaml, or optim.name: adamw",
-    )
-
-
 @register
 class Muon(WithBetas):
     """Muon for the matrices inside the layers, AdamW for embeddings, head, biases and norms, with one learning rate and
@@ -29,8 +19,13 @@ class Muon(WithBetas):
     counts_beside = "exp_avg"
     state_words = "optimizer of matrices"
     refusals = (
-        _refusal("ZeRO", "zero", "ZeRO gives the optimizer flat shards without their shape", "deepspeed 0.19.8"),
-        _refusal("FSDP1", "fsdp1", "FSDP1 shards a layer's weights as one flat tensor", "torch 2.13"),
+        Refusal(
+            what="FSDP1",
+            clashes=lambda strategy: strategy.kind == "fsdp1",
+            why="muon orthogonalizes whole matrices, and FSDP1 has a layer's matrices and norms in one flat tensor",
+            seen="torch 2.13",
+            way_out="accelerate_configs/fsdp2.yaml, or optim.name: adamw",
+        ),
     )
     name: Literal["muon"]
     momentum: float | None = Field(default=None, ge=0, lt=1)

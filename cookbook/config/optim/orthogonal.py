@@ -1,9 +1,12 @@
 """Muon as a torch optimizer. Imports torch."""
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -20,10 +23,30 @@ def split_for_muon(groups: list[dict[str, Any]], model: Any) -> list[dict[str, A
     split = []
     for group in groups:
         for orthogonal in (True, False):
-            params = [p for p in group["params"] if (p.ndim == 2 and p not in outside) == orthogonal]
+            params = [p for p in group["params"] if (_num_dims(p) == 2 and p not in outside) == orthogonal]
             if params:
                 split.append({**group, "params": params, "orthogonal": orthogonal})
     return split
+
+
+def _num_dims(parameter: torch.Tensor) -> int:
+    """Under ZeRO-3 a parameter is an empty placeholder; ds_shape is its real shape."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The elements of a parameter that this process has in a flat tensor; none, if only others have some."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """Index of the first of them in the flattened parameter."""
+    place: int
+    """Index of the first of them in the flat tensor."""
+    length: int
+    is_split: bool
+    """Whether several processes have elements of it; then all have this run, in the same order."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -33,6 +56,7 @@ class MuonOptimizer(torch.optim.Optimizer):
     2502.16982, equation 4). The numbers are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw", which always
     orthogonalizes in bfloat16: that turns the last bits of a gradient, in which strategies differ, into 2e-4 in loss.
     Each process gathers a sharded matrix and keeps its shard of the result; an offloaded one moves to the GPU for that.
+    Of flat tensors (see `read_flat`) it gathers only the matrices that several processes have parts of.
     """
 
     def __init__(
@@ -58,7 +82,16 @@ class MuonOptimizer(torch.optim.Optimizer):
         for group in groups:
             if group["orthogonal"]:
                 group.update(lr=lr, momentum=momentum)
+        self._runs: Mapping[torch.Tensor, list[Run]] = {}
         super().__init__(groups, {})
+
+    def read_flat(self, runs: Mapping[torch.Tensor, list[Run]], device: torch.device) -> None:
+        """Tell what lies in the flat tensors that have taken the place of the parameters (ZeRO).
+
+        Args:
+            device: on which matrices are gathered and orthogonalized.
+        """
+        self._runs, self._device = runs, device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -80,11 +113,36 @@ class MuonOptimizer(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            if parameter in self._runs:
+                self._update_runs(parameter, average, group)
+                continue
             nesterov = parameter.grad.lerp(average, group["momentum"])
             whole = orthogonalize(_gathered(nesterov.to(_mesh_device(parameter))), self.dtype)
             update = _like(parameter, whole).to(parameter.device)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+            parameter.add_(update, alpha=_rate(group, parameter.shape))
+
+    def _update_runs(self, flat: torch.Tensor, average: torch.Tensor, group: dict[str, Any]) -> None:
+        assert flat.grad is not None
+        for run in self._runs[flat]:
+            weight, grad, smooth = (one.narrow(0, run.place, run.length) for one in (flat, flat.grad, average))
+            whole = self._gathered_run(run, grad.lerp(smooth, group["momentum"]).to(self._device))
+            if run.length:
+                update = orthogonalize(whole.view(run.shape), self.dtype).flatten().narrow(0, run.start, run.length)
+                weight.add_(update.to(weight.device), alpha=_rate(group, run.shape))
+
+    def _gathered_run(self, run: Run, part: torch.Tensor) -> torch.Tensor:
+        """The whole matrix, flattened; collective if it is split."""
+        if not run.is_split:
+            return part
+        whole = part.new_zeros(math.prod(run.shape))
+        whole.narrow(0, run.start, run.length).copy_(part)
+        dist.all_reduce(whole)  # of zeros and one value an element: exact
+        return whole
+
+
+def _rate(group: dict[str, Any], shape: Sequence[int]) -> float:
+    return -group["lr"] * 0.2 * math.sqrt(max(shape))
 
 
 def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cookbook.config.optim import Optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
@@ -355,11 +356,16 @@ def _flat_fsdp1(weights: list[Weight], alignment: int, num_processes: int) -> tu
     return starts, _round_up(length, num_processes)
 
 
-def _param_groups(skeleton: Skeleton) -> list[list[Weight]]:
-    """Trained weights by optimizer group: matrices, then the rest (see `groups.parameter_groups`)."""
-    trained = [weight for weight in skeleton.weights if weight.is_trained]
-    groups = ([weight for weight in trained if (len(weight.shape) >= 2) == is_matrix] for is_matrix in (True, False))
-    return [group for group in groups if group]
+def _param_groups(skeleton: Skeleton, optim: Optimizer) -> list[list[Weight]]:
+    """Trained weights by optimizer group: matrices, then the rest (see `groups.parameter_groups`); matrices with a
+    state of their own before others (`orthogonal.split_for_muon`).
+    """
+    is_apart = optim.state(is_matrix=True) != optim.state(is_matrix=False)
+    groups: dict[tuple[bool, bool], list[Weight]] = {}
+    for weight in skeleton.weights:
+        if weight.is_trained:
+            groups.setdefault((len(weight.shape) >= 2, is_apart and weight.is_orthogonal), []).append(weight)
+    return [group for _, group in sorted(groups.items(), key=lambda item: item[0], reverse=True)]
 
 
 def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
@@ -372,7 +378,8 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     strategy, num_processes = inputs.strategy, inputs.num_processes
     zero = strategy.zero
     low = inputs.low_bytes
-    groups = [[weight.num_elements for weight in group] for group in _param_groups(skeleton)]
+    found = _param_groups(skeleton, inputs.optim)
+    groups = [[weight.num_elements for weight in group] for group in found]
     flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
     parts = [flat // num_processes for flat in flats]
     touched, padding = 0, 0
@@ -386,7 +393,9 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     largest = max(map(max, groups))
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     masters = FLOAT32 * sum(parts)
-    moments = inputs.optim.state_bytes([(part, False) for part in parts])
+    moments = inputs.optim.state_bytes(
+        [(part, group[0].is_orthogonal) for part, group in zip(parts, found, strict=True)]
+    )
     weights = low * sum(flats) + resident(frozen, inputs) + constants(skeleton)
     buffers = _buffers(skeleton)
     num_buckets = 2 if zero.get("overlap_comm") else 1
@@ -469,8 +478,9 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
     copies = [(weight, size(weight) * (part(weight) * num_processes // group)) for weight in left if group > 1]
     second = sum(num_bytes for _, num_bytes in copies)
-    subgroups = list(_subgroups(skeleton, part, zero.get("sub_group_size", 10**9)))
+    subgroups = list(_subgroups(skeleton, inputs.optim, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
+    are_matrices = [subgroup[0].is_orthogonal for subgroup in subgroups]
     trained = sum(map(sum, subgroup_parts))
     gradients = gradient_bytes(inputs) * trained
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
@@ -501,7 +511,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     state = ResidentBytes(
         masters=FLOAT32 * trained,
         gradients=gradients,
-        moments=inputs.optim.state_bytes([(sum(found), False) for found in subgroup_parts]),
+        moments=inputs.optim.state_bytes(zip(map(sum, subgroup_parts), are_matrices, strict=True)),
     )
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
@@ -512,7 +522,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
     if strategy.offload_optimizer == "nvme":
         filled = [[min(part(w), max(0, numel(w) - rank * part(w))) for w in subgroup] for subgroup in subgroups]
-        host, disk = _optimizer_on_disk(inputs, subgroup_parts, filled)
+        host, disk = _optimizer_on_disk(inputs, subgroup_parts, filled, are_matrices)
         host = replace(host, gradients=host.gradients + gradients)
     if strategy.offload_param is None:
         gpu = replace(gpu, weights=gathered + parts)
@@ -547,13 +557,13 @@ def _weights_on_disk(
     buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
     largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
     reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
-    placeholders = sum(size(group[0]) for group in _param_groups(skeleton)) + 2
+    placeholders = sum(size(group[0]) for group in _param_groups(skeleton, inputs.optim)) + 2
     on_disk = low * sum(_round_up(numel, alignment) for numel in swapped)
     return kept, low * (buffer + reserved) + placeholders, on_disk
 
 
 def _optimizer_on_disk(
-    inputs: CostInputs, subgroups: list[list[int]], filled: list[list[int]]
+    inputs: CostInputs, subgroups: list[list[int]], filled: list[list[int]], are_matrices: list[bool]
 ) -> tuple[ResidentBytes, ResidentBytes]:
     """Host and disk memory of swapped optimizer state. A sub-group is swapped as a whole; of each of its gradients, the
     part that fills whole blocks. The remainder is a view that keeps the whole gradient in memory, or the float32
@@ -562,43 +572,46 @@ def _optimizer_on_disk(
     Args:
         subgroups: elements of the shards of each sub-group's weights.
         filled: the same without padding, which gradients do not have.
+        are_matrices: of each sub-group, see `Optimizer.state`.
     """
     strategy = inputs.strategy
     optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, swap_limit(strategy)
-    # The count of updates stays in memory.
-    num_moments, count = len(optim.state(is_matrix=False)), optim.state_bytes([(0, False)])
     host, disk = ResidentBytes(), ResidentBytes()
-    for subgroup, gradients in zip(subgroups, filled, strict=True):
+    for subgroup, gradients, is_matrix in zip(subgroups, filled, are_matrices, strict=True):
         numel = sum(subgroup)
         if FLOAT32 * numel < limit:
             host = replace(
                 host,
                 masters=host.masters + FLOAT32 * numel,
                 gradients=host.gradients + FLOAT32 * numel,
-                moments=host.moments + optim.state_bytes([(numel, False)]),
+                moments=host.moments + optim.state_bytes([(numel, is_matrix)]),
             )
             continue
         swapped = [part for part in gradients if FLOAT32 * part >= limit]
         kept = [part for part in gradients if FLOAT32 * part < limit or part % per_block]
         file = FLOAT32 * _round_up(numel, per_block)
-        host = replace(host, gradients=host.gradients + FLOAT32 * sum(kept) * is_copied, moments=host.moments + count)
+        host = replace(
+            host,
+            gradients=host.gradients + FLOAT32 * sum(kept) * is_copied,
+            moments=host.moments + optim.state_bytes([(0, is_matrix)]),  # the count of updates stays in memory
+        )
         disk = replace(
             disk,
             masters=disk.masters + file,
             gradients=disk.gradients + FLOAT32 * sum(part // per_block * per_block for part in swapped),
-            moments=disk.moments + num_moments * file,
+            moments=disk.moments + len(optim.state(is_matrix=is_matrix)) * file,
         )
     largest = _round_up(max(sum(subgroup) for subgroup in subgroups), per_block)
     num_buffers = strategy.zero["offload_optimizer"].get("buffer_count", 4)
     return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
 
 
-def _subgroups(skeleton: Skeleton, part: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
+def _subgroups(skeleton: Skeleton, optim: Optimizer, part: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
     """Trained weights in groups that are updated together, each until its shards reach `limit` elements (stage3.py,
     _create_fp16_sub_groups).
     """
-    for group in _param_groups(skeleton):
+    for group in _param_groups(skeleton, optim):
         found: list[Weight] = []
         numel = 0
         for weight in group:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
+from cookbook.config.optim.orthogonal import Run
 from cookbook.config.strategy import Strategy, exchange_precision
 from cookbook.planning.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
@@ -166,6 +167,8 @@ class Zero(Engine):
     ) -> None:
         super().prepare(model, optimizer, counts_beside=counts_beside)
         self._look_before_updates(self.model.optimizer)
+        if hasattr(self.base_optimizer, "read_flat"):
+            self.base_optimizer.read_flat(dict(self._runs()), self.device)
 
     def _look_before_updates(self, zero: Any) -> None:
         """Read a step's numbers, and look at its gradients if they are unusual, between their norm and the update,
@@ -275,6 +278,40 @@ class Zero(Engine):
             if not self._is_stage3 or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 yield f"{state.WEIGHT} of {name}", parameter
 
+    def _runs(self) -> Iterator[tuple[torch.Tensor, list[Run]]]:
+        """What lies in each flat tensor that the optimizer updates."""
+        zero = self.model.optimizer
+        run_of = self._run_in_sub_group if self._is_stage3 else self._run_in_partition
+        flats = zero.fp32_partitioned_groups_flat if self._is_stage3 else zero.single_partition_of_fp32_groups
+        groups = zero.fp16_groups if self._is_stage3 else zero.bit16_groups
+        for i, (flat, group) in enumerate(zip(flats, groups, strict=True)):
+            runs = [run_of(parameter, i) for parameter in group]
+            yield flat, [run for run in runs if run.length or run.is_split]
+
+    def _run_in_partition(self, parameter: Any, i: int) -> Run:
+        """Stages 1 and 2: see `_partition_pieces`."""
+        zero, mapping, shape = self.model.optimizer, parameter._hp_mapping, tuple(parameter.shape)
+        is_split = len(zero.param_to_partition_ids[i][zero.get_param_id(parameter)]) > 1
+        if mapping is None:
+            return Run(shape=shape, start=0, place=0, length=0, is_split=is_split)
+        start, held = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+        return Run(shape=shape, start=start, place=held.start, length=held.numel, is_split=is_split)
+
+    def _run_in_sub_group(self, parameter: Any, i: int) -> Run:
+        """Stage 3: see `_sub_group_pieces`."""
+        place, start, length = self._part_of(parameter, i)
+        is_split = self.world.num_processes > 1
+        return Run(shape=tuple(parameter.ds_shape), start=start, place=place, length=length, is_split=is_split)
+
+    def _part_of(self, parameter: Any, i: int) -> tuple[int, int, int]:
+        """Stage 3: offset of this rank's part in the flat tensor of sub-group `i`, its first element, its length."""
+        # Sub-group, offset in its flat tensor, and length with padding (stage3.py:1955).
+        index, offset, _ = self.model.optimizer.grad_position[self.model.optimizer.get_param_id(parameter)]
+        assert index == i
+        part = parameter.ds_tensor.ds_numel
+        start = min(self.world.rank * part, parameter.ds_numel)
+        return offset, start, min(part, parameter.ds_numel - start)
+
     def _partition_pieces(self, create: state.KindsOf | None) -> Iterator[state.Piece]:
         """Stages 1 and 2: a group's parameters lie end to end in a flat tensor, partitioned over the ranks."""
         moments = state.Moments(self.base_optimizer)
@@ -302,12 +339,7 @@ class Zero(Engine):
                     for parameter in group:
                         name, flat = names[id(parameter)], zero.fp32_partitioned_groups_flat[i]
                         held = {state.WEIGHT: flat.detach(), **moments.of(flat, create and create(name))}
-                        # Sub-group, offset in its flat tensor, and length with padding (stage3.py:1955).
-                        index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-                        assert index == i
-                        part = parameter.ds_tensor.ds_numel
-                        start = self.world.rank * part
-                        length = min(part, parameter.ds_numel - start)
+                        offset, start, length = self._part_of(parameter, i)
                         if length > 0:
                             parts = {kind: tensor.narrow(0, offset, length) for kind, tensor in held.items()}
                             yield from state.flat_pieces(name, parameter.ds_shape, start, parts)
