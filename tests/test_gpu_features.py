@@ -23,7 +23,12 @@ FEATURES = {
     "dora": ("sft", LORA | {"adapter.name": "dora"}, ["fsdp2"], ["zero3"]),
     "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["zero3"], ["ddp", "fsdp2", "zero2"]),
     "adamw_8bit": ("sft", {"optim.name": "adamw_8bit"}, ["fsdp2"], ["ddp", "fsdp2_offload"]),
-    "muon": ("sft", {"optim.name": "muon"}, ["fsdp2_offload"], ["ddp", "fsdp2", "hsdp", "tp", "zero2_offload", "zero3"]),
+    "muon": (
+        "sft",
+        {"optim.name": "muon"},
+        ["fsdp2_offload"],
+        ["ddp", "fsdp2", "hsdp", "tp", "zero2_offload", "zero3"],
+    ),
     "checkpointing": ("sft", PACKED | {"model.gradient_checkpointing": "true"}, ["zero3"], ["ddp", "fsdp2"]),
     "selective": ("sft", PACKED | {"model.gradient_checkpointing": "selective"}, ["ddp"], ["fsdp2"]),
     "offload": (

@@ -19,13 +19,14 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import prompt_rows
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
+from cookbook.config.sections import RoundsSection
 from cookbook.system import lock
 from cookbook.training.data.rows import read_rows
 from tests.curves import Lab, environment
@@ -219,13 +220,17 @@ MISTAKES = {
         "rounds": ROUNDS | {"reward_funcs": "not_finite", "reward_weights": None}
     },
     "no such file": {"plugins": ["missing.py"]},
+    "rounds.reward_funcs is './none': not a folder": {
+        "rounds": ROUNDS | {"reward_funcs": ["./none"], "reward_weights": None}
+    },
+    "whose head gives words, not a reward": {"rounds": ROUNDS | {"reward_funcs": ["MODEL"], "reward_weights": None}},
     "data.max_length 9 less rounds.max_completion_length 8 leaves 1 tokens to a prompt": {"data__max_length": 9},
 }
 
 
 @pytest.mark.parametrize(("message", "changed"), MISTAKES.items(), ids=range(len(MISTAKES)))
 def test_a_mistake_ends_rounds_before_anything_is_sampled(lab, model, tmp_path, capsys, message, changed):
-    values = settings(tmp_path, model, **changed)
+    values = {key: value.replace("MODEL", str(model)) for key, value in settings(tmp_path, model, **changed).items()}
     assert start(lab, values) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -301,6 +306,75 @@ def test_rounds_of_another_recipe_do_not_go_on(lab, forked, model, tmp_path, cap
     assert start(lab, values | {"run.resume": "never"}) == 0
     assert (tmp_path / "out.1/rounds/0001/samples.jsonl").is_file()
     assert len(forked) == 2
+
+
+@pytest.mark.slow
+def test_the_reward_rises(lab, forked, model, tmp_path, capsys):
+    """tests/rounds/grpo.yaml, in short: answers become longer where length is rewarded, and shorter where it is not."""
+    found = {}
+    for weight in (1.0, -1.0):
+        rounds = ROUNDS | {"num_rounds": 3, "prompts_per_round": 7, "num_generations": 32, "generation_batch_size": 224}
+        rounds |= {"reward_funcs": "longer", "reward_weights": [weight]}
+        keys = {
+            "rounds": rounds,
+            "batch": {"global_batch_size": 56, "micro_batch_size": 56},
+            "schedule": {"name": "constant"},
+        }
+        (folder := tmp_path / str(weight)).mkdir()
+        values = settings(folder, model, **keys, optim={"learning_rate": 1e-2}, run__num_epochs=2)
+        assert start(lab, values) == 0, capsys.readouterr()
+        found[weight] = [line["reward"] for line in read(folder / "out/metrics.jsonl") if "reward" in line]
+    print(found)
+    assert all(rewards[-1] > rewards[0] + 0.1 for rewards in found.values()), found
+
+
+@pytest.fixture(scope="module")
+def judge(model, tmp_path_factory) -> Path:
+    """A reward model with weights by chance, for answers to chats."""
+    folder = tmp_path_factory.mktemp("judge")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sizes = {
+        "num_labels": 1,
+        "pad_token_id": tokenizer.pad_token_id,
+        "architectures": ["LlamaForSequenceClassification"],
+    }
+    torch.manual_seed(0)
+    made = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(model, **sizes))
+    made.score.weight.data.normal_()
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def score_by_transformers(folder: Path, text: str) -> float:
+    found = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        return AutoModelForSequenceClassification.from_pretrained(folder)(**found).logits.item()
+
+
+def test_a_reward_model_scores_answers_as_transformers_does(lab, forked, model, judge, tmp_path, capsys):
+    rounds = ROUNDS | {"num_rounds": 1, "reward_funcs": ["longer", str(judge)], "reward_weights": [0.0, 2.0]}
+    values = settings(tmp_path, model, rounds=rounds, schedule={"name": "constant"})
+    assert start(lab, values) == 0, capsys.readouterr()
+    lines, tokenizer = read(tmp_path / "out/rounds/0001/samples.jsonl"), AutoTokenizer.from_pretrained(judge)
+    assert len({one for line in lines for one in line["rewards"]}) > 4
+    for line in lines[:2]:
+        texts = [tokenizer.apply_chat_template(line["prompt"] + one, tokenize=False) for one in line["completions"]]
+        expected = [score_by_transformers(judge, text) for text in texts]
+        assert line["scores"][str(judge)] == pytest.approx(expected, abs=1e-5)
+        assert line["rewards"] == pytest.approx([2 * one for one in expected], abs=2e-5)
+
+
+def test_a_reward_model_reads_a_text_with_its_end(model, judge, tmp_path):
+    from cookbook.commands.rounds.reward_models import RewardModel
+
+    asked = prompt_rows.Prompt(place="prompts.jsonl:1", asked="the fox", columns={})
+    answers = [" jumps", " jumps over the lazy dog", ""]
+    end = AutoTokenizer.from_pretrained(judge).eos_token
+    expected = [score_by_transformers(judge, f"the fox{answer}{end}") for answer in answers]
+    section = RoundsSection(num_rounds=1, prompts_per_round=1, reward_funcs=[str(judge)], generation_batch_size=2)
+    assert RewardModel(str(judge), section, is_bf16=False).score(asked, answers) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != pytest.approx(score_by_transformers(judge, "the fox jumps"), abs=1e-3)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

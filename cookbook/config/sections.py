@@ -605,7 +605,8 @@ class RoundsSection(Section):
         AfterValidator(_names),
         BeforeValidator(_list_of_functions, json_schema_input_type=str | list[str]),
     ]
-    """Reward functions, which the recipe's plugins register: [is_right]. The reward of an answer is their sum."""
+    """Reward functions, which the recipe's plugins register, and folders of reward models, which have a / in their
+    names: [is_right, outputs/reward/export]. The reward of an answer is their sum."""
     reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     """A factor for each of them. Default: 1."""
     num_generations: int = Field(default=8, ge=2)

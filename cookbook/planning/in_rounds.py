@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.reward_functions import reward_functions
+from cookbook.config.reward_functions import is_model, reward_functions
 from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
@@ -31,9 +31,12 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
         yield f"objective.max_completion_length is {constant}, but that of rounds {rounds.max_completion_length}"
     known = reward_functions()
     for name in rounds.reward_funcs:
-        if name not in known:
+        if name not in known and not is_model(name):
             there = f"they have {', '.join(known)}" if known else "none registers a reward function"
-            yield f"rounds.reward_funcs has {name!r}, which no file in plugins registers; {there}"
+            yield (
+                f"rounds.reward_funcs has {name!r}, which no file in plugins registers; {there}; the name of a reward"
+                " model's folder has a /"
+            )
 
 
 def _of_weights(recipe: Recipe, strategy: Strategy) -> Iterator[str]:

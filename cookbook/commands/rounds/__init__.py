@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
 from cookbook.commands.shared.mistakes import placed
 from cookbook.config import plugins
 from cookbook.config.recipe import Recipe
+from cookbook.config.reward_functions import is_model
+from cookbook.config.sections import RoundsSection
 from cookbook.planning import run_plan
 from cookbook.system import lock
 from cookbook.system.console import say
@@ -39,7 +42,8 @@ def rounds(
     lock.hold(output_dir)
     quiet_without_gpus()
     first_model, ids = _first_model(recipe, asked)
-    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(first_model, recipe)})
+    judges = _reward_models(recipe.rounds, asked[0])
+    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(first_model, judges, recipe)})
     status, done = Status(output_dir, is_main=True), list[Round]()
     for number in range(1, recipe.rounds.num_rounds + 1):
         one = Round(output_dir, number)
@@ -47,7 +51,7 @@ def rounds(
         if not one.is_over:
             if not one.samples.is_file():
                 say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
-                _sample(one, model, recipe, asked, ids)
+                _sample(one, model, recipe, asked, ids, judges)
             say(_in_words(one), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
             code = launch(
@@ -102,10 +106,22 @@ def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[in
     return first, encode(asked, first, recipe)
 
 
-def _digests(model: str, recipe: Recipe) -> dict[str, str]:
+def _reward_models(rounds: RoundsSection, prompt: Prompt) -> dict[str, str]:
+    """The folder of each reward model, by its name in the recipe."""
+    names = [name for name in rounds.reward_funcs if is_model(name)]
+    if not names:
+        return {}
+    from cookbook.commands.rounds import reward_models
+
+    return {name: reward_models.check(name, prompt) for name in names}
+
+
+def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, str]:
     from cookbook.training.models import weights_digest
 
-    return {"model": weights_digest(Path(model), cache=CACHE), "plugins": plugins.digest(recipe.plugins)}
+    of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
+    of_model = weights_digest(Path(model), cache=CACHE)
+    return {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
 
 
 def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
@@ -124,8 +140,9 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
         mistakes, notes = resume.changes(record, recipe, found | {"plugins": record["made_from"]["plugins"]})
         if mistakes:
             raise RecipeError([f"run.resume: cannot go on in {output_dir}:", *mistakes])
-        if made_from["plugins"] != record["made_from"]["plugins"]:
-            notes.append("the plugins have changed: rounds that were scored before keep their rewards")
+        for key in ("plugins", "reward_models"):
+            if made_from[key] != record["made_from"].get(key, ""):
+                notes.append(f"the {key.replace('_', ' ')} have changed: rounds scored before keep their rewards")
         for note in notes:
             say(note)
     elif earlier := set_aside(output_dir):
@@ -135,7 +152,9 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
 
 
-def _sample(one: Round, model: Path, recipe: Recipe, asked: list[Prompt], ids: list[list[int]]) -> None:
+def _sample(
+    one: Round, model: Path, recipe: Recipe, asked: list[Prompt], ids: list[list[int]], judges: dict[str, str]
+) -> None:
     """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
     rounds = recipe.rounds
     assert rounds is not None
@@ -143,13 +162,30 @@ def _sample(one: Round, model: Path, recipe: Recipe, asked: list[Prompt], ids: l
         chosen = prompt_rows.of_round(one.number, rounds.prompts_per_round, len(asked), recipe.seed)
         rounds_folder.write_lines(one.unscored, list(_sampled(one, model, recipe, chosen, ids)))
     lines = []
-    for line in read_lines(one.unscored, "round"):
-        prompt, texts = asked[line["row"]], line["completions"]
-        scores = scoring.score(rounds, prompt, texts, line["completion_ids"])
-        rewards = {"rewards": scoring.total(rounds, scores), "scores": scores}
-        lines.append({**line, "prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts), **rewards})
+    with _opened(judges, recipe) as models:
+        for line in read_lines(one.unscored, "round"):
+            prompt, texts = asked[line["row"]], line["completions"]
+            scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
+            rewards = {"rewards": scoring.total(rounds, scores), "scores": scores}
+            lines.append({**line, "prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts), **rewards})
     rounds_folder.write_lines(one.samples, lines)
     one.unscored.unlink()
+
+
+@contextmanager
+def _opened(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """The reward models, which are in memory only after a round has sampled."""
+    if not judges:
+        yield {}
+        return
+    from cookbook.commands.rounds.reward_models import RewardModel
+
+    assert recipe.rounds is not None
+    is_bf16 = recipe.compute_precision == "bf16"
+    opened = {name: RewardModel(folder, recipe.rounds, is_bf16=is_bf16) for name, folder in judges.items()}
+    yield opened
+    for one in opened.values():
+        one.close()
 
 
 def _sampled(

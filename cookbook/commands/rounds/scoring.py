@@ -2,27 +2,40 @@
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from cookbook.commands.rounds.prompt_rows import Prompt
-from cookbook.config.reward_functions import Reward, reward_functions
+from cookbook.config.reward_functions import Reward, is_model, reward_functions
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
+
+if TYPE_CHECKING:
+    from cookbook.commands.rounds.reward_models import RewardModel
 
 SHOWN = 200
 """Characters of a prompt and of an answer in a message."""
 
 
 def score(
-    rounds: RoundsSection, prompt: Prompt, answers: Sequence[str], ids: Sequence[list[int]]
+    rounds: RoundsSection,
+    prompt: Prompt,
+    answers: Sequence[str],
+    ids: Sequence[list[int]],
+    models: Mapping[str, "RewardModel"],
 ) -> dict[str, list[float]]:
-    """The numbers of each reward function for the answers to one prompt, by its name.
+    """The numbers of each reward function or model for the answers to one prompt, by its name.
 
     Raises:
         RecipeError: a function fails, or returns something else.
     """
-    return {name: _call(reward_functions()[name], prompt, list(answers), list(ids)) for name in rounds.reward_funcs}
+
+    def numbers(name: str) -> list[float]:
+        if name in models:
+            return models[name].score(prompt, answers)
+        return _call(reward_functions()[name], prompt, list(answers), list(ids))
+
+    return {name: numbers(name) for name in rounds.reward_funcs}
 
 
 def total(rounds: RoundsSection, scores: dict[str, list[float]]) -> list[float]:
@@ -37,7 +50,10 @@ def try_functions(rounds: RoundsSection, prompt: Prompt) -> None:
     Raises:
         RecipeError: as `score`.
     """
-    score(rounds, prompt, [""] * rounds.num_generations, [[]] * rounds.num_generations)
+    answers, ids = [""] * rounds.num_generations, [[]] * rounds.num_generations  # type: ignore[var-annotated]
+    for name in rounds.reward_funcs:
+        if not is_model(name):
+            _call(reward_functions()[name], prompt, answers, ids)
 
 
 def _call(reward: Reward, prompt: Prompt, answers: list[str], ids: list[list[int]]) -> list[float]:

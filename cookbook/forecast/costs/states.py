@@ -607,7 +607,9 @@ def _optimizer_on_disk(
     return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
 
 
-def _subgroups(skeleton: Skeleton, optim: Optimizer, part: Callable[[Weight], int], limit: int) -> Iterator[list[Weight]]:
+def _subgroups(
+    skeleton: Skeleton, optim: Optimizer, part: Callable[[Weight], int], limit: int
+) -> Iterator[list[Weight]]:
     """Trained weights in groups that are updated together, each until its shards reach `limit` elements (stage3.py,
     _create_fp16_sub_groups).
     """
