@@ -3,18 +3,21 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.config.reward_functions import Reward, is_model, reward_functions
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
 
-if TYPE_CHECKING:
-    from cookbook.commands.rounds.reward_models import RewardModel
-
 SHOWN = 200
 """Characters of a prompt and of an answer in a message."""
+
+
+class Scorer(Protocol):
+    """A model that scores answers."""
+
+    def score(self, prompt: Prompt, answers: Sequence[str]) -> list[float]: ...
 
 
 def score(
@@ -22,7 +25,7 @@ def score(
     prompt: Prompt,
     answers: Sequence[str],
     ids: Sequence[list[int]],
-    models: Mapping[str, "RewardModel"],
+    models: Mapping[str, Scorer],
 ) -> dict[str, list[float]]:
     """The numbers of each reward function or model for the answers to one prompt, by its name.
 
