@@ -322,7 +322,7 @@ def test_samples_that_see_each_other_leave_the_curve(lab: Lab):
 
 @pytest.mark.slow
 def test_parts_of_a_matrix_orthogonalized_alone_leave_the_curve(lab: Lab):
-    """Of three shards, whose borders cut matrices; that of two lies between the layers."""
+    """Three shards, whose borders cut matrices; that of two lies between the layers."""
     settings = MUON | {"batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
     right, wrong = (lab.run("zero2", settings, processes=3, sabotage=mistake) for mistake in (None, "parts_alone"))
     reference = lab.run("single", settings)

@@ -377,6 +377,49 @@ def test_a_reward_model_reads_a_text_with_its_end(model, judge, tmp_path):
     assert expected[0] != pytest.approx(score_by_transformers(judge, "the fox jumps"), abs=1e-3)
 
 
+@pytest.mark.slow
+def test_a_student_learns_from_a_teacher_on_its_own_answers(lab, forked, model, tmp_path, capsys):
+    """The loss of a round's first step is the reverse KL by transformers, over what the student wrote."""
+    teacher, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(0)
+    for parameter in teacher.parameters():
+        parameter.data += parameter.data.std() * torch.randn_like(parameter)
+    teacher.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    size = teacher.config.vocab_size
+    keys = {"name": "distill", "teacher": str(tmp_path / "teacher"), "loss_top_k": size, "beta": 1.0, "kd_ratio": 1.0}
+    rounds = {key: value for key, value in ROUNDS.items() if not key.startswith("reward")}
+    batch = {"global_batch_size": 24, "micro_batch_size": 12}
+    schedule = {"name": "constant"}
+    others = {"rounds": rounds, "batch": batch, "schedule": schedule, "run__num_epochs": 4}
+    values = settings(tmp_path, model, objective=keys, optim={"learning_rate": 1e-3}, **others)
+    assert start(lab, values) == 0, capsys.readouterr()
+    assert "ROUND 1: 24 answers" in capsys.readouterr().out
+    losses, own = {}, {1: model, 2: tmp_path / "out/rounds/0001/run/export"}
+    for number in (1, 2):
+        folder = tmp_path / f"out/rounds/{number:04}"
+        losses[number] = [line["loss"] for line in read(folder / "run/metrics.jsonl") if "loss" in line]
+        if own[number].is_dir():  # of the exports the newest are kept
+            student = AutoModelForCausalLM.from_pretrained(own[number], dtype=torch.float32)
+            expected = reverse_kl(student, teacher, read(folder / "samples.jsonl"))
+            assert losses[number][0] == pytest.approx(expected, rel=1e-4)
+    assert losses[2][-1] < losses[1][-1] < losses[1][0] > 0.01, losses
+    assert start(lab, values | {"objective": json.dumps(keys | {"kd_ratio": 0.5})}) == 2
+    assert "the rest is the likelihood of the labels" in capsys.readouterr().err
+
+
+def reverse_kl(student, teacher, lines: list[dict[str, Any]]) -> float:
+    """The mean over the sampled tokens."""
+    found: list[float] = []
+    for line in lines:
+        for answer in line["completion_ids"]:
+            ids, start = torch.tensor([line["prompt_ids"] + answer]), len(line["prompt_ids"]) - 1
+            with torch.no_grad():
+                own, other = (one(ids).logits[0, start:-1].double().log_softmax(-1) for one in (student, teacher))
+            found += (own.exp() * (own - other)).sum(-1).tolist()
+    return sum(found) / len(found)
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """What rounds leave that must not depend on kills."""
     wanted = [*folder.glob("rounds/*/samples.jsonl"), *folder.glob("rounds/*/run/export/*.safetensors")]

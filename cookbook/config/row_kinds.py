@@ -512,9 +512,20 @@ def _check_chat_group(raw: Row) -> Row:
 
 def _check_sampled_group(raw: Row) -> Row:
     answers, numbers = _check_group(raw, "completion_ids")
+    return {**_check_tokens(raw, answers), **numbers}
+
+
+def _check_sampled(raw: Row) -> Row:
+    answers = from_json(raw["completion_ids"])
+    if not isinstance(answers, list) or not answers:
+        raise BadRow("not a list of answers", f"`completion_ids` is {kind_in_words(answers)}")
+    return _check_tokens(raw, answers)
+
+
+def _check_tokens(raw: Row, answers: list[Any]) -> Row:
     asked = _token_ids(from_json(raw["prompt_ids"]), "`prompt_ids`")
     sampled = [_token_ids(one, f"`completion_ids` {i}") for i, one in enumerate(answers, start=1)]
-    return {"prompt_ids": asked, "completion_ids": sampled, **numbers}
+    return {"prompt_ids": asked, "completion_ids": sampled}
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
@@ -806,6 +817,14 @@ for _kind in (
         values=lambda row: row["rewards"],
         logps=lambda row: row.get("logprobs"),
         made_up=_made_up_tokens,
+    ),
+    RowKind(
+        name="sampled",
+        keys=TOKENS,
+        matches=lambda raw: "rewards" not in raw,
+        check=_check_sampled,
+        tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
+        made_up=lambda some: {key: _made_up_tokens(some)[key] for key in TOKENS},
     ),
 ):
     registry.register(_kind)

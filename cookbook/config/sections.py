@@ -601,12 +601,12 @@ class RoundsSection(Section):
     """Prompts of data.train that a round samples answers to. They are taken in a random order, each once an epoch."""
     reward_funcs: Annotated[
         list[str],
-        Field(min_length=1),
         AfterValidator(_names),
         BeforeValidator(_list_of_functions, json_schema_input_type=str | list[str]),
-    ]
+    ] = []
     """Reward functions, which the recipe's plugins register, and folders of reward models, which have a / in their
-    names: [is_right, outputs/reward/export]. The reward of an answer is their sum."""
+    names: [is_right, outputs/reward/export]. The reward of an answer is their sum. An objective that trains on no
+    rewards, as distill, needs none, and has them as a measure."""
     reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     """A factor for each of them. Default: 1."""
     num_generations: int = Field(default=8, ge=2)

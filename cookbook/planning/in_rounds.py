@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model, reward_functions
-from cookbook.config.row_kinds import kinds
+from cookbook.config.row_kinds import RowKind, kinds
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
 
@@ -16,11 +17,25 @@ def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
     return [*_of_rewards(recipe), *_of_weights(recipe, strategy), *_of_rows(recipe), *_of_run(recipe)]
 
 
+def kind_of_samples(objective: Objective) -> RowKind | None:
+    """The rows of token ids that an objective trains on, if it does."""
+    return next((kind for name in objective.rows if (kind := kinds()[name]).tokens is not None), None)
+
+
 def _of_rewards(recipe: Recipe) -> Iterator[str]:
     assert recipe.rounds is not None
     objective, rounds = recipe.objective, recipe.rounds
-    if not any(kinds()[name].tokens is not None for name in objective.rows):
-        yield f"objective.name is {objective.name}, which does not train on sampled tokens; in rounds write grpo"
+    kind = kind_of_samples(objective)
+    if kind is None:
+        what = "which does not train on sampled tokens; in rounds write grpo or distill"
+        yield f"objective.name is {objective.name}, {what}"
+    elif kind.values is not None and not rounds.reward_funcs:
+        yield f"rounds.reward_funcs is empty, and {objective.name} trains on rewards; name a function or a reward model"
+    if objective.asks is not None and (ratio := getattr(objective, "kd_ratio", 1.0)) != 1:
+        yield (
+            f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the model's own"
+            " answers; write 1"
+        )
     if getattr(objective, "beta", 0.0) and objective.reference_of == "tokens":
         yield (
             f"objective.beta is {objective.beta:g}: it compares with the model before training, which in rounds is that"  # type: ignore[attr-defined]

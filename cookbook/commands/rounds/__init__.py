@@ -19,6 +19,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.planning import run_plan
+from cookbook.planning.in_rounds import kind_of_samples
 from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -55,7 +56,10 @@ def rounds(
             say(_in_words(one), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
             code = launch(
-                path, strategy=strategy, processes=processes, assignments=[*assignments, *_of_round(one, model, done)]
+                path,
+                strategy=strategy,
+                processes=processes,
+                assignments=[*assignments, *_of_round(one, model, done, recipe)],
             )
             if code or not one.is_over:
                 status.end(
@@ -119,9 +123,26 @@ def _reward_models(rounds: RoundsSection, prompt: Prompt) -> dict[str, str]:
 def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, str]:
     from cookbook.training.models import weights_digest
 
+    of_teacher = _of_teacher(model, recipe)
     of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
     of_model = weights_digest(Path(model), cache=CACHE)
-    return {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
+    return {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges, **of_teacher}
+
+
+def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
+    """The digest of a teacher, which must fit the model; each round's run asks it."""
+    if (asked := recipe.objective.asks) is None:
+        return {}
+    from cookbook.planning.language_part import open_config
+    from cookbook.run.teacher import KEY, find_teacher
+    from cookbook.training import models
+    from cookbook.training.models.folder_facts import check_folder
+
+    tokenizer = models.load_tokenizer(model, recipe.data.chat_template)
+    rows = check_folder(Path(model), open_config(model), tokenizer).num_embeddings
+    folder = models.fetch_model(asked.teacher, None, key=KEY)
+    find_teacher(asked, folder, tokenizer, rows, recipe.data.max_length)
+    return {"teacher": models.weights_digest(Path(folder), cache=CACHE)}
 
 
 def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
@@ -165,9 +186,11 @@ def _sample(
     with _opened(judges, recipe) as models:
         for line in read_lines(one.unscored, "round"):
             prompt, texts = asked[line["row"]], line["completions"]
-            scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
-            rewards = {"rewards": scoring.total(rounds, scores), "scores": scores}
-            lines.append({**line, "prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts), **rewards})
+            line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
+            if rounds.reward_funcs:
+                scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
+                line |= {"rewards": scoring.total(rounds, scores), "scores": scores}
+            lines.append(line)
     rounds_folder.write_lines(one.samples, lines)
     one.unscored.unlink()
 
@@ -210,9 +233,11 @@ def _sampled(
         }
 
 
-def _of_round(one: Round, model: Path, done: list[Round]) -> list[str]:
+def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
     """What the run of a round has otherwise than the recipe."""
-    columns = {key: key for key in ("prompt_ids", "completion_ids", "rewards")}
+    kind = kind_of_samples(recipe.objective)
+    assert kind is not None
+    columns = {key: key for key in kind.keys}
     values: dict[str, Any] = {
         "rounds.round": one.number,
         "data.train": {"path": str(one.samples), "columns": columns},
@@ -228,7 +253,8 @@ def _of_round(one: Round, model: Path, done: list[Round]) -> list[str]:
 
 def _in_words(one: Round) -> str:
     found = rounds_folder.summary_of(one.number, one.lines)
+    reward = f"mean reward {found['reward']:.3f} of " if "reward" in found else ""
     return (
-        f"ROUND {one.number}: mean reward {found['reward']:.3f} of {found['num_answers']:,} answers,"
+        f"ROUND {one.number}: {reward}{found['num_answers']:,} answers,"
         f" {found['ended']:.0%} ended within {found['completion_tokens']:.0f} tokens on average; trains on them"
     )

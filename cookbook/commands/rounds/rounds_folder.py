@@ -78,19 +78,22 @@ def link_export(output_dir: Path, newest: Round) -> None:
 
 def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a round's samples."""
+    lengths = [one for line in lines for one in line["num_tokens"]]
+    return {
+        "round": number,
+        **(_of_rewards(lines) if "rewards" in lines[0] else {}),
+        "ended": fmean(one for line in lines for one in line["ended"]),
+        "completion_tokens": fmean(lengths),
+        "num_answers": len(lengths),
+    }
+
+
+def _of_rewards(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     rewards = [one for line in lines for one in line["rewards"]]
     scores = {name: [one for line in lines for one in line["scores"][name]] for name in lines[0]["scores"]}
     of_functions = {f"reward_{name}": fmean(values) for name, values in scores.items()} if len(scores) > 1 else {}
-    return {
-        "round": number,
-        "reward": fmean(rewards),
-        "reward_std": pstdev(rewards),
-        **of_functions,
-        "groups_alike": fmean(len({*line["rewards"]}) == 1 for line in lines),
-        "ended": fmean(one for line in lines for one in line["ended"]),
-        "completion_tokens": fmean(one for line in lines for one in line["num_tokens"]),
-        "num_answers": len(rewards),
-    }
+    alike = fmean(len({*line["rewards"]}) == 1 for line in lines)
+    return {"reward": fmean(rewards), "reward_std": pstdev(rewards), **of_functions, "groups_alike": alike}
 
 
 def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -> int:
@@ -124,4 +127,5 @@ def _continuation(step: int, line: dict[str, Any]) -> dict[str, Any]:
     asked = line["prompt"]
     answer = line["completions"][0] if isinstance(asked, str) else line["completions"][0][0]["content"]
     text = asked if isinstance(asked, str) else "\n".join(f"{one['role']}: {one['content']}" for one in asked)
-    return {"step": step, "prompt": text, "completion": f"{answer} (reward {line['rewards'][0]:g})"}
+    reward = f" (reward {line['rewards'][0]:g})" if "rewards" in line else ""
+    return {"step": step, "prompt": text, "completion": f"{answer}{reward}"}

@@ -29,7 +29,7 @@ class Distill(Objective):
     experimental/server_distillation); with the whole vocabulary nothing is left over.
     """
 
-    rows = SFT.rows
+    rows = (*SFT.rows, "sampled")
     name: Literal["distill"]
     teacher: PathText
     """distill only, required: Hub name or local folder of a causal language model with the student's vocabulary."""

@@ -39,7 +39,7 @@ class Run:
     """The elements of a parameter that this process has in a flat tensor; none, if only others have some."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The whole parameter's."""
     start: int
     """Index of the first of them in the flattened parameter."""
     place: int
