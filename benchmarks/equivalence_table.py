@@ -186,7 +186,8 @@ def height(value: float, bottom: float, top: float) -> float:
 
 def main() -> None:
     if sys.argv[1] == "--add":
-        RESULTS.write_text(json.dumps(added(json.loads(RESULTS.read_text()), collect(Path(sys.argv[2]))), indent=2) + "\n")
+        whole = added(json.loads(RESULTS.read_text()), collect(Path(sys.argv[2])))
+        RESULTS.write_text(json.dumps(whole, indent=2) + "\n")
     elif sys.argv[1] != "--page":
         RESULTS.write_text(json.dumps(collect(Path(sys.argv[1])), indent=2) + "\n")
     results = json.loads(RESULTS.read_text())

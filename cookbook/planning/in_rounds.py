@@ -33,8 +33,8 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
         yield f"rounds.reward_funcs is empty, and {objective.name} trains on rewards; name a function or a reward model"
     if objective.asks is not None and (ratio := getattr(objective, "kd_ratio", 1.0)) != 1:
         yield (
-            f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the model's own"
-            " answers; write 1"
+            f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the"
+            " model's own answers; write 1"
         )
     if getattr(objective, "beta", 0.0) and objective.reference_of == "tokens":
         yield (
