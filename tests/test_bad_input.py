@@ -235,6 +235,16 @@ RECIPE_MISTAKES = {
     "nan": ("3e-3", ".nan", "23: optim.learning_rate is nan; it must be a finite number"),
     "inf": ("3e-3", ".inf", "23: optim.learning_rate is inf; it must be a finite number"),
     "overflow": ("3e-3", "1e400", "23: optim.learning_rate is inf; it must be a finite number"),
+    "a rate that no run has": (
+        "3e-3",
+        "1e308",
+        "23: optim.learning_rate is 1e+308; it must be less than or equal to 1000",
+    ),
+    "a length that no memory holds": (
+        "max_length: 256",
+        f"max_length: 1{'0' * 400}",
+        "16: data.max_length is a very large integer; it must be less than or equal to 100000000",
+    ),
     "null": ("seed: 42", "seed:", "4: seed is empty; write a value, or leave the key out for its default"),
     "number for a section": (
         "schedule:\n  name: cosine\n  warmup_steps: 10",

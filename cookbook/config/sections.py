@@ -35,13 +35,13 @@ class ScratchModel(Section):
     """A new model: weights from `seed`, and a tokenizer trained on `data.train`."""
 
     model_type: Literal["llama", "qwen3"] = "llama"
-    vocab_size: int = Field(ge=300)
+    vocab_size: int = Field(ge=300, le=10**7)
     """Maximum; on a small data set the tokenizer may find fewer merges."""
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=10**6)
+    intermediate_size: int = Field(gt=0, le=10**6)
+    num_hidden_layers: int = Field(gt=0, le=10_000)
+    num_attention_heads: int = Field(gt=0, le=10_000)
+    num_key_value_heads: int = Field(gt=0, le=10_000)
     tie_word_embeddings: bool = True
     """Use one matrix for the embedding and the output head."""
 
@@ -258,7 +258,7 @@ class DataSection(Section):
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of data.train that is held out and evaluated as `holdout`. Rows are selected by a hash of their content,
     so duplicates stay together in any order."""
-    max_length: int = Field(default=2048, ge=8)
+    max_length: int = Field(default=2048, ge=8, le=10**8)
     """Tokens per sample; for longer rows see too_long."""
     too_long: TooLong | None = None
     """Rows longer than max_length: `cut` truncates at the end, `drop` leaves them out, `split` makes several samples,
@@ -350,7 +350,7 @@ class AdapterSection(Section):
 
     name: Literal["lora", "dora", "qlora"]
     """`qlora` stores the frozen weights in 4 bits (NF4, double quantization; bitsandbytes)."""
-    rank: int = Field(default=16, gt=0)
+    rank: int = Field(default=16, gt=0, le=10**6)
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -385,20 +385,20 @@ def _auto(value: Any, check: Callable[[Any], int | None]) -> int | None:
 
 MicroBatch = Annotated[
     int | None,
-    Field(gt=0),
-    WrapValidator(_auto, json_schema_input_type=Annotated[int, Field(gt=0)] | Literal["auto"] | None),
+    Field(gt=0, le=10**15),
+    WrapValidator(_auto, json_schema_input_type=Annotated[int, Field(gt=0, le=10**15)] | Literal["auto"] | None),
     PlainSerializer(lambda size: size if size is None else int(size), return_type=int | None),
 ]
 
 
 class BatchSection(OneOf):
     alternatives = ("micro_batch_size", "micro_batch_tokens")
-    global_batch_size: int = Field(gt=0)
+    global_batch_size: int = Field(gt=0, le=10**15)
     """Sequences (preferences: pairs) per optimizer step, over all processes."""
     micro_batch_size: MicroBatch = None
     """Sequences (pairs) per forward and process. Changes speed and memory, never the result. auto: `cookbook launch`
     takes the most that the forecast holds for this machine; 1 without a GPU or under a pipeline."""
-    micro_batch_tokens: int | None = Field(default=None, gt=0)
+    micro_batch_tokens: int | None = Field(default=None, gt=0, le=10**15)
     """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
 
 
@@ -433,7 +433,7 @@ class LossScaleSection(Section):
 class ProfileSection(Section):
     """Steps that torch's profiler records."""
 
-    steps: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
+    steps: list[Annotated[int, Field(gt=0, le=10**12)]] = Field(min_length=2, max_length=2)
     """The first and the last one. The first steps of a start are slower than the others."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
     """Ranks that are recorded; with all of them, the slowest is known."""
@@ -461,8 +461,8 @@ class RunSection(OneOf):
     alternatives = ("num_epochs", "max_steps")
     cadences: ClassVar = {"eval_every_steps": "evals_per_epoch", "save_every_steps": "saves_per_epoch"}
     """Keys of which at most one is given, by the other."""
-    num_epochs: int | None = Field(default=None, gt=0)
-    max_steps: int | None = Field(default=None, gt=0)
+    num_epochs: int | None = Field(default=None, gt=0, le=10**12)
+    max_steps: int | None = Field(default=None, gt=0, le=10**12)
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
@@ -596,8 +596,8 @@ class RoundsSection(Section):
     """`cookbook rounds` samples answers with the current weights, scores them, trains on them, and begins again.
     Keys and defaults are those of TRL's GRPOConfig where it has them."""
 
-    num_rounds: int = Field(gt=0)
-    prompts_per_round: int = Field(gt=0)
+    num_rounds: int = Field(gt=0, le=10**6)
+    prompts_per_round: int = Field(gt=0, le=10**9)
     """Prompts of data.train that a round samples answers to. They are taken in a random order, each once an epoch."""
     reward_funcs: Annotated[
         list[str],

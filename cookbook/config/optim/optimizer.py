@@ -22,7 +22,7 @@ class Optimizer(Named):
     family = "optim"
     default = "adamw"
     name: str
-    learning_rate: float = Field(gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(gt=0, le=1e3, allow_inf_nan=False)
     """Peak learning rate, reached after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled for adamw and muon; never applied to biases and norms."""
@@ -76,7 +76,7 @@ class WithBetas(Optimizer):
 
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Default: torch's."""
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    eps: float = Field(default=1e-8, gt=0, le=1, allow_inf_nan=False)
     """Default: torch's."""
 
     @model_validator(mode="before")
