@@ -686,6 +686,7 @@ def test_check_lists_all_mistakes_of_all_files_in_one_run(book, capsys):
         "ds_configs/zero3.json:11: gradient_clipping is 0.5, but the recipe's optim.max_grad_norm is 1.0",
         "accelerate_configs/zero3.yaml:3: mixed_precision is",
         "accelerate_configs/fsdp2_tp.yaml:2: num_processes is 6, but the mesh",
+        "accelerate_configs/zero3.yaml: `cookbook convert accelerate_configs/zero3.yaml` writes it",
     ]
     for start in starts:
         assert sum(line.startswith(start) for line in mistakes) == 1, (start, mistakes)
