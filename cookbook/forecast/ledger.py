@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from cookbook.forecast.activations import CACHE_BYTES, Phase
 
 MOST_OPERATIONS = 25_000
-"""Limit of a forward: more, as of a loop over all tokens, would take minutes. Counted, since seconds depend on what else
-a machine does. A trace ends in the forward, at a product or the like: where torch 2.13 itself makes a view or detaches
-a tensor that it saves, an exception from Python aborts the process.
+"""Limit of a forward: more, as of a loop over all tokens, would take minutes. Counted, since seconds depend on what
+else a machine does. A trace ends in the forward, at a product or the like: where torch 2.13 itself makes a view or
+detaches a tensor that it saves, an exception from Python aborts the process.
 """
 ALLOCATION_BYTES = 512
 """CUDA's allocator rounds sizes up to multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
