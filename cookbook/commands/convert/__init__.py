@@ -1,5 +1,6 @@
 """`convert`: files of other projects become a recipe and a strategy. No torch."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -135,8 +136,9 @@ def recognize(document: Document, name: str | None = None) -> str:
     """
     if {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
+    keys = document.values.keys()
     fits = {
-        one: len({path.split(".")[0] for path in project.keys} & document.values.keys())
+        one: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
         for one, project in PROJECTS.items()
     }
     most = max(fits.values())
