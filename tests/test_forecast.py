@@ -3,10 +3,12 @@
 python -m pytest -q tests/test_forecast.py
 """
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +23,16 @@ from cookbook.config.strategy import load_strategy
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
+from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.mesh_sizes import _resized, better_sizes
 from cookbook.forecast.ranking import PlanReport, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import Forecast, Verdict, _verdict, of_run, rank
+from cookbook.forecast.verdict import SKELETONS, TRACES, Forecast, Verdict, _verdict, of_run, rank
 from cookbook.planning.pipeline_stages import in_flight
 from cookbook.planning.run_plan import make_plan
-from cookbook.system.hardware import find_gpu, parse_machines
+from cookbook.system.hardware import find_gpu, in_gib, parse_machines
 from cookbook.training.models.structure import find_config
 
 LLAMA = "recipes/llama31_8b/sft.yaml"
@@ -535,6 +538,42 @@ def test_json_has_what_the_table_is_made_of():
     hours = [seconds * 16 / 3600 for seconds in one["step_seconds"]]
     assert one["hours"] == pytest.approx(hours)
     assert one["price"] == pytest.approx([value * 2 * 8 for value in hours])
+
+
+@pytest.mark.slow
+def test_a_row_of_the_table_is_in_the_json():
+    """Its cells, written from the record alone."""
+    report = outlook(load_recipe(Path(LLAMA)), "8xH100", "zero3")
+    record = as_record(report, LLAMA, num_samples=1000, price=None)
+    printed = in_words(report, LLAMA, num_samples=1000, price=None)
+    (one,) = record["forecasts"]
+    (row,) = re.findall(r"^ *zero3\W .*", printed, flags=re.MULTILINE)[:1]
+    cells = [str(one["num_processes"]), one["verdict"], in_gib(*one["memory"]["needed"])]
+    cells += [f"{one[key]:,}" for key in ("largest_micro_batch", "longest")] + [one["bottleneck"]]
+    cells += [f"{float(f'{seconds:.2g}'):,.10g}" for seconds in one["step_seconds"]]
+    cells += [in_gib(one["host"])] if one["host"] else []
+    assert [cell for cell in cells if cell not in row] == [], row
+
+
+@pytest.mark.slow
+def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(capsys, monkeypatch):
+    """Traced anew beside a process that never waits, while each look at a clock finds an hour gone."""
+
+    def answer() -> tuple[str, str]:
+        for made in (TRACES, SKELETONS, FOUND):
+            made.clear()
+        assert main(["plan", LLAMA, "--gpus", "8xH100", "--strategy", "zero3"]) == 0
+        return capsys.readouterr()
+
+    calm = answer()
+    hours = itertools.count(step=3600)
+    for name in ("monotonic", "perf_counter", "process_time", "time"):
+        monkeypatch.setattr(time, name, lambda: float(next(hours)))
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert answer() == calm
+        finally:
+            busy.kill()
 
 
 def test_the_answer_for_people(capsys):

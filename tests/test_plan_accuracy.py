@@ -4,13 +4,14 @@ python -m pytest -q tests/test_plan_accuracy.py
 """
 
 import copy
+import csv
 import json
 from dataclasses import replace
 from xml.dom import minidom
 
 import pytest
 
-from benchmarks.forecast_accuracy import published
+from benchmarks.forecast_accuracy import frameworks, published
 from benchmarks.forecast_accuracy.memory_rows import read_facts, setup_of
 from benchmarks.forecast_accuracy.published_page import BANDS, EXPLAINED, within
 from benchmarks.forecast_accuracy.unsaid_rows import UNSAID, place
@@ -42,6 +43,26 @@ def test_the_readme_says_how_many_are_near(results):
     unaided = within([row | {"error": row["error_without_habits"]} for row in rows], 0.15)
     said = f"within 15% for {near} of {len(rows)} published runs; {unaided} without reading their code first"
     assert said in " ".join((published.ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_every_row_of_a_framework_is_forecast():
+    rows = json.loads(frameworks.RESULTS.read_text(encoding="utf-8"))["rows"]
+    with frameworks.FACTS.open(newline="") as file:
+        facts = list(csv.DictReader(file))
+    assert [(row["id"], row["published"]) for row in rows] == [
+        (fact["id"], float(fact["tokens_per_second"])) for fact in facts
+    ]
+    assert all(fact["url"].startswith("https://") for fact in facts)
+    assert len(rows) > 30 and sum(row["memory_error"] is not None for row in rows) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["f14", "f28"])
+def test_a_row_of_a_framework_is_forecast_as_the_page_says(name):
+    rows = {row["id"]: row for row in json.loads(frameworks.RESULTS.read_text(encoding="utf-8"))["rows"]}
+    with frameworks.FACTS.open(newline="") as file:
+        (fact,) = [row for row in csv.DictReader(file) if row["id"] == name]
+    assert frameworks.compared(fact) == rows[name]
 
 
 def test_the_plot_has_a_point_for_each_row(results):
