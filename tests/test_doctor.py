@@ -23,6 +23,7 @@ import pytest
 import torch
 from conftest import ROOT, clean_environment
 
+from cookbook import simulated_gpus
 from cookbook.commands.doctor import (
     collective,
     environment,
@@ -43,7 +44,7 @@ from cookbook.planning.run_plan import load_pair
 from cookbook.system import hosts, machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from tests import simulated_driver
-from tests.needs import end_without, need_compiler
+from tests.needs import end_without, need_compiler, need_simulated_gpus
 
 CANARY = "hf_canaryThatMustNeverBeSeen"
 RECIPE_7B = Path("recipes/qwen25_7b/sft.yaml")
@@ -957,3 +958,15 @@ def test_colours_are_for_terminals_alone(extra, coloured):
     os.close(theirs)
     assert (b"\x1b[32mok" in os.read(ours, 4096)) == coloured
     os.close(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "status"), [(1 << 30, "ok"), (1 << 20, "warning")])
+def test_the_allocator_is_tried_as_a_run_has_it(memory: int, status: str):
+    """A simulated GPU without room stands for one whose driver does not allocate so."""
+    need_simulated_gpus()
+    tell = "from cookbook.commands.doctor.driver import try_allocator as t; print(*[(f.status, f.text) for f in t()])"
+    variables = clean_environment() | simulated_gpus.environment(2, memory=memory)
+    done = subprocess.run([sys.executable, "-c", tell], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.stdout.startswith(f"('{status}', '"), done.stdout + done.stderr[-1000:]
+    assert "expandable_segments:True" in done.stdout

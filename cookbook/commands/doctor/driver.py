@@ -1,5 +1,6 @@
 """GPUs as their driver reports them: memory, other processes, links and peer access; and whether torch can use them."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -8,9 +9,12 @@ from cookbook.commands.shared.labels import Needs
 from cookbook.system.console import in_bytes, several
 from cookbook.system.gpus import Driver, GpuPair, InstalledGpu
 from cookbook.system.hardware import PCIE_X16, find_gpu
+from cookbook.system.machine import ALLOCATOR_VARIABLES, allocator_settings, expand_segments
 
 BUSY_SHARE = 0.05
 """Share of a GPU's memory in use before a run starts: more is worth a warning."""
+TRIED_BYTES = 64 << 20
+"""Size of an allocation that takes several pages of the driver, of 2 MiB each."""
 PCIE_WAYS = {10: "one switch", 20: "several switches", 30: "the CPU", 40: "the CPU", 50: "two CPUs"}
 """By nvmlGpuTopologyLevel_t."""
 PEER_PROBLEMS = {
@@ -149,3 +153,27 @@ def try_torch(mixed_precision: str) -> Iterator[Finding]:
             text = f"GPU {index} ({torch.cuda.get_device_name(index)}) has no bf16"
             yield failure("torch", text, "mixed_precision: fp16 in the recipe")
     yield ok("torch", f"computes on {torch.cuda.device_count()} GPUs")
+
+
+def try_allocator() -> Iterator[Finding]:
+    """An allocation on each GPU as a run allocates: with expandable segments, unless a variable of the user says
+    otherwise. In a process that has not imported torch.
+    """
+    expand_segments()
+    import torch
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for index in range(torch.cuda.device_count()):
+            try:
+                torch.zeros(TRIED_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+                torch.cuda.synchronize(index)
+            except RuntimeError as error:
+                text = f"GPU {index} does not allocate with {allocator_settings()}: {str(error).splitlines()[0]}"
+                yield warning("allocator", text, f"export {ALLOCATOR_VARIABLES[-1]}=expandable_segments:False")
+                return
+    said = [str(one.message).splitlines()[0] for one in told if "expandable" in str(one.message)]
+    if said:
+        yield ok("allocator", f"without expandable segments, which are not to be had here: {said[0]}")
+    else:
+        yield ok("allocator", f"allocates with {allocator_settings()}")

@@ -18,7 +18,7 @@ from typing import Any
 from cookbook import simulated_gpus
 from cookbook.commands.doctor import probe
 from cookbook.commands.doctor.collective import check_collective
-from cookbook.commands.doctor.driver import check_gpus, check_links, check_needs, find_link, try_torch
+from cookbook.commands.doctor.driver import check_gpus, check_links, check_needs, find_link, try_allocator, try_torch
 from cookbook.commands.doctor.environment import check_variables, hidden_gpus
 from cookbook.commands.doctor.finding import EXIT_CODES, Finding, failure, warning
 from cookbook.commands.doctor.host import (
@@ -137,7 +137,8 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     with suppress(ImportError):  # without torch
         on_gpus = bool(used) and (simulated_gpus.is_active() or torch_cuda() is not None)
     if on_gpus:
-        visit.tell(visit.begin("torch", try_torch, precision, seconds=TORCH_SECONDS))
+        computing = visit.begin("torch", try_torch, precision, seconds=TORCH_SECONDS)
+        visit.tell(computing, visit.begin("allocator", try_allocator, seconds=TORCH_SECONDS))
     processes = used or CPU_PROCESSES
     needs = sizes(recipe, strategy, processes, on_gpus=bool(used)) if recipe and strategy else None
     offloads = strategy is not None and "cpu" in (strategy.offload_optimizer, strategy.offload_param)

@@ -12,7 +12,7 @@ from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
-from cookbook.config.sections import BUILTIN_SOURCE, RoundsSection, Source, data_format
+from cookbook.config.sections import BUILTIN_SOURCE, Auto, RoundsSection, Source, data_format
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs, cost_inputs
@@ -264,7 +264,9 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     found["step"] = of(batch.global_batch_size, several(batch.global_batch_size, unit), "batch.global_batch_size")
     if batch.micro_batch_size is not None:
         micro = batch.micro_batch_size
-        found["forward"] = of(micro, f"{several(micro, unit)} on each process", "batch.micro_batch_size")
+        text = f"{several(int(micro), unit)} on each process"
+        text += "; launch takes the most that fits" if isinstance(micro, Auto) else ""
+        found["forward"] = of(int(micro), text, "batch.micro_batch_size")
         text = f"{accumulation} = {batch.global_batch_size} / ({micro} x {size})"
         split = of(accumulation, text, "batch.global_batch_size", "batch.micro_batch_size")
         found["accumulation"] = replace(split, sources=split.sources + processes.sources[:1])
