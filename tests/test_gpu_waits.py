@@ -44,17 +44,22 @@ def ours(waits: Counter[str]) -> int:
         ("ddp", PACKED, "dpo"),
         ("ddp", PACKED | {"mixed_precision": "'no'"}, "sft"),
         ("fsdp2", {"mixed_precision": "fp16"}, "sft"),
+        pytest.param("pp", PACKED, "sft", marks=pytest.mark.slow),
+        pytest.param("ddp_sp", PACKED, "sft", marks=pytest.mark.slow),
+        pytest.param("hsdp", PACKED, "sft", marks=pytest.mark.slow),
     ],
-    ids=["padded", "more micro-batches", "packed", "preferences", "float32", "float16"],
+    ids=["padded", "more micro-batches", "packed", "preferences", "float32", "float16", "pp", "sp", "hsdp"],
 )
 def test_a_step_waits_once_however_many_micro_batches_it_has(gpu_lab: GpuLab, strategy, settings, recipe):
     waits = waits_of_two_steps(gpu_lab, strategy, settings, recipe)
     assert sum(waits.values()) == 2 and ours(waits) == 2, waits
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3"])
+@pytest.mark.parametrize("strategy", ["fsdp2_offload", "zero3", pytest.param("tp", marks=pytest.mark.slow)])
 def test_where_a_library_waits_we_add_one_wait_a_step(gpu_lab: GpuLab, strategy: str):
-    """And the counter sees theirs: FSDP2 copies gradients to the host, DeepSpeed asks for norm and overflow."""
+    """And the counter sees theirs: FSDP2 copies gradients to the host, DeepSpeed asks for norm and overflow, DTensor
+    writes through a mask of the tokens that another shard looks up.
+    """
     waits = waits_of_two_steps(gpu_lab, strategy, PACKED)
     assert ours(waits) == 2 and sum(waits.values()) > 4, waits
 

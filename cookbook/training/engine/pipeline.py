@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from cookbook.config.objectives.forward import Batch, negative_log_likelihood
 from cookbook.planning.pipeline_stages import num_planned
@@ -43,6 +44,7 @@ class Pipeline(Copies):
         ends = [dist.new_group([i, i + (num_stages - 1) * size]) for i in range(size)]
         within = self.world.rank % size
         self._group, self._ends = pipelines[within], ends[within]
+        self._modes: dict[bool, Any] = {}
         # NCCL makes a communicator at the first use, and of a batch of messages not all stages would take part in that.
         dist.all_reduce(torch.zeros(1, device=accelerator.device), group=self._group)
         return accelerator
@@ -126,7 +128,7 @@ class Pipeline(Copies):
         # No zero-bubble schedule: its backward of weights computes a checkpointed layer again for each group of
         # weights, and runs no hook of a parameter (torch 2.13, pipelining/_backward.py).
         # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
-        of_one = Schedule1F1B if len(batches) >= num_stages else ScheduleGPipe
+        of_one = _OneForwardOneBackward if len(batches) >= num_stages else _AllForwardsFirst
         loss = (lambda output, number: output) if has_backward else None
         # scale_grads would divide by the number of micro-batches, after `gradients` has divided by that of targets.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
@@ -193,7 +195,29 @@ class _Schedulable(PipelineStage):
             super().backward_one_chunk(*arguments, **options)
 
 
-class _Interleaved(ScheduleInterleaved1F1B):
+class _VotesOnce(_PipelineSchedule):
+    """At its start each schedule lets the stages vote whether all know their shapes, by messages, with a wait of the
+    host for the GPU (torch 2.13, pipelining/schedules.py:372). The answer stays, with gradients and without.
+    """
+
+    def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        modes = stages[0].engine._modes
+        if has_backward not in modes:
+            super()._warmup_p2p(stages, has_backward, p2p_done)
+            modes[has_backward] = stages[0]._inference_mode
+        for stage in stages:
+            stage._inference_mode = modes[has_backward]
+
+
+class _OneForwardOneBackward(_VotesOnce, Schedule1F1B):
+    pass
+
+
+class _AllForwardsFirst(_VotesOnce, ScheduleGPipe):
+    pass
+
+
+class _Interleaved(_VotesOnce, ScheduleInterleaved1F1B):
     """torch's schedule for any number of micro-batches: that for `num_planned`, without those that there are not."""
 
     def __init__(self, stages: list[Any], count: int, **options: Any) -> None:
