@@ -135,16 +135,14 @@ class Range:
 
 
 def caveat(sizes: ModelSizes) -> str | None:
-    """What a forecast of time omits, if that exceeds its range.
-
-    Published for Qwen3-30B-A3B on 16 GPUs: 91.2 s per step under ZeRO-3, 9.6 in Megatron (ms-swift, Megatron-SWIFT's
-    Quick Start), before transformers had grouped products for experts.
+    """What a forecast of time omits of a mixture: of 12 published runs of Qwen3-30B-A3B on B300, with grouped products
+    and equal loads, one was slower than the range and one faster (docs/plan_accuracy.md).
     """
     if sizes.num_experts == 1:
         return None
     return (
-        f"{sizes.num_experts} experts: only active weights are counted, not routing, uneven loads and small products,"
-        " with which a step took 10 times as long"
+        f"{sizes.num_experts} experts: only active weights are counted, not routing, uneven loads and small products;"
+        " with equal loads 10 of 12 published runs lay inside such a range"
     )
 
 
