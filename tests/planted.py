@@ -778,7 +778,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         "            chat = _masked(chat, key, from_json(raw[key]))\n    chat = _begun(raw, chat)\n",
         "            chat = _masked(chat, key, from_json(raw[key]))\n",
         "system prompts beside messages are not trained with",
@@ -810,7 +810,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         '    if not is_empty(raw.get("history")):\n        row["history"] = _check_history(raw["history"])\n',
         "",
         "earlier turns of an Alpaca row are not trained with",
@@ -818,7 +818,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         'prompt if context in prompt else f"{prompt}\\n\\n{context}"',
         "prompt",
         "the context of a question is left out",
@@ -826,7 +826,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         'LABELS[str(raw["label"]).strip().lower()]',
         'bool(raw["label"])',
         'an answer labelled "false" counts as good',
@@ -834,7 +834,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         'end:], "rejected": rejected[end',
         'num_shared:], "rejected": rejected[num_shared',
         "answers of a preference without a prompt lose their first letters",
@@ -844,7 +844,7 @@ FAULTS = (
         "rows",
         "cookbook/config/row_kinds.py",
         (
-            "check=_check_chat_completion,\n"
+            "check=check_chat_completion,\n"
             '        chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))]'
         ),
         'check=_check_chat_completion,\n        chats=lambda row: [(row["prompt"] + row["completion"], 0)]',
@@ -861,7 +861,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         '("loss_mask", "mask")',
         "()",
         "a loss mask beside messages is not obeyed",
@@ -893,7 +893,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         '"\\n\\n".join(row[key] for key in ("user", "context") if key in row)',
         'row["user"]',
         "the input of an Alpaca row is left out",
@@ -917,7 +917,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/config/row_checks.py",
         '"messages"]} | given',
         '"messages"]}',
         "the tools of a preference's request are left out",

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from cookbook.config.json_text import BadRow, from_json
 from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
-from cookbook.config.row_kinds import FOR_TEMPLATE, MadeUp, Naming, Row, RowKind, columns, is_empty, is_rating, kinds
+from cookbook.config.row_checks import FOR_TEMPLATE, Row, is_empty, is_rating
+from cookbook.config.row_kinds import MadeUp, Naming, RowKind, columns, kinds
 from cookbook.system.files import closest
 
 OTHER_NAMES = {"system_prompt": "system", "system_message": "system", "article": "context"}

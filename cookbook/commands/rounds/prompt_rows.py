@@ -10,8 +10,8 @@ from typing import Any
 
 from cookbook.config.json_text import BadRow
 from cookbook.config.messages import Chat, check_text, read_messages
+from cookbook.config.row_checks import CHAT_KEYS, is_empty
 from cookbook.config.row_columns import without
-from cookbook.config.row_kinds import CHAT_KEYS, is_empty
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, kind_in_words
 from cookbook.training.data.rows import BadRows

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from cookbook.config import json_text, messages, plugins, registry, row_columns, row_kinds
+from cookbook.config import json_text, messages, plugins, registry, row_checks, row_columns, row_kinds
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
 from cookbook.system import lock
@@ -94,7 +94,7 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
         return None
     if data.streaming or None in content:
         return None
-    readers = [Path(str(module.__file__)) for module in (json_text, messages, row_columns, row_kinds)]
+    readers = [Path(str(module.__file__)) for module in (json_text, messages, row_checks, row_columns, row_kinds)]
     code = [*sorted(Path(__file__).parent.glob("*.py")), *readers]
     made_from = [
         content,

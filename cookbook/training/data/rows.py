@@ -15,6 +15,7 @@ from cookbook.config.json_text import NO_JSON, BadRow, from_json
 from cookbook.config.messages import IN_MESSAGES, unread_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.registry import known
+from cookbook.config.row_checks import FOR_TEMPLATE, is_empty, is_rating, refuse_printed, texts_in
 from cookbook.config.row_columns import (
     MEANT,
     MESSAGE_KEYS,
@@ -33,17 +34,7 @@ from cookbook.config.row_columns import (
     suggested_columns,
     without,
 )
-from cookbook.config.row_kinds import (
-    FOR_TEMPLATE,
-    MadeUp,
-    RowKind,
-    is_empty,
-    is_rating,
-    kinds,
-    refuse_printed,
-    shapes,
-    texts_in,
-)
+from cookbook.config.row_kinds import MadeUp, RowKind, kinds, shapes
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
 from cookbook.training.data.readers import MAX_ROW_BYTES

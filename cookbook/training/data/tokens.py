@@ -21,7 +21,8 @@ import xxhash
 
 from cookbook.config import plugins, registry
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.row_kinds import BadRow, Row, RowKind, kinds
+from cookbook.config.row_checks import Row
+from cookbook.config.row_kinds import BadRow, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
 from cookbook.system.files import RecipeError
