@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from benchmarks.architectures import tiny_config, tiny_model
+from cookbook.commands.evaluate import evaluate_model
 from cookbook.commands.merge import merge_run
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
@@ -34,7 +35,7 @@ from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models import train_tokenizer, weights_digest
 from tests.conftest import ROOT
-from tests.curves import Lab, distance
+from tests.curves import Curve, Lab, distance
 from tests.experts import experts
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 
@@ -154,11 +155,14 @@ def test_each_expert_is_merged_with_its_own_part_by_hand(tmp_path: Path):
     """In the files each expert has its own tensors, and gate and up are apart."""
     run = finished(tmp_path, "qwen3_moe", settings(EXPERTS, alpha=8.0))
     assert merge_run(run, "float32") == 0
-    base, merged = (load_file(path / "model.safetensors") for path in (tmp_path / "base", run / "merged"))
+    assert_each_has_its_own_part(tmp_path / "base", run, tiny_config("qwen3_moe").num_experts, scale=8 / 4, least=1e-3)
+
+
+def assert_each_has_its_own_part(base_folder: Path, run: Path, count: int, *, scale: float, least: float) -> None:
+    base, merged = (load_file(path / "model.safetensors") for path in (base_folder, run / "merged"))
     adapter = load_file(run / "export" / "adapter_model.safetensors")
     assert base.keys() == merged.keys()
-    count, rank, scale = tiny_config("qwen3_moe").num_experts, 4, 8 / 4
-    compared = 0
+    rank, compared = 4, 0
     for layer in range(2):
         place = f"model.layers.{layer}.mlp.experts"
         parts = {"gate_up_proj": f"base_model.model.{place}.base_layer", "down_proj": f"base_model.model.{place}"}
@@ -172,7 +176,7 @@ def test_each_expert_is_merged_with_its_own_part_by_hand(tmp_path: Path):
             for name, one in {"gate_proj": gate, "up_proj": up, "down_proj": change["down_proj"]}.items():
                 key = f"{place}.{expert}.{name}.weight"
                 assert torch.allclose(merged[key] - base[key], one, atol=1e-6), key
-                assert one.abs().max() > 1e-3
+                assert one.abs().max() > least
                 compared += 1
     assert compared == 2 * count * 3
 
@@ -362,6 +366,18 @@ def test_the_curve_over_experts_in_4_bits_is_that_of_one_process(lab: Lab, strat
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
     written = json.loads((curve.folder / "export" / "adapter_config.json").read_text())
     assert sorted(written["target_parameters"]) == sorted(EXPERTS)
+
+
+@pytest.mark.slow
+def test_a_run_over_experts_in_4_bits_is_evaluated_over_them_and_merged_into_the_unquantized(lab: Lab):
+    model = experts(lab) | PACKED
+    run, base = lab.run("single", model).folder, Path(experts(lab)["model"].split(": ")[1].rstrip("}"))
+    (found,) = evaluate_model(run / "export", load_recipe(run / "recipe.yaml", []))
+    assert found["eval_loss"] == pytest.approx(Curve(run).evaluations[-1][1], abs=1e-6)
+    assert merge_run(run, "float32") == 0
+    assert_each_has_its_own_part(base, run, 6, scale=32 / 4, least=1e-4)
+    (merged,) = evaluate_model(run / "merged", load_recipe(run / "recipe.yaml", ["adapter=null"]))
+    assert 1e-5 < abs(merged["eval_loss"] - found["eval_loss"]) < 0.05, "4 bits round the base, and change little"
 
 
 @pytest.mark.slow

@@ -477,7 +477,7 @@ def open_adapter(model: PreTrainedModel, folder: Path) -> None:
     """As `add_adapter`, with settings and weights of a peft folder."""
     from peft import PeftConfig, PeftModel
 
-    with in_language_names(folder) as named:
+    with in_language_names(folder) as named, _sizes_of_modules():
         settings = PeftConfig.from_pretrained(str(named))
         settings.inference_mode = False
         wrapped = PeftModel(model, settings, ADAPTER_NAME)
