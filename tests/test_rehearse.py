@@ -63,7 +63,7 @@ LIMIT_SECONDS = 240
 LAUNCHED = ("recipes/quickstart.yaml", "recipes/qwen25_7b/sft.yaml")
 ALIKE = ("orpo_lora", "sft_dora", "llama31_8b/sft_lora", "qwen3_4b/sft_lora", "llama31_70b/sft_qlora", "llama32_3b")
 ALIKE += ("llama31_8b/sft.yaml", "qwen3_4b/sft.yaml", "qwen3_4b_32k", "qwen3_30b_a3b/sft.yaml", "llama33_70b")
-ALIKE += ("smollm3_3b", "qwen35_4b", "ministral3_3b")
+ALIKE += ("smollm3_3b", "qwen35_4b", "ministral3_3b", "qwen3_30b_a3b/sft_qlora")
 """As another recipe: the same objective and adapter, of another size."""
 
 
