@@ -156,7 +156,7 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
 
     record = read_json(output_dir / ROUNDS)
     if record and recipe.run.resume == "auto":
-        # A reward function that failed may be mended: the runs of rounds compare the plugins' content themselves.
+        # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
         found = {key: value for key, value in made_from.items() if key != "plugins"}
         mistakes, notes = resume.changes(record, recipe, found | {"plugins": record["made_from"]["plugins"]})
         if mistakes:
