@@ -571,6 +571,14 @@ FAULTS = (
     Fault(
         "checkpoint",
         "cookbook/training/checkpoint/resume.py",
+        '"model.new_tokens", "optim.name"',
+        '"model.new_tokens"',
+        "another optimizer takes over the moments of the one before, by consent",
+        "tests/test_resume.py::test_a_changed_recipe_is_refused_or_needs_consent[optimizer]",
+    ),
+    Fault(
+        "checkpoint",
+        "cookbook/training/checkpoint/resume.py",
         '"schedule.", "mixed_precision"',
         '"mixed_precision"',
         "a change of the schedule cannot be consented to",
@@ -703,6 +711,22 @@ FAULTS = (
         '"float32"',
         "an export in 16 bits is opened in 32",
         "tests/test_export.py::test_transformers_opens_what_was_trained",
+    ),
+    Fault(
+        "export",
+        "cookbook/run/publish/__init__.py",
+        "if recipe.adapter else config.dtype or torch.float32)",
+        "if recipe.adapter else torch.float32)",
+        "an export is twice as large as its model",
+        "tests/test_export.py::test_transformers_opens_what_was_trained",
+    ),
+    Fault(
+        "export",
+        "cookbook/run/publish/reopen.py",
+        "not error <= TOLERANCE",
+        "False",
+        "an export that computes something else is kept",
+        "tests/test_export.py::test_a_broken_export_is_removed_and_the_older_one_stays",
     ),
     Fault(
         "export",

@@ -25,6 +25,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -62,10 +63,12 @@ def new_model(**changes: Any) -> LlamaForCausalLM:
 class Run:
     """A run's folder as train.py leaves it, without the training: weights are moved by chance."""
 
-    def __init__(self, root: Path, adapter: dict[str, Any] | None = None, **config: Any) -> None:
+    def __init__(
+        self, root: Path, adapter: dict[str, Any] | None = None, *, stored: torch.dtype = torch.float32, **config: Any
+    ) -> None:
         self.folder, self.base = root / "run", root / "base"
         self.tokenizer = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
-        new_model(**config).save_pretrained(self.base)
+        new_model(**config).to(stored).save_pretrained(self.base)
         self.tokenizer.save_pretrained(self.base)
         values = yaml.safe_load(RECIPE.replace("DATA", "rows.jsonl").replace("OUTPUT", str(self.folder)))
         values["model"] = {"name_or_path": str(self.base)}
@@ -80,7 +83,7 @@ class Run:
             self.folder,
             str(self.base),
             ModelSection(name_or_path=str(self.base)),
-            config=self.model.config,
+            config=AutoConfig.from_pretrained(self.base),
             tokenizer=self.tokenizer,
             digest=weights_digest(self.base),
         )
@@ -170,10 +173,20 @@ def export(made: Run, *arguments: str) -> int:
     return main(["export", str(made.folder), *arguments])
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("word", "dtype"), [("as-is", torch.float32), ("bf16", torch.bfloat16)])
-def test_transformers_opens_what_was_trained(tmp_path: Path, capsys, here, tied: bool, word: str, dtype: torch.dtype):
-    made = Run(tmp_path, tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("tied", "stored", "word", "dtype"),
+    [
+        (True, torch.float32, "as-is", torch.float32),
+        (True, torch.float32, "bf16", torch.bfloat16),
+        (False, torch.float32, "bf16", torch.bfloat16),
+        (False, torch.bfloat16, "as-is", torch.bfloat16),
+    ],
+    ids=["tied", "tied, bf16 asked for", "untied, bf16 asked for", "untied, bf16 as its base"],
+)
+def test_transformers_opens_what_was_trained(
+    tmp_path: Path, capsys, here, tied: bool, stored: torch.dtype, word: str, dtype: torch.dtype
+):
+    made = Run(tmp_path, tie_word_embeddings=tied, stored=stored)
     made.save(3)
     assert export(made, "--dtype", word) == 0
     said = capsys.readouterr().out
@@ -480,6 +493,7 @@ BROKEN = {
     "an empty tensor": "is empty",
     "a missing tensor": "missing keys|not those that were trained|other parameters",
     "a tensor too many": "unexpected keys|not those that were trained",
+    "another setting": "its logits are",
 }
 
 
@@ -496,8 +510,13 @@ def test_a_broken_export_is_removed_and_the_older_one_stays(
     right = publish._reopen
 
     def broken(part: Path, *rest: Any) -> dict[str, str]:
-        (path,) = part.glob("*.safetensors")
-        save_file(sabotage(load_file(path), how), path, metadata={"format": "pt"})
+        if how == "another setting":
+            path, key = {"adapter": ("adapter_config.json", "lora_alpha")}.get(kind, ("config.json", "rms_norm_eps"))
+            values = json.loads((part / path).read_text())
+            (part / path).write_text(json.dumps(values | {key: values[key] * 100}))
+        else:
+            (path,) = part.glob("*.safetensors")
+            save_file(sabotage(load_file(path), how), path, metadata={"format": "pt"})
         return right(part, *rest)
 
     monkeypatch.setattr(publish, "_reopen", broken)

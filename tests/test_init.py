@@ -171,6 +171,17 @@ def test_a_task_for_other_rows_is_an_error(model, capsys):
     assert not Path(OUT).exists()
 
 
+def test_rows_that_no_task_trains_on_name_the_objectives_that_do(model, capsys):
+    groups = [{"prompt": "1 + 1", "completions": ["2", "3"], "rewards": [1, 0]}] * 3
+    assert main(["init", model(), write(groups), "--gpus", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "has `prompt` and `completions` and `rewards`; write a recipe with objective.name grpo" in error
+    labelled = [{"text": f"a film, {number} stars", "label": "good"} for number in range(9)]
+    assert made(model(), write(labelled), "--gpus", "cpu").objective.name == "cpt"
+    said = " ".join(Path(OUT).read_text().replace("# ", "").split())
+    assert "trains on the rows' `text`; objective.name classify or regress would train on more of them" in said
+
+
 def test_a_file_is_never_overwritten(model, capsys):
     Path(OUT).write_text("mine")
     assert main(["init", model(), write(CHATS), "--gpus", "1x8GB"]) == 2

@@ -395,7 +395,7 @@ CHANGES = {
     "batch": ({"batch.global_batch_size": "32"}, "batch.global_batch_size was 16 .* and is 32; change it back"),
     "data": ({"data.max_length": "64"}, "the data is not what the checkpoint was made with"),
     "model": ({"model.from_scratch.hidden_size": "32"}, "the model is not what the checkpoint was made with"),
-    "optimizer": ({"optim.name": "adamw"}, "optim.name was 'sgd' .* change it back"),
+    "optimizer": ({"optim.name": "adamw"}, "optim.name was 'sgd' .* change it back, or write run.resume: never"),
     "learning rate": ({"optim.learning_rate": "0.05"}, r"run.allow_changes: \[optim.learning_rate\]"),
     "steps": ({"run.max_steps": "5"}, r"run.allow_changes: \[run.max_steps\]"),
     "adapter": ({"adapter.name": "lora"}, "adapter.name was None .* and is 'lora'"),

@@ -8,19 +8,22 @@ import os
 import re
 import shlex
 import textwrap
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from typer import Argument, Option
 
 from cookbook.commands.check import check
 from cookbook.commands.shared.labels import read_label
+from cookbook.config import registry
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
+from cookbook.config.row_checks import Row
 from cookbook.config.row_columns import kinds_of, rename, suggested_columns
 from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import Source
@@ -174,9 +177,14 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     chosen = task or usual
     objective = Objective.of(name=chosen)
     if found and not found.intersection(objective.rows):
-        has, wants = (" or ".join(kinds()[name].words for name in names) for names in (sorted(found), objective.rows))
-        advice = f"--task {' or '.join(fitting)}" if fitting else "other rows"
-        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; use {advice}")
+        has, wants = (
+            " or ".join(dict.fromkeys(kinds()[name].words for name in names))
+            for names in (sorted(found), objective.rows)
+        )
+        others = _other_objectives(seen[0])
+        by_hand = f"write a recipe with objective.name {others}, see docs/recipes.md" if others else "use other rows"
+        advice = f"use --task {' or '.join(fitting)}" if fitting else by_hand
+        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; {advice}")
     try:
         rows = read_rows(source, "drop", objective)
     except RecipeError:
@@ -193,6 +201,14 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     return chosen, source, rows
 
 
+def _other_objectives(raw: Row, keys: Sequence[str] = ()) -> str:
+    """The objectives, none of them a task, that train on more of a row than these keys; empty if there is none."""
+    of_tasks = {kind for name in get_args(Task) for kind in Objective.of(name=name).rows}
+    wider = {name for name, kind in kinds().items() if name not in of_tasks and {*kind.keys} > {*keys}}
+    others = {name: wider.intersection(one.rows) for name, one in registry.known("objective").items()}
+    return " or ".join(name for name, rows in others.items() if rows & kinds_of(raw, sorted(rows)))
+
+
 class _Draft:
     """The values of the recipe so far, and a note on each choice by its key."""
 
@@ -202,14 +218,16 @@ class _Draft:
         self.model, self.task, self.rows, self.config, self.machines = model, task, rows, config, machines
         self.out, self.objective = out, Objective.of(name=task)
         self.data: Values = {"train": source.path}
-        self.notes = {"objective": f"trains on the rows' {kinds()[rows.kind].keys_in_words}"}
+        kind, first = kinds()[rows.kind], next(raw for _, raw in raw_rows(source) if isinstance(raw, dict))
+        others = _other_objectives(rename(first, source.columns or {}), kind.keys)
+        more = f"; objective.name {others} would train on more of them, see docs/recipes.md" if others else ""
+        self.notes = {"objective": f"trains on the rows' {kind.keys_in_words}{more}"}
         self.model_keys: Values = {"name_or_path": model}
         self.billions = 0.0  # until `choose` has counted the parameters
         if about := "; ".join(filter(None, [rows.renamed, unread_note(source)])):
             self.notes["data.train"] = about
         if source.columns:
             self.data["columns"] = source.columns
-            first = next(raw for _, raw in raw_rows(source) if isinstance(raw, dict))
             left = [ascii(column) for column in first if column not in source.columns.values()]
             unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
             self.notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"

@@ -233,11 +233,19 @@ def readings(present: Set[str], asked_for: Sequence[str] = ()) -> list[Reading]:
     return found
 
 
-def kinds_of(raw: Row) -> set[str]:
-    """The kinds that a row may be read as: by this project's own names, else by others."""
-    found = readings({key for key, value in raw.items() if value is not None})
+def kinds_of(raw: Row, asked_for: Sequence[str] = ()) -> set[str]:
+    """The kinds that a row may be read as: by this project's own names, else by others.
+
+    Args:
+        asked_for: as of `readings`.
+    """
+    found = readings({key for key, value in raw.items() if value is not None}, asked_for)
     found = [one for one in found if one.kind.matches(one.of(raw))]
-    rated_so = [one for one in found if RATING not in one.columns or is_rating(raw[one.columns[RATING]])]
+    rated_so = [
+        one
+        for one in found
+        if one.kind.is_asked_for or RATING not in one.columns or is_rating(raw[one.columns[RATING]])
+    ]
     return {one.kind.name for one in by_own_names(rated_so or found)}
 
 
