@@ -811,8 +811,8 @@ FAULTS = (
     Fault(
         "rows",
         "cookbook/config/row_columns.py",
-        "readings({key for key, value in raw.items() if value is not None})",
-        "readings(set(raw))",
+        "readings({key for key, value in raw.items() if value is not None}, asked_for)",
+        "readings(set(raw), asked_for)",
         "init takes a table of several kinds of rows, whose other columns are null, for another kind",
         "tests/test_data_rows.py::test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous",
     ),
