@@ -30,6 +30,7 @@ from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
+from cookbook.forecast.repeated import run
 from cookbook.forecast.trace import Untraceable, by_formula, trace
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
@@ -401,6 +402,33 @@ def test_a_model_with_too_many_operations_is_estimated_by_formula_and_never_said
     found = verdict.forecast(TraceCache(config, recipe(precision="bf16")), SINGLE, machines, limits=False)
     assert found.by_formula and found.verdict == "tight"
     assert "activations are by formula and may be more: llama: TooLong" in found.why[0]
+
+
+def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):
+    settings, config = recipe(True, precision="bf16"), tiny_config("qwen3_moe")
+    again = [traced(settings, config) for _ in range(2)][1]
+    num_run = []
+
+    def plain(function: Any, args: Any, kwargs: Any) -> Any:
+        num_run.append(function)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(ledgers, "run", plain)
+    assert traced(settings, config) == again
+    assert len(num_run) > 1000
+
+
+def test_an_operation_is_run_again_for_what_it_tells_apart():
+    add, cut = torch.ops.aten.add.Tensor, torch.ops.aten.slice.Tensor
+    with FakeTensorMode():
+        whole = torch.zeros(4, 6, dtype=torch.int64)
+        for _ in range(2):
+            assert [run(add, (whole, one), {}).dtype for one in (1, 1.0)] == [torch.int64, torch.float32]
+            assert run(add, (whole.t(), 1), {}).stride() == (1, 6)
+            part = run(cut, (whole, 0, 1, 3), {})
+            assert (part.storage_offset(), part.shape) == (6, (2, 6))
+            assert part.untyped_storage() is whole.untyped_storage()
+            assert run(torch.ops.aten.add_.Tensor, (whole, 1), {}) is whole
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

@@ -12,7 +12,7 @@ from cookbook.config.strategy import find_strategy, known_strategies, load_known
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.console import say
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
-from cookbook.system.imports import quiet_deepspeed
+from cookbook.system.imports import imports, quiet_deepspeed
 from cookbook.system.shipped import short
 
 
@@ -36,10 +36,11 @@ def plan(
     strategies = [load_strategy(path) for path in paths]
 
     quiet_deepspeed()
-    from cookbook.forecast.mesh_sizes import better_sizes
-    from cookbook.forecast.ranking import forecast_all
-    from cookbook.forecast.show import as_record, in_words
-    from cookbook.forecast.verdict import MAY_RUN
+    with imports():
+        from cookbook.forecast.mesh_sizes import better_sizes
+        from cookbook.forecast.ranking import forecast_all
+        from cookbook.forecast.show import as_record, in_words
+        from cookbook.forecast.verdict import MAY_RUN
 
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)

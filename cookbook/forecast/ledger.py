@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from cookbook.forecast.activations import CACHE_BYTES, Phase
+from cookbook.forecast.repeated import run, tensors_in
 
 MOST_OPERATIONS = 25_000
 """Limit of a forward: more, as of a loop over all tokens, would take minutes. Counted, since seconds depend on what
@@ -94,12 +95,11 @@ class Ledger(TorchDispatchMode):
             low = tree_map_only(torch.Tensor, _in_16_bits, args)
             result = function(*low, **(kwargs or {})).float()
         else:
-            result = function(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value.untyped_storage())
+            result = run(function, args, kwargs or {})
+        for value in tensors_in(result):
+            self._see(value.untyped_storage())
         if self._counts and not function.is_view and function._opname not in FREE:
-            self._count(function._opname, (args, kwargs), result)
+            self._count(function._opname, [*tensors_in(args), *tensors_in(kwargs)], result)
         return result
 
     @property
@@ -116,17 +116,16 @@ class Ledger(TorchDispatchMode):
             -(-mask.numel() // (1 if mask.ndim == 1 else self._experts)), mask.ndim, dtype=torch.int64
         )
 
-    def _count(self, name: str, given: Any, result: Any) -> None:
+    def _count(self, name: str, given: list[torch.Tensor], result: Any) -> None:
         self.kernels += KERNELS.get(name, 1)
         if name in PRODUCTS:
             if name == "traced_flash_attention_backward" and len(result) > 5:
                 self.kernels += 2  # sums over grouped heads
             if name == "_grouped_mm":  # the one vector has the end of each expert's rows
-                self.looped += next(len(one) - 1 for one in tree_iter(given) if torch.is_tensor(one) and one.ndim == 1)
+                self.looped += next(len(one) - 1 for one in given if one.ndim == 1)
             return
         read, written = (
-            [min(one.nbytes, one.untyped_storage().nbytes()) for one in tree_iter(some) if torch.is_tensor(one)]
-            for some in (given, result)
+            [min(one.nbytes, one.untyped_storage().nbytes()) for one in some] for some in (given, tensors_in(result))
         )
         size = sum(read) + sum(written)
         if name in ("copy_", "fill_", "zero_"):  # `given` has what these write

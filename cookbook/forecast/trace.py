@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -491,6 +491,7 @@ def _trace_phases(
     set_flag, flag = partial(torch.set_autocast_enabled, "cuda"), torch.is_autocast_enabled("cuda")
     with (
         fake,
+        disable_fake_tensor_cache(fake),  # what is alike is found before (repeated.py)
         _set_to(log.setLevel, logging.CRITICAL, before=log.level),  # tracebacks of what fake tensors do not support
         _set_to(set_flag, autocast is not None, before=flag),
     ):

@@ -71,6 +71,8 @@ def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -
     """What a stage of a pipeline has of a model, its layers counted from 0. The last has a copy of a tied embedding
     as its head.
     """
+    if num_stages == 1:
+        return skeleton
     layers = layers_of_stage(skeleton.num_layers, stage, num_stages, chunks, head_layers=skeleton.head_layers)
     is_last = stage == num_stages - 1
 

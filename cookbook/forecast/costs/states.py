@@ -31,6 +31,7 @@ What a GPU holds during a step of two micro-batches (# allocated, . not):
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -203,7 +204,7 @@ def _own_experts(skeleton: Skeleton, size: int) -> Skeleton:
 
     def own(weight: Weight) -> Weight:
         rows, *others = weight.shape
-        return replace(weight, shape=(rows // size, *others)) if weight.is_expert else weight
+        return replace(weight, shape=(rows // size, *others)) if weight.is_expert and size > 1 else weight
 
     return replace(skeleton, weights=tuple(map(own, skeleton.weights)))
 
@@ -284,13 +285,21 @@ def _units_fsdp2(
         yield None, ("embedding",), False, False, of_part["embedding"]
     if of_part["rest"]:
         yield None, ("rest",), True, False, of_part["rest"]
+    layers = _by_layer(skeleton)
     for layer in range(skeleton.num_layers):
-        inside = [weight for weight in skeleton.weights if weight.layer == layer]
-        experts = [weight for weight in inside if has_experts and weight.is_expert]
-        yield layer, ("layer",), False, False, [weight for weight in inside if weight not in experts]
+        experts = [weight for weight in layers[layer] if has_experts and weight.is_expert]
+        rest = [weight for weight in layers[layer] if not (has_experts and weight.is_expert)]
+        yield layer, ("layer",), False, False, rest
         if experts:
             yield layer, ("layer",), False, True, experts
     yield None, tail, True, False, [weight for part in tail for weight in of_part[part]]
+
+
+def _by_layer(skeleton: Skeleton) -> dict[int | None, list[Weight]]:
+    found: dict[int | None, list[Weight]] = defaultdict(list)
+    for weight in skeleton.weights:
+        found[weight.layer].append(weight)
+    return found
 
 
 def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
@@ -304,8 +313,9 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     assert strategy.fsdp is not None
     low = inputs.low_bytes
     weights, gradients, local, units = 0, 0, [], []
+    layers = _by_layer(skeleton)
     for layer in (None, *range(skeleton.num_layers)):
-        found = [weight for weight in skeleton.weights if weight.layer == layer]
+        found = layers[layer]
         starts, length = _flat_fsdp1(found, ALIGNMENT_FSDP1 // low, num_processes)
         share = length // num_processes
         is_trained = any(weight.is_trained for weight in found)
