@@ -30,7 +30,9 @@ from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.repeated import run
+from cookbook.forecast.show import in_words
 from cookbook.forecast.trace import Untraceable, by_formula, trace
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
@@ -383,6 +385,22 @@ def test_a_long_sample_of_linear_attention_is_extrapolated_from_two_shorter_ones
     for name in ("held", "peak", "kernels"):
         ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_layers_with_a_state_have_a_second_rate_for_kernels_of_their_own(tmp_path):
+    rates = {}
+    for model_type in ("lfm2", "llama"):
+        tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        settings = recipe(precision="bf16")
+        model = settings.model.model_copy(update={"name_or_path": str(tmp_path / model_type)})
+        settings = settings.model_copy(update={"model": model})
+        report = forecast_all(settings, [SINGLE], parse_machines("1xH100"), "recipe.yaml", limits=False)
+        said = in_words(report, "recipe.yaml", num_samples=None, price=None)
+        rates[model_type] = report.forecasts[0].time, report.forecasts[0].time_of_kernels, "causal-conv1d" in said
+    (traced, of_kernels, is_said), without = rates["lfm2"], rates["llama"]
+    assert traced is not None and of_kernels is not None and is_said
+    assert of_kernels.low < traced.low and of_kernels.high < traced.high
+    assert without[1:] == (None, False)
 
 
 def test_a_model_with_too_many_operations_is_estimated_by_formula_and_never_said_to_fit(monkeypatch):

@@ -29,6 +29,8 @@ BAR = 40
 OWN = "*"
 """Marks the strategy that the recipe names."""
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "step", "limit", "host GiB", "disk GiB")
+OF_KERNELS = "by transformers' own code of layers with a state; with flash-linear-attention, mamba-ssm or causal-conv1d"
+"""Before the second rate of models that have such layers."""
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
@@ -198,6 +200,9 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     else:
         per_gpu = time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
         rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
+        if best.time_of_kernels is not None:
+            fused = best.time_of_kernels.tokens_per_second(tokens_of_step(recipe), best.num_processes)
+            rows.append(("", f"{OF_KERNELS} {_range(*fused, ' tokens/s a GPU')}"))
         if steps is not None:
             length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
     if best.messages:
@@ -295,6 +300,8 @@ def as_record(
         if time is not None:
             record["step_seconds"] = [time.low, time.high]
             record["bottleneck"] = time.bottleneck
+            if one.time_of_kernels is not None:
+                record["step_seconds_of_kernels"] = [one.time_of_kernels.low, one.time_of_kernels.high]
             record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
             if steps is not None:
                 record["hours"] = time.hours(steps)

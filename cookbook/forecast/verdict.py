@@ -68,6 +68,9 @@ class Forecast:
     checkpoint: int = 0
     """Bytes of a checkpoint."""
     time: Range | None = None
+    time_of_kernels: Range | None = None
+    """The same where layers with a state have kernels of their own (flash-linear-attention, mamba-ssm, causal-conv1d):
+    what moves in their layers is then counted at the slow end alone. None for models without such layers."""
     messages: list[Transfer] = field(default_factory=list)
     """What processes send to one another in a step of full samples."""
     largest_micro_batch: int | None = None
@@ -283,6 +286,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(traces.config, "max_position_embeddings", None) or tokens
         longest = min(tokens, positions) // 64 * 64
+    has_state = traces.config.model_type in STATEFUL and not recipe.model.compile
     return Forecast(
         strategy=strategy,
         verdict=verdict,
@@ -296,6 +300,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
         time=_step_time(traces, strategy, plan, machines),
+        time_of_kernels=_step_time(traces, strategy, plan, machines, is_traced=False) if has_state else None,
         messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
@@ -319,13 +324,19 @@ def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int, bytes_e
 
 
 def _step_time(
-    traces: TraceCache, strategy: Strategy, plan: Plan, machines: Machines, num_tokens: float | None = None
+    traces: TraceCache,
+    strategy: Strategy,
+    plan: Plan,
+    machines: Machines,
+    num_tokens: float | None = None,
+    *,
+    is_traced: bool = True,
 ) -> Range | None:
     recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
         return None
     step = _step_of(traces, plan, num_tokens)
-    work = None if step.is_compiled else traces.work(strategy, micro_batch_of(recipe))
+    work = None if step.is_compiled or not is_traced else traces.work(strategy, micro_batch_of(recipe))
     trace = work if work is not None and work.total("kernels") else None  # a formula counts none
     return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)
 
