@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiCo
 
 from cookbook.commands.evaluate import evaluate_model
 from cookbook.commands.merge import merge_run
+from cookbook.commands.shared.generation import open_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
@@ -211,6 +212,9 @@ def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_ba
     merge_run(run.folder, None)
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")(input_ids=ids).logits
     torch.testing.assert_close(merged[..., : len(tokenizer)], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        open_model(export).model.cpu()(input_ids=ids).logits[..., : len(tokenizer)], expected, rtol=0, atol=1e-4
+    )
     (line,) = evaluate_model(export, load_recipe(run.folder / "recipe.yaml", []))
     assert line["eval_loss"] == pytest.approx(run.evaluations[-1][1], abs=1e-5)
 

@@ -27,6 +27,8 @@ from cookbook.training.models import load_config, load_tokenizer, open_language_
 from cookbook.training.models.folder_facts import check_folder
 from tests.curves import Curve, Lab
 from tests.test_equivalence import SGD_LOSS
+from tests.test_new_tokens import NEW
+from tests.test_new_tokens import settings as with_new_tokens
 from tests.towers import FIRST_OF_IMAGES, whole_config, whole_model, write_pair
 
 COMMON = {
@@ -54,7 +56,7 @@ def pair(lab: Lab) -> Any:
         folder = lab.folder / f"pair_{model_type}"
         if not folder.exists():
             tokenizer = AutoTokenizer.from_pretrained(lab.run("single").folder / "export")
-            write_pair(folder, model_type, tokenizer)
+            write_pair(folder, whole_config(model_type), tokenizer)
         return {"whole": folder / "whole", "twin": folder / "twin"}
 
     return of
@@ -244,6 +246,63 @@ def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path):
     same = {name for name in before if is_equal(before[name], after[name])}
     assert before.keys() == after.keys() and {name for name in before if not name.startswith("language_")} <= same
     assert len(same) < len(before)
+
+
+def write_small_vocabulary(lab: Lab, folder: Path) -> dict[str, Path]:
+    """A pair whose embedding has a row for each token of its tokenizer, and none to spare."""
+    if not folder.exists():
+        tokenizer = AutoTokenizer.from_pretrained(lab.run("single").folder / "export")
+        config = whole_config("gemma3")
+        config.text_config.vocab_size = len(tokenizer)
+        write_pair(folder, config, tokenizer)
+    return {"whole": folder / "whole", "twin": folder / "twin"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [("fsdp2", {}), ("single", LORA | {"optim.learning_rate": "0.1"})], ids=["full", "lora"]
+)
+def test_new_tokens_train_as_those_of_its_twin_and_the_tower_stays(lab: Lab, tmp_path: Path, strategy, settings: dict):
+    folders = write_small_vocabulary(lab, lab.folder / "pair_small")
+    rows = with_new_tokens(lab, COMMON | settings | {"run.check_export": "true"})
+    del rows["model.new_tokens"]
+    asked = {name: json.dumps({"name_or_path": str(one), "new_tokens": NEW}) for name, one in folders.items()}
+    run, twin = lab.run(strategy, rows | {"model": asked["whole"]}), lab.run("single", rows | {"model": asked["twin"]})
+    assert max(abs(a - b) for a, b in zip(curve_of(run), curve_of(twin), strict=True)) <= SGD_LOSS
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "export")
+    written = run.folder / "export"
+    if settings:
+        write_merged(written, tmp_path, None)
+        opened = AutoModelForImageTextToText.from_pretrained(folders["whole"])
+        opened.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        opened, written = PeftModel.from_pretrained(opened, written), tmp_path
+    model, info = AutoModelForImageTextToText.from_pretrained(written, output_loading_info=True)
+    assert not any(info.values()) and model.config.text_config.vocab_size % 64 == 0
+    ids = tokenizer("<|think|> the fox<|tool|>", return_tensors="pt")["input_ids"]
+    assert {*tokenizer.convert_tokens_to_ids(NEW)} < {*ids[0].tolist()}
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids).logits
+        alone = open_language_model(written, dtype=torch.float32).eval()(input_ids=ids).logits
+        assert (logits - alone).abs().max() <= 5e-7
+        if settings:
+            assert (opened.eval()(input_ids=ids).logits - logits[..., : len(tokenizer)]).abs().max() <= 1e-5
+    before, after = tensors_of(folders["whole"]), tensors_of(written)
+    assert before.keys() == after.keys()
+    same = {name for name in before if is_equal(before[name], after[name])}
+    assert {name for name in before if not name.startswith("language_")} <= same
+
+
+def test_a_new_token_with_the_id_of_an_image_or_without_a_row_in_each_layer_is_refused(pair):
+    for model_type, count, words in (
+        ("gemma3", 240, "image_token_index"),
+        ("gemma4", 300, "the embedding of its layers"),
+    ):
+        folder = pair(model_type)["whole"]
+        new = [f"<{number}>" for number in range(count)]
+        tokenizer, config = load_tokenizer(str(folder), None, new), load_config(str(folder), 64)
+        assert check_folder(folder, config, load_tokenizer(str(folder), None, new[:9]), new_tokens=new[:9])
+        with pytest.raises(RecipeError, match=words):
+            check_folder(folder, config, tokenizer, new_tokens=new)
 
 
 def test_an_export_whose_tower_has_changed_is_found(lab: Lab, pair, tmp_path: Path):

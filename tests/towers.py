@@ -85,9 +85,9 @@ def twin_of(model: Any) -> Any:
     return twin
 
 
-def write_pair(folder: Path, model_type: str, tokenizer: Any) -> tuple[Path, Path]:
+def write_pair(folder: Path, config: Any, tokenizer: Any) -> tuple[Path, Path]:
     """Folders of a model with a tower, and of its twin."""
-    model = whole_model(whole_config(model_type))
+    model = whole_model(config)
     for name, one in (("whole", model), ("twin", twin_of(model))):
         one.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

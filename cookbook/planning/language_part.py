@@ -110,6 +110,17 @@ def language_values(values: dict[str, Any]) -> dict[str, Any]:
     return text | {"model_type": TWINS.get(kind, kind), "part_of": values["model_type"]}
 
 
+def with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The values of the `config.json` of a model with a tower, with so many rows in its embedding."""
+    return values | {"text_config": values["text_config"] | {"vocab_size": rows}}
+
+
+def tower_tokens(whole: Any) -> dict[str, int]:
+    """The keys of a configuration by which a tower's own places in a text are known, with the ids of their tokens."""
+    ends = ("_token_id", "_token_index")
+    return {key: of for key, of in whole.to_dict().items() if key.endswith(ends) and isinstance(of, int)}
+
+
 def open_config(name: str | Path, **options: Any) -> Any:
     """`language_config` of a folder, or of a model on the Hub.
 

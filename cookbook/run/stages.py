@@ -207,7 +207,7 @@ def load_inputs(
     tokenizer = models.load_tokenizer(base, recipe.data.chat_template, recipe.model.new_tokens)
     new_tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in recipe.model.new_tokens or ()}
     refuse(layer_mistakes(config, strategy.claims))
-    facts = check_folder(Path(base), config, tokenizer, grows=bool(new_tokens))
+    facts = check_folder(Path(base), config, tokenizer, new_tokens=new_tokens)
     if new_tokens:
         from cookbook.training.models.grown import grown_folder
         from cookbook.training.models.new_tokens import rows_note

@@ -135,8 +135,8 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
     except (OSError, ValueError) as error:
         raise RecipeError(f"{folder}: cannot be opened ({first_line(error)})") from None
     record = record_of(folder)
-    grows = record is not None and bool(record.new_tokens)
-    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, grows=grows)
+    new_tokens = record.new_tokens if record is not None else ()
+    facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, new_tokens=new_tokens)
     if is_adapter and facts.num_embeddings is not None:
         config.vocab_size = facts.num_embeddings
         if record is not None and record.head is not None:
@@ -169,6 +169,10 @@ def open_model(folder: Path) -> Generator:
         record = record_of(folder)
         if is_scored(open_config(base)) or (record is not None and record.head is not None):
             raise RecipeError(f"{folder}: its head scores texts and writes none; see `cookbook evaluate`")
+        if record is not None and record.new_tokens:
+            from cookbook.run.publish.merged import as_trained
+
+            base = as_trained(base, folder, record)
         model = _opened(base)
         if is_adapter:
             from peft import PeftModel

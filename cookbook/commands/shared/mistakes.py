@@ -49,8 +49,8 @@ def check_model(recipe: Recipe) -> list[str]:
     folder = models.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = models.load_config(folder, recipe.data.max_length)
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
-    place, grows = f"model.name_or_path is {name!r}", model.new_tokens is not None
-    facts = check_folder(here, config, tokenizer, place=place, grows=grows)
+    place = f"model.name_or_path is {name!r}"
+    facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
     _check_teacher(recipe, tokenizer, facts.num_embeddings)
     notes = facts.notes
     return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.language_part import open_config, whole_config
+from cookbook.planning.language_part import open_config, whole_config, with_rows
 from cookbook.planning.score_head import ScoreHead
 from cookbook.run.publish.card import model_card
 from cookbook.run.publish.merged import write_merged
@@ -84,7 +84,9 @@ def write_model_files(
         if tower is None:
             config.save_pretrained(build)
         else:
-            shutil.copyfile(Path(name) / "config.json", build / "config.json")
+            values = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+            values = with_rows(values, config.vocab_size) if new_tokens else values
+            (build / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             copy_processors(Path(name), build)
             if buffers is not None:
                 tower.keep(build)

@@ -214,9 +214,10 @@ def _open_base(folder: Path | None, config: PreTrainedConfig, tokens: int) -> An
         with torch.device("meta"):
             return kind.from_config(config)
     if has_tower(config):
-        return kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
-    model = open_language_model(folder, **OPEN, **({"config": config} if is_scored(config) else {}))
-    if model.config.vocab_size < min(tokens, config.vocab_size):
+        model = kind.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **OPEN)
+    else:
+        model = open_language_model(folder, **OPEN, **({"config": config} if is_scored(config) else {}))
+    if model.config.get_text_config().vocab_size < min(tokens, config.get_text_config().vocab_size):
         model.resize_token_embeddings(tokens, mean_resizing=False)  # as whoever uses the adapter does
     return model
 

@@ -584,6 +584,8 @@ def write_adapter(
         roots = module_roots(whole)
         named = {in_whole(name, roots): tensor for name, tensor in named.items()}
         peft_config.target_modules = _in_language_part(peft_config, weights, roots[empty.base_model_prefix])
+        rows = peft_config.trainable_token_indices or {}
+        peft_config.trainable_token_indices = {in_whole(name, roots): of for name, of in rows.items()} or None
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_config.inference_mode = True
@@ -608,8 +610,8 @@ def module_roots(whole: PreTrainedConfig) -> dict[str, str]:
 
 def in_whole(name: str, roots: dict[str, str]) -> str:
     """A name in the language part as the whole model has it."""
-    root, _, rest = name.partition(".")
-    return f"{roots.get(root, root)}.{rest}"
+    root, dot, rest = name.partition(".")
+    return f"{roots.get(root, root)}{dot}{rest}"
 
 
 def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str) -> str:
@@ -635,6 +637,8 @@ def in_language_names(folder: Path) -> Iterator[Path]:
     adapted = (name.removeprefix(prefix).partition(".lora_") for name in names.values())
     modules = {module.removesuffix(".base_layer") for module, found, _ in adapted if found}
     settings["target_modules"] = sorted(name for name in modules if not name.endswith(parents))
+    rows = settings.get("trainable_token_indices") or {}
+    settings["trainable_token_indices"] = {language_key(name): of for name, of in rows.items()} or None
     with tempfile.TemporaryDirectory(prefix="adapter.") as made:
         save_file({name: saved[key] for key, name in names.items()}, Path(made) / path.name)
         (Path(made) / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -4,7 +4,7 @@ not decide which model is trained. transformers draws a tensor that the files la
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import logging
 
-from cookbook.planning.language_part import KEY_MAPPING, has_tower, whole_config
+from cookbook.planning.language_part import KEY_MAPPING, has_tower, tower_tokens, whole_config
 from cookbook.planning.model_files import GENERATION, read_generation_config
 from cookbook.planning.score_head import class_of
 from cookbook.system.files import first_line, refuse
@@ -59,14 +59,14 @@ def check_folder(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     place: str | None = None,
-    grows: bool = False,
+    new_tokens: Collection[str] = (),
 ) -> FolderFacts:
     """Compare tensors, configuration and tokenizer of a model's folder, by headers and small files. Values are read
     only where the configuration ties two matrices and the files hold both.
 
     Args:
         place: that of the mistakes; default: the recipe's key.
-        grows: the tokenizer has new tokens, for which the embedding will grow; see `grown_rows`.
+        new_tokens: of the tokenizer, for which the embedding will grow; see `grown_rows`.
 
     Raises:
         RecipeError: all that does not agree.
@@ -88,10 +88,10 @@ def check_folder(
             if whole is not None and not mistakes:
                 mistakes = _compare_language_part(config, stored)
     notes = []
-    if grows and whole_config(folder) is not None:
-        mistakes.append("model.new_tokens: its image or audio tower has tokens of its own; new ones are not served")
     if tokenizer is not None:
-        rows = grown_rows(rows, tokenizer) if grows else rows
+        if new_tokens:
+            rows = grown_rows(rows, tokenizer)
+            mistakes += _compare_new_tokens(folder, config, tokenizer, new_tokens)
         mistakes += _compare_tokens(tokenizer, rows)
         notes = _notes(folder, config, tokenizer, rows)
         if (whole := whole_config(folder)) is not None and not mistakes:
@@ -99,6 +99,29 @@ def check_folder(
     place = place or f"model.name_or_path is {str(folder)!r}"
     refuse([f"{place}: {mistake}" for mistake in mistakes])
     return FolderFacts(rows, [f"{place}: {note}" for note in notes])
+
+
+def _compare_new_tokens(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new: Collection[str]
+) -> list[str]:
+    """New tokens with ids by which the model knows the places of images and sound, or without a row in the embedding
+    that layers have of their own (Gemma 3n, Gemma 4).
+    """
+    whole, ids = whole_config(folder), {token: tokenizer.convert_tokens_to_ids(token) for token in new}
+    taken = {} if whole is None else {number: key for key, number in tower_tokens(whole).items()}
+    mistakes = [
+        f"model.new_tokens: {token} would have the id {number}, {taken[number]} of its config.json; give its tokenizer"
+        " the token that it lacks"
+        for token, number in ids.items()
+        if number in taken
+    ]
+    of_layers = getattr(config, "hidden_size_per_layer_input", None) and config.vocab_size_per_layer_input
+    if of_layers and (last := max(ids.values())) >= of_layers:
+        mistakes.append(
+            f"model.new_tokens: the embedding of its layers has {of_layers:,} rows, none for id {last}, and does not"
+            " grow; take out of the key what is beyond, and write unused tokens of its tokenizer in the template"
+        )
+    return mistakes
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:

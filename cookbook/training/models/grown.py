@@ -15,12 +15,14 @@ import torch
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
+from cookbook.planning.language_part import has_tower, language_key, whole_config, with_rows
 from cookbook.planning.model_files import read_config
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
@@ -70,7 +72,7 @@ def grown_folder(base: str, tokenizer: PreTrainedTokenizerBase, new: Mapping[str
         if not built.is_dir():
             with tempfile.TemporaryDirectory(prefix=f"model-{key}.", dir=cache) as build:
                 config = read_config(base)
-                rows = config.vocab_size
+                rows = config.get_text_config().vocab_size
                 grown = grown_rows(rows, tokenizer)
                 growth = Growth(rows, grown, frozenset({*new.values(), *range(rows, grown)}), known)
                 _build(Path(base), config, growth, Path(build))
@@ -83,9 +85,11 @@ def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, tor
     stored, _ = read_headers(Path(folder))
     model = _empty_model(config, config.vocab_size)
     names = _matrices(model, model)
+    own = {language_key(key): key for key in stored} if whole_config(folder) else {key: key for key in stored}
     found = {}
-    for key, name in renamed(model, stored).items():
+    for own_name, name in renamed(model, own).items():
         if name in names:
+            key = own[own_name]
             with safe_open(stored[key].path, framework="pt") as file:
                 found[name] = file.get_slice(key)[row]
     return found
@@ -104,14 +108,20 @@ def _build(base: Path, config: PreTrainedConfig, growth: Growth, build: Path) ->
     for name in (SAFE_WEIGHTS_INDEX_NAME, GENERATION_CONFIG_NAME):
         if (base / name).is_file():
             shutil.copyfile(base / name, build / name)
-    models[1].config.save_pretrained(build)
+    if not has_tower(config):
+        models[1].config.save_pretrained(build)
+        return
+    values = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(with_rows(values, growth.grown), indent=2)
+    (build / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _empty_model(config: PreTrainedConfig, rows: int) -> PreTrainedModel:
     own = copy.deepcopy(config)
-    own.vocab_size = rows
+    own.get_text_config().vocab_size = rows
+    kinds = MODEL_FOR_MULTIMODAL_LM_MAPPING if has_tower(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     with torch.device("meta"):
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](own)
+        return kinds[type(config)](own)
 
 
 def _matrices(model: PreTrainedModel, grown: PreTrainedModel) -> set[str]:
