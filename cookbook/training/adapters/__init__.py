@@ -584,7 +584,7 @@ def write_adapter(
         roots = module_roots(whole)
         named = {in_whole(name, roots): tensor for name, tensor in named.items()}
         peft_config.target_modules = _in_language_part(peft_config, weights, roots[empty.base_model_prefix])
-        rows = peft_config.trainable_token_indices or {}
+        rows: Any = peft_config.trainable_token_indices or {}
         peft_config.trainable_token_indices = {in_whole(name, roots): of for name, of in rows.items()} or None
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
