@@ -3,10 +3,15 @@
 python -m pytest -q tests/test_lock.py
 """
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,9 @@ from cookbook.system.files import RecipeError
 
 OWNER = """
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 from cookbook.system import lock
 lock.hold(Path(sys.argv[1]))
@@ -113,3 +121,30 @@ def test_a_folder_without_permission_is_refused(tmp_path):
             lock.hold(tmp_path / "run")
     finally:
         os.seteuid(own)
+
+
+def test_where_files_cannot_be_locked_the_processes_of_a_machine_wait_all_the_same(tmp_path, monkeypatch):
+    """Lustre without -o flock, and NFS without a lock daemon."""
+    flock, (cache, temporary) = fcntl.flock, (tmp_path / "cache", tmp_path / "tmp")
+    cache.mkdir()
+    temporary.mkdir()
+
+    def without_locks(descriptor: int, operation: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(cache):
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    first, second = cache / "model-1.lock", cache / "model-2.lock"
+    with lock.making(first):
+        waits = threading.Thread(target=lock.making(first).__enter__, daemon=True)
+        waits.start()
+        while (owner := lock.owner_of_waited()) is None or not owner["path"].startswith(str(temporary)):
+            time.sleep(0.01)
+        assert owner["owner"].startswith(f" by process {os.getpid()} on ")
+        with lock.making(second):
+            waits.join(0.5)
+        assert waits.is_alive()
+    waits.join(10)
+    assert not waits.is_alive()

@@ -266,6 +266,8 @@ def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
     (one,) = advice(history_of(eval_seconds=0.0), sends)
     assert one.what.startswith("communication that nothing hides takes 40%")
     assert shares(history_of(save_seconds=3.0).lines)["saving"] == pytest.approx(0.75)
+    of_step = shares(history_of(step_seconds=2.0, data_seconds=0.5).lines)
+    assert (of_step["data"], of_step["step"]) == pytest.approx((0.25, 0.75)), "waiting is a part of the step"
 
 
 def test_padding_costs_its_share_of_the_computing():

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from filelock import FileLock
-
+from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import torch_cuda
 from cookbook.system.shipped import IS_INSTALLED
@@ -126,7 +125,7 @@ def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with lock.making(Path(f"{folder}.lock")):
         if not folder.is_dir():
             half = Path(f"{folder}.part")
             shutil.rmtree(half, ignore_errors=True)

@@ -1,10 +1,12 @@
 """File locks: for one run per output folder, and for results that one process makes while others wait."""
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
@@ -18,6 +20,8 @@ from cookbook.system.files import RecipeError
 
 RETRY_SECONDS = 0.1
 """Between two attempts to take a lock."""
+NO_LOCKS = (ENOSYS, EOPNOTSUPP, ENOLCK)
+"""Errors of a file system without locks."""
 
 _held_locks: list[FileLock] = []  # a lock without references is released
 _making: list[Path] = []
@@ -41,7 +45,7 @@ def hold(folder: Path) -> None:
     except Timeout:
         raise RecipeError(f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another") from None
     except OSError as error:
-        if error.errno in (ENOSYS, EOPNOTSUPP, ENOLCK):
+        if error.errno in NO_LOCKS:
             print(f"{path}: this file system has no locks; nothing keeps a second run out of {folder}", file=sys.stderr)
         else:
             problem = f"cannot write to {folder.parent} ({error.strerror})"
@@ -68,15 +72,10 @@ def _path(folder: Path) -> Path:
 def making(path: Path) -> Iterator[None]:
     """Holds the lock `path` while this process makes a shared result or finds it made; others wait.
 
-    Waiting counts as progress for `cookbook.system.watchdog` as long as the holder calls `give_signs`.
+    On a file system without locks only processes of this machine wait. Waiting counts as progress for
+    `cookbook.system.watchdog` as long as the holder calls `give_signs`.
     """
-    global _waited
-    lock = FileLock(path)
-    _waited = path
-    try:
-        lock.acquire(poll_interval=RETRY_SECONDS)
-    finally:
-        _waited = None
+    lock, path = _acquired(path)
     try:
         _sign(path)
         _making.append(path)
@@ -86,6 +85,28 @@ def making(path: Path) -> Iterator[None]:
         if path in _making:
             _making.remove(path)
         lock.release()
+
+
+def _acquired(path: Path) -> tuple[FileLock, Path]:
+    """A lock once this process holds it, and its file, which is not `path` on a file system without locks."""
+    try:
+        return _wait_for(path), path
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    whose = hashlib.sha256(f"{os.getuid()} {path.resolve()}".encode()).hexdigest()[:16]
+    of_machine = Path(tempfile.gettempdir()) / f"{path.stem}-{whose}.lock"
+    return _wait_for(of_machine), of_machine
+
+
+def _wait_for(path: Path) -> FileLock:
+    global _waited
+    lock, _waited = FileLock(path, fallback_to_soft=False), path
+    try:
+        lock.acquire(poll_interval=RETRY_SECONDS)
+    finally:
+        _waited = None
+    return lock
 
 
 def give_signs() -> None:
