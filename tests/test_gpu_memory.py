@@ -81,6 +81,27 @@ def test_a_run_takes_what_was_forecast(gpu_lab: GpuLab, strategy: str, adapter: 
     assert abs(error_of(run_cell(gpu_lab, strategy, adapter, checkpointing))) < WITHIN
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "adapter", "is_tied"),
+    [
+        ("fsdp1", "", "true"),  # the root's one matrix, once gathered and once as its gradient
+        pytest.param("fsdp2", "lora", "false", marks=pytest.mark.thorough),
+    ],
+)
+def test_few_tokens_beside_a_large_vocabulary_take_what_was_forecast(gpu_lab: GpuLab, strategy, adapter, is_tied):
+    settings = {
+        "model.from_scratch": "{vocab_size: 32000, hidden_size: 512, intermediate_size: 512, num_hidden_layers: 3,"
+        f" num_attention_heads: 4, num_key_value_heads: 4, tie_word_embeddings: {is_tied}}}",
+        "model.gradient_checkpointing": "true",
+        "data.packing": "true",
+        "data.max_length": "32",
+        "batch": "{global_batch_size: 2, micro_batch_size: 1}",
+    }
+    settings |= {"adapter": f"{{name: {adapter}, rank: 8}}"} if adapter else {}
+    assert abs(error_of(gpu_lab.run(strategy, settings, recipe="memory"))) < WITHIN
+
+
 @pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp2", marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize(
     "settings",
