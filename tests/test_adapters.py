@@ -196,6 +196,37 @@ def test_an_adapter_that_is_trained_further_is_not_rounded_to_the_model_s_16_bit
     assert any(not torch.equal(one, one.bfloat16().float()) for one in saved.values()), "which has more than 16"
 
 
+OTHERS = {
+    "whose r is 4, and adapter.rank is 8; write adapter.rank: 4": {"rank": 8},
+    "whose lora_alpha is 12, and adapter.alpha is 32.0": {"alpha": 32.0},
+    "whose use_dora is False, and adapter.name is dora": {"name": "dora"},
+    "an adapter of other layers (base_model.model.model.layers.0.mlp.down_proj": {"targets": ["all-linear"]},
+    "no adapter_model.safetensors in it": {"path": "recipes"},
+}
+
+
+def test_an_adapter_begins_with_the_weights_of_another_that_fits(tmp_path):
+    """One of peft's own, in its logits; each other setting is told with what to write."""
+    peft = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    theirs = get_peft_model(new_model(), peft)
+    theirs.save_pretrained(tmp_path)
+    own = {"name": "lora", "path": str(tmp_path), "rank": 4, "alpha": 12, "targets": ["q_proj", "v_proj"]}
+    assert adapters.check_names(config(), AdapterSection(**own)) == []
+    ours, ids = new_model(), torch.arange(12)[None]
+    before = ours(input_ids=ids).logits
+    adapters.add_adapter(ours, AdapterSection(**own), seed=7)
+    found = ours(input_ids=ids).logits
+    assert torch.equal(found, theirs(input_ids=ids).logits) and (found - before).abs().max() > 1e-3
+    for message, changed in OTHERS.items():
+        with pytest.raises(RecipeError) as error:
+            adapters.check_names(config(), AdapterSection(**own | changed))
+        assert message in str(error.value)
+    adapters.Base("org/base", None, "0").write(tmp_path)
+    adapters.check_base(AdapterSection(**own), "0")
+    with pytest.raises(RecipeError, match="trained on org/base with other weights"):
+        adapters.check_base(AdapterSection(**own), "1")
+
+
 def test_peft_is_told_of_which_revision_of_its_base_an_adapter_is():
     base = adapters.Base("org/base", "c0ffee", "0")
     settings = adapters.lora_config(AdapterSection(name="lora"), new_model(), base)

@@ -192,6 +192,7 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
         "preview",
         "plan",
         "rehearse",
+        "rounds",
         "submit",
     ):  # run for real by their own tests; the recipe must be a good one
         for name in (word for word in arguments if word.endswith(".yaml")):

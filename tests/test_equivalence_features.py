@@ -348,6 +348,31 @@ def test_four_bit_weights_repacked_by_an_evaluation_leave_the_curve(lab: Lab):
     ("settings", "strategy"),
     [
         (LORA, "zero3"),
+        (LORA, "tp"),
+        (LORA, "pp"),
+        (DORA, "fsdp2"),
+        *(
+            pytest.param(settings, strategy, marks=pytest.mark.thorough)
+            for settings, strategy in ((LORA, "ddp"), (LORA, "pp_fsdp2"), (LORA, "fsdp2_tp"), (QLORA, "zero3"))
+        ),
+    ],
+)
+def test_an_adapter_goes_on_from_the_one_in_adapter_path(lab: Lab, settings: dict[str, str], strategy: str):
+    """Before its first step the held-out loss is the last one of the run before, and the training loss goes on."""
+    before = lab.run("single", settings)
+    more = {"adapter.path": str(before.folder / "export"), "run.max_steps": "5"}
+    after = lab.run(strategy, settings | more, processes=processes_of(strategy))
+    losses = [[line["eval_loss"] for line in one.lines if "eval_loss" in line] for one in (before, after)]
+    assert losses[1][0] == pytest.approx(losses[0][-1], abs=SGD_LOSS)
+    assert abs(losses[0][0] - losses[0][-1]) > 100 * SGD_LOSS > 0
+    assert after.losses == pytest.approx(lab.run("single", settings | more).losses, abs=SGD_LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "strategy"),
+    [
+        (LORA, "zero3"),
         (DORA, "fsdp2"),
         (QLORA, "zero3"),
         (LORA, "fsdp1"),

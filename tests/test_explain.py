@@ -142,7 +142,7 @@ WORDS = {
     "warm-up": ["warmup_steps"],
     "schedule": ["name:"],
     "processes": ["num_processes", "Needs:"],
-    "steps": ["max_steps", "num_epochs", "global_batch_size"],
+    "steps": ["max_steps", "num_epochs", "global_batch_size", "num_rounds"],
     "written to": ["output_dir"],
     "evaluation": ["eval_every_steps"],
     "sample": ["max_length"],

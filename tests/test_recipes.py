@@ -47,7 +47,7 @@ def test_a_recipe_is_short_and_its_label_complete(name):
     label = labels.read_label(Path(name))
     assert list(label) == list(labels.LABEL)
     assert all(label.values())
-    assert label["Run"] == f"cookbook launch {name}"
+    assert label["Run"] == f"cookbook {'launch' if load_recipe(Path(name)).rounds is None else 'rounds'} {name}"
     assert labels.read_needs(label).num_gpus
     assert "not measured" in label["Fits"]
     assert re.search(r"arXiv \d{4}\.\d{5}|https://\S+|trl/scripts/", label["Settings"]), "no published source"
@@ -125,7 +125,8 @@ def test_a_recipe_packs_and_holds_rows_out_where_it_can(name):
     data, run, config = recipe.data, recipe.run, known_config(recipe.model)
     packing = decide(recipe, config)
     assert packing.is_on or not packing.can_pack or name == QUICKSTART
-    assert bool((data.eval or data.holdout) and run.eval_every_steps) != data.streaming
+    is_held_out = bool((data.eval or data.holdout) and run.eval_every_steps)
+    assert is_held_out != (data.streaming or recipe.rounds is not None)
 
 
 def test_a_share_of_the_largest_matrix_fits_an_nvme_buffer():

@@ -18,12 +18,15 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT
+from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
-from cookbook.commands.rounds import prompt_rows
+from cookbook.commands.rounds import prompt_rows, scoring
+from cookbook.config.json_text import BadRow
+from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
 from cookbook.config.sections import RoundsSection
@@ -170,7 +173,7 @@ def test_padding_changes_no_answer(lab, model, tmp_path):
         Path("tests/curves.py").parent.parent / "recipes/quickstart.yaml", [f"{k}={v}" for k, v in values.items()]
     )
     assert recipe.rounds is not None
-    ids = encode(prompt_rows.read_prompts(recipe.data), str(model), recipe)
+    ids = encode(prompt_rows.read_prompts(recipe.data, recipe.rounds), str(model), recipe)
     assert len({*map(len, ids)}) > 2
     sampler = Sampler(model, recipe.rounds, is_bf16=False)
     groups = sampler.answers(ids, seed=1)
@@ -202,9 +205,11 @@ MISTAKES = {
     "rounds.reward_funcs has 'missing', which no file in plugins registers; they have longer": {
         "rounds": ROUNDS | {"reward_funcs": ["missing"], "reward_weights": None}
     },
-    "objective.beta is 0.1: it compares with the model before training": {"objective__beta": 0.1},
+    "user_message 'Answer.' has no {prompt}": {"rounds": ROUNDS | {"user_message": "Answer."}},
+    "a prompt of messages: rounds.user_message asks texts": {"rounds": ROUNDS | {"user_message": "{prompt} Why?"}},
     "objective.name is sft, which does not train on sampled tokens": {"objective": {"name": "sft"}},
-    "adapter.name is lora: each round begins from the whole model": {"adapter": {"name": "lora"}},
+    "adapter.name is qlora: answers would be sampled by the model in 16": {"adapter": {"name": "qlora"}},
+    "no adapter_model.safetensors in it": {"adapter": {"name": "lora", "path": "recipes"}},
     "run.stop_after_steps: would end each round": {"run__stop_after_steps": 3},
     "batch.global_batch_size is 48, but a round has 24 answers": {"batch__global_batch_size": 48},
     "data.eval or data.holdout: held-out prompts": {"data__holdout": 0.2},
@@ -255,11 +260,28 @@ def test_a_row_without_a_prompt_is_named(lab, model, tmp_path, capsys, row, mess
 
 
 def test_a_single_run_of_a_recipe_with_rounds_is_refused(lab, model, tmp_path, capsys):
-    for verb in ("launch", "preview", "rehearse", "tune"):
+    for verb in ("launch", "preview", "tune"):
         assert main([verb, *arguments(lab, settings(tmp_path, model))[1:]]) == 2
         assert "rows are prompts without answers; start it with cookbook rounds" in capsys.readouterr().err, verb
     assert main(["rounds", "recipes/quickstart.yaml"]) == 2
     assert "recipes/quickstart.yaml: has no rounds" in capsys.readouterr().err
+
+
+def test_the_recipe_for_mathematics_asks_and_checks_as_its_source_does(tmp_path, monkeypatch):
+    """A row of GSM8K's form; verl's question and its rule for the number, written down here."""
+    monkeypatch.chdir(ROOT)
+    row = {"question": "What is {3} x 416?", "answer": "3 x 416 = <<3*416=1248>>1,248\n#### 1,248"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    changed = [f"data.train={tmp_path / 'rows.jsonl'}"]
+    recipe = load_recipe(Path("recipes/qwen25_3b/grpo_lora.yaml"), changed)
+    assert recipe.rounds is not None
+    (prompt,) = prompt_rows.read_prompts(recipe.data, recipe.rounds)
+    asked = 'What is {3} x 416? Let\'s think step by step and output the final answer after "####".'
+    assert prompt.asked == [{"role": "user", "content": asked}]
+    right = ["#### 1248", "so #### 1,248.", "#### $1248.00\n", "#### 1248 #### 5"]
+    wrong = ["1248", "#### 1249", "#### -1248", "#### ", "#### 5 #### 1248", "### 1248", ""]
+    (rewards,) = scoring.score(recipe.rounds, prompt, right + wrong, [[]] * 11, {}).values()
+    assert rewards == [1.0] * 4 + [0.0] * 7
 
 
 def test_each_prompt_comes_once_an_epoch():
@@ -306,6 +328,53 @@ def test_rounds_of_another_recipe_do_not_go_on(lab, forked, model, tmp_path, cap
     assert start(lab, values | {"run.resume": "never"}) == 0
     assert (tmp_path / "out.1/rounds/0001/samples.jsonl").is_file()
     assert len(forked) == 2
+
+
+LORA = {"name": "lora", "rank": 4, "alpha": 8}
+
+
+def logps_of(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+
+
+def test_rounds_train_one_adapter_on(lab, forked, model, tmp_path, capsys):
+    """The second round samples with the first one's adapter, by peft's own answers, and trains on from it; its
+    divergence is from the model before the first round, without an adapter.
+    """
+    from cookbook.commands.rounds.sampling import Sampler
+
+    others = {"adapter": LORA, "optim": {"learning_rate": 0.1}, "schedule": {"name": "constant"}}
+    values = settings(tmp_path, model, objective__beta=0.2, **others)
+    assert start(lab, values) == 0, capsys.readouterr()
+    first, second = (tmp_path / f"out/rounds/{number:04}" for number in (1, 2))
+    assert [one.get("adapter.path") for one in forked] == [None, json.dumps(str(first / "run/export"))]
+    assert f"ROUND 2 of 2: samples answers with {first / 'run/export'}" in capsys.readouterr().out
+    step = next(line for line in read(second / "run/metrics.jsonl") if "loss" in line)
+    assert step["ratio"] == pytest.approx(1, abs=1e-6)
+    assert not [*(second / "run/export").glob("model*.safetensors")]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned: Any = PeftModel.from_pretrained(base, str(first / "run/export")).eval()
+    lines = read(second / "samples.jsonl")
+    asked = [line["prompt_ids"] for line in lines]
+
+    def answers() -> list[list[int]]:
+        options = {"do_sample": False, "max_new_tokens": 8}
+        return [tuned.generate(input_ids=torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in asked]
+
+    section = RoundsSection(num_rounds=1, prompts_per_round=1, temperature=1e-5, max_completion_length=8)
+    sampled = Sampler(first / "run/export", section, is_bf16=False).answers(asked, seed=1)
+    assert [group[0].ids for group in sampled] == answers()
+    kl = [next(line["kl"] for line in read(run / "run/metrics.jsonl") if "kl" in line) for run in (first, second)]
+    assert abs(kl[0]) < 1e-6 < 1e-3 < kl[1]  # before its first step
+    with tuned.disable_adapter():
+        assert [group[0].ids for group in sampled] != answers()
+        for line in lines:
+            for ids, found in zip(line["completion_ids"], line["reference_logprobs"], strict=True):
+                assert found == pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-5)
+    with pytest.raises(BadRow, match="reference_logprobs without a divergence"):
+        Objective.of(name="grpo").checked(lines[0])
 
 
 @pytest.mark.slow
@@ -427,12 +496,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path):
+@pytest.mark.parametrize("others", [{}, {"adapter": LORA, "objective__beta": 0.1}], ids=["all weights", "an adapter"])
+def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path, others):
     """Killed with all their processes when the first answers, a checkpoint and the second round's samples are there."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     rounds = ROUNDS | {"prompts_per_round": 24, "num_generations": 8}
-    keys = {"rounds": rounds, "batch": {"global_batch_size": 12, "micro_batch_size": 12}, "strategy": "single"}
+    keys = {
+        "rounds": rounds,
+        "batch": {"global_batch_size": 12, "micro_batch_size": 12},
+        "strategy": "single",
+        **others,
+    }
     settled = {name: settings(tmp_path / name, model, **keys) for name in ("whole", "killed")}
     settled["killed"]["run.save_every_steps"] = settled["whole"]["run.save_every_steps"] = "2"
     commands = {name: [sys.executable, "-m", "cookbook", *arguments(lab, values)] for name, values in settled.items()}

@@ -54,5 +54,5 @@ def _row(path: Path, recipe: Recipe) -> tuple[str, ...]:
         number(recipe.optim.learning_rate),
         label.get("Needs", "").split(". ")[0].rstrip("."),
         "not yet" if label.get("Measured", "not yet").startswith("not yet") else "yes, in its label",
-        f"`cookbook launch {path}`",
+        f"`cookbook {'launch' if recipe.rounds is None else 'rounds'} {path}`",
     )

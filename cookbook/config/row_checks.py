@@ -26,7 +26,10 @@ Row = dict[str, Any]
 FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 """Keys of what a chat template is given besides the messages."""
 
-NUMBERS = ("rewards", "logprobs")
+LOGPROBS = {"logprobs": "old_logps", "reference_logprobs": "token_reference_logps"}
+"""Keys of a group with log-probabilities, and what a token set calls them: when an answer was sampled, and under the
+reference."""
+NUMBERS = ("rewards", *LOGPROBS)
 """Keys of a group whose values are numbers."""
 TOKENS = ("prompt_ids", "completion_ids")
 """Keys of a group whose values are token ids; TRL's names."""
@@ -348,21 +351,26 @@ def check_chat_judgement(raw: Row) -> Row:
 
 def _check_group(raw: Row, key: str = "completions") -> tuple[list[Any], Row]:
     """The answers of a group as they are, and its numbers."""
-    answers, rewards, logprobs = (from_json(raw.get(name)) for name in (key, *NUMBERS))
+    answers, rewards = (from_json(raw.get(name)) for name in (key, "rewards"))
     if not isinstance(answers, list):
         raise BadRow(f"{key} not a list", f"`{key}` is {kind_in_words(answers)}")
     if len(answers) < 2:
         seen = f"`{key}` has {len(answers)}; an advantage compares the answers to one prompt"
         raise BadRow("a group of fewer than two answers", seen)
     numbers: Row = {"rewards": _numbers(rewards, "`rewards`", len(answers))}
-    if not is_empty(logprobs):
-        if not isinstance(logprobs, list) or len(logprobs) != len(answers):
-            seen = f"{len(logprobs)} lists" if isinstance(logprobs, list) else kind_in_words(logprobs)
-            raise BadRow("logprobs of another length", f"`logprobs` is {seen} for {len(answers)} completions")
-        numbers["logprobs"] = [_numbers(one, f"`logprobs` {i}") for i, one in enumerate(logprobs, start=1)]
-        if any(logp > 0 for one in numbers["logprobs"] for logp in one):
-            raise BadRow("logprobs above 0", "a log-probability is at most 0")
-    return answers, numbers
+    given = {name: from_json(raw.get(name)) for name in LOGPROBS}
+    lists = {name: _logprobs(value, name, len(answers)) for name, value in given.items() if not is_empty(value)}
+    return answers, numbers | lists
+
+
+def _logprobs(value: Any, name: str, count: int) -> list[list[float]]:
+    if not isinstance(value, list) or len(value) != count:
+        seen = f"{len(value)} lists" if isinstance(value, list) else kind_in_words(value)
+        raise BadRow("logprobs of another length", f"`{name}` is {seen} for {count} completions")
+    found = [_numbers(one, f"`{name}` {i}") for i, one in enumerate(value, start=1)]
+    if any(logp > 0 for one in found for logp in one):
+        raise BadRow("logprobs above 0", "a log-probability is at most 0")
+    return found
 
 
 def _numbers(value: Any, name: str, count: int | None = None) -> list[float]:

@@ -14,6 +14,7 @@ from cookbook.config.json_text import BadRow
 from cookbook.config.messages import Chat, check_messages, check_text
 from cookbook.config.row_checks import (
     CHAT_KEYS,
+    LOGPROBS,
     TOKENS,
     Row,
     are_messages,
@@ -80,8 +81,8 @@ class RowKind:
     """A number per row that the objective finds in `batch["values"]`."""
     values: Callable[[Row], Sequence[float]] | None = None
     """The same for rows of any number of sequences, each of which is a sample: a number for each."""
-    logps: Callable[[Row], list[list[float]] | None] | None = None
-    """Log-probabilities of the labelled tokens of each of these sequences when it was sampled, if the row has them."""
+    logps: tuple[str, ...] = ()
+    """Which of `LOGPROBS` its rows may have: a list for the labelled tokens of each of these sequences."""
     other_keys: tuple[str, ...] = ()
     """Optional keys."""
     namings: tuple[Naming, ...] = ()
@@ -350,34 +351,34 @@ for _kind in (
     RowKind(
         name="chat_group",
         keys=("prompt", "completions", "rewards"),
-        other_keys=("logprobs", "context", *CHAT_KEYS),
+        other_keys=(*LOGPROBS, "context", *CHAT_KEYS),
         matches=is_chat_group,
         form=" of messages",
         check=check_chat_group,
         chats=lambda row: [(row["prompt"] + one, num_turns(row["prompt"])) for one in row["completions"]],
         values=lambda row: row["rewards"],
-        logps=lambda row: row.get("logprobs"),
+        logps=tuple(LOGPROBS),
         made_up=lambda some: _made_up_group(some, some.chat("user"), lambda: some.chat("assistant")),
     ),
     RowKind(
         name="group",
         keys=("prompt", "completions", "rewards"),
-        other_keys=("logprobs", "context"),
+        other_keys=(*LOGPROBS, "context"),
         matches=lambda raw: not is_chat_group(raw),
         check=check_text_group,
         texts=lambda row: (row["prompt"], tuple(row["completions"])),
         values=lambda row: row["rewards"],
-        logps=lambda row: row.get("logprobs"),
+        logps=tuple(LOGPROBS),
         made_up=lambda some: _made_up_group(some, some.text(), some.text),
     ),
     RowKind(
         name="sampled_group",
         keys=(*TOKENS, "rewards"),
-        other_keys=("logprobs",),
+        other_keys=tuple(LOGPROBS),
         check=check_sampled_group,
         tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
         values=lambda row: row["rewards"],
-        logps=lambda row: row.get("logprobs"),
+        logps=tuple(LOGPROBS),
         made_up=_made_up_tokens,
     ),
     RowKind(

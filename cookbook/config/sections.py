@@ -350,6 +350,8 @@ class AdapterSection(Section):
 
     name: Literal["lora", "dora", "qlora"]
     """`qlora` stores the frozen weights in 4 bits (NF4, double quantization; bitsandbytes)."""
+    path: PathText | None = None
+    """Folder of a trained adapter to begin with, of the same model, rank, alpha and targets. Default: a new one."""
     rank: int = Field(default=16, gt=0, le=10**6)
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
@@ -365,6 +367,12 @@ class AdapterSection(Section):
     """Which of embedding and head to train fully and save with the adapter: [embed_tokens, lm_head]."""
     rslora: bool = False
     """Rank-stabilized scaling, Kalajdzievski 2023 (arXiv 2312.03732)."""
+
+    @model_validator(mode="after")
+    def _begins_with_matrices(self):
+        if self.path is not None and self.modules_to_save:
+            raise ValueError(f"path {self.path} has no whole modules to begin with; take modules_to_save out, or merge")
+        return self
 
     @property
     def is_quantized(self) -> bool:
@@ -599,6 +607,9 @@ class RoundsSection(Section):
     num_rounds: int = Field(gt=0, le=10**6)
     prompts_per_round: int = Field(gt=0, le=10**9)
     """Prompts of data.train that a round samples answers to. They are taken in a random order, each once an epoch."""
+    user_message: str | None = None
+    """A user's message with `{prompt}` in it, which asks a prompt that is a text. Default: a text is continued, without
+    the chat template."""
     reward_funcs: Annotated[
         list[str],
         AfterValidator(_names),
@@ -628,6 +639,8 @@ class RoundsSection(Section):
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             counts = f"{len(self.reward_weights)} numbers for {len(self.reward_funcs)} reward_funcs"
             raise ValueError(f"reward_weights has {counts}; write one for each")
+        if self.user_message is not None and "{prompt}" not in self.user_message:
+            raise ValueError(f"user_message {self.user_message!r} has no {{prompt}}; write where a row's text comes")
         if self.round is not None and self.round > self.num_rounds:
             raise ValueError(f"round is {self.round}, but num_rounds is {self.num_rounds}")
         return self

@@ -22,6 +22,11 @@ def kind_of_samples(objective: Objective) -> RowKind | None:
     return next((kind for name in objective.rows if (kind := kinds()[name]).tokens is not None), None)
 
 
+def needs_reference(objective: Objective) -> bool:
+    """Whether the samples of a round need the log-probabilities of the model before the first round."""
+    return objective.needs_reference and objective.compares(has_old_logps=True, has_reference=False)
+
+
 def _of_rewards(recipe: Recipe) -> Iterator[str]:
     assert recipe.rounds is not None
     objective, rounds = recipe.objective, recipe.rounds
@@ -35,11 +40,6 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
         yield (
             f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the"
             " model's own answers; write 1"
-        )
-    if getattr(objective, "beta", 0.0) and objective.reference_of == "tokens":
-        yield (
-            f"objective.beta is {objective.beta:g}: it compares with the model before training, which in rounds is that"  # type: ignore[attr-defined]
-            " of each round's start and not the first one; write 0"
         )
     constant = getattr(objective, "max_completion_length", None)
     if constant not in (None, rounds.max_completion_length):
@@ -60,11 +60,13 @@ def _of_weights(recipe: Recipe, strategy: Strategy) -> Iterator[str]:
         yield "model.from_scratch: a new model's answers say nothing; train it first, and name its export"
     if model.new_tokens is not None:
         yield "model.new_tokens: a round would add them again; add them in a run before, and name its export"
-    if recipe.adapter is not None:
+    if recipe.adapter is not None and recipe.adapter.is_quantized:
         yield (
-            f"adapter.name is {recipe.adapter.name}: each round begins from the whole model that the one before"
-            " exported, and an adapter exports none; take the section out"
+            f"adapter.name is {recipe.adapter.name}: answers would be sampled by the model in 16 or 32 bits, and the"
+            " one in 4 be trained on them; write lora"
         )
+    if recipe.adapter is not None and recipe.adapter.modules_to_save:
+        yield "adapter.modules_to_save: a round begins with the adapter's matrices alone; take it out"
     if strategy.num_machines > 1:
         yield f"strategy: {strategy.path} is for {strategy.num_machines} machines, and one samples; take one for one"
 

@@ -315,16 +315,26 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """SHA-256 of "data", "model", and what there is of "teacher" and "plugins". Computed by rank 0, of large files."""
+    """SHA-256 of "data", "model", and what there is of "teacher", "adapter" and "plugins". Computed by rank 0, of large
+    files.
+
+    Raises:
+        RecipeError: on every rank: an adapter to begin with that was trained on another model.
+    """
     found = {}
     if engine.is_main:
         found["data"] = inputs.data.fingerprint(cache)
         found["model"] = models.weights_digest(Path(inputs.base), cache=cache)
         if inputs.teacher is not None:
             found["teacher"] = models.weights_digest(Path(inputs.teacher.folder), cache=cache)
+        if recipe.adapter is not None and recipe.adapter.path is not None:
+            found["adapter"] = adapters.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
             found["plugins"] = plugins.digest(recipe.plugins)
-    return json.loads(engine.collectives.broadcast_text(json.dumps(found)))
+    found = json.loads(engine.collectives.broadcast_text(json.dumps(found)))
+    if recipe.adapter is not None:
+        adapters.check_base(recipe.adapter, found["model"])
+    return found
 
 
 def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
@@ -412,9 +422,10 @@ def make_run(
     if recipe.objective.needs_reference:
         # By the model that will be trained, which before its first step is the reference, with an adapter too: no
         # second one to spread, and one way under every strategy.
+        weights = [made_from[key] for key in ("model", "adapter") if key in made_from]
         data = with_reference(
             data,
-            [made_from["model"], recipe.mixed_precision, engine.strategy.name, str(recipe.adapter), *inputs.new_tokens],
+            [*weights, recipe.mixed_precision, engine.strategy.name, str(recipe.adapter), *inputs.new_tokens],
             recipe.objective,
             cache=cache,
             all_true=engine.collectives.all_true,

@@ -84,7 +84,7 @@ def read_all(recipe: Recipe) -> Iterator[str]:
     """
     mistakes: list[str] = []
     if recipe.rounds is not None:
-        yield f"data.train: {len(read_prompts(recipe.data)):,} prompts"
+        yield f"data.train: {len(read_prompts(recipe.data, recipe.rounds)):,} prompts"
         return
     train: list[Rows] = []
     for key, source in recipe.data.sources:

@@ -198,9 +198,9 @@ def _what(recipe: Recipe, document: Document) -> Section:
     else:
         text = f"{adapter.name} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}"
         text += f", and {', '.join(adapter.modules_to_save)} whole" if adapter.modules_to_save else ""
-        found["trained"] = of(
-            adapter.model_dump(), text, *(f"adapter.{key}" for key in ("name", "rank", "alpha", "targets"))
-        )
+        text += f", from that in {adapter.path} on" if adapter.path else ""
+        shown = ("name", "rank", "alpha", "targets", *(["path"] if adapter.path else []))
+        found["trained"] = of(adapter.model_dump(), text, *(f"adapter.{key}" for key in shown))
     found["objective"] = of(
         objective.name, objective.words(), *(f"objective.{key}" for key in type(objective).model_fields)
     )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,14 +21,22 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from cookbook import simulated_gpus
-from cookbook.commands.rehearse.standins import Notes, few_rows, write_jsonl, write_tiny_model, write_tiny_teacher
+from cookbook.commands.rehearse.standins import (
+    Notes,
+    few_rows,
+    synthetic_rows,
+    write_jsonl,
+    write_tiny_model,
+    write_tiny_teacher,
+)
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.chat_templates import template_path
 from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import decide
-from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, load_single, make_plan
+from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed
@@ -70,7 +78,7 @@ def rehearse(
     """Run a recipe with a tiny model on simulated GPUs."""
     started = time.perf_counter()
     quiet_deepspeed()
-    recipe, found = load_single(path, assignments, strategy)
+    recipe, found = load_pair(path, assignments, strategy)
     place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
     smallest = max(min(here, CPU_PROCESSES), found.written_mesh.num_processes)
@@ -82,6 +90,7 @@ def rehearse(
     say(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
     try:
         _plan_full_size(rehearsal, path)
+        rehearsal = _of_one_round(rehearsal)
         log = folder / "log.txt"
         code = _run(rehearsal, _write_small_recipe(rehearsal, path), log)
         if mistake := _what_went_wrong(log) if code else _check_outputs(rehearsal):
@@ -146,6 +155,18 @@ def _plan_full_size(rehearsal: Rehearsal, recipe_path: Path) -> None:
     )
 
 
+def _of_one_round(rehearsal: Rehearsal) -> Rehearsal:
+    """The run of one round, if the recipe has rounds, on made-up rows in the place of samples."""
+    recipe = rehearsal.recipe
+    if recipe.rounds is None:
+        return rehearsal
+    path = rehearsal.folder / "groups.jsonl"
+    write_jsonl(path, synthetic_rows(recipe.objective.rows[0], recipe.rounds.prompts_per_round))
+    data = recipe.data.model_copy(update={"train": [Source(path=str(path))], "columns": None, "ignore": None})
+    rehearsal.notes.missing.append("sampling and rewards: made-up rows stood in for a round's answers")
+    return replace(rehearsal, recipe=recipe.model_copy(update={"rounds": None, "data": data}))
+
+
 def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     """Write the user's recipe with a tiny model, few rows and few steps."""
     from cookbook.training.models.structure import config_of
@@ -165,6 +186,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     if recipe.model.from_scratch is None:
         values["model"]["name_or_path"] = str(rehearsal.folder / "model")
         values["model"].pop("revision", None)
+    if recipe.adapter is not None and values["adapter"].pop("path", None):
+        rehearsal.notes.missing.append("adapter.path, which is of the full model: it begins with a new adapter")
     if (asked := recipe.objective.asks) is not None:
         _put_small_teacher(rehearsal, values, asked.top_k)
     # At a recipe's own rate three steps move the loss by less than rounding: untrained weights would pass.

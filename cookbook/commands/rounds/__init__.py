@@ -19,7 +19,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.planning import run_plan
-from cookbook.planning.in_rounds import kind_of_samples
+from cookbook.planning.in_rounds import kind_of_samples, needs_reference
 from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -42,9 +42,10 @@ def rounds(
     output_dir = Path(recipe.run.output_dir)
     lock.hold(output_dir)
     quiet_without_gpus()
-    first_model, ids = _first_model(recipe, asked)
+    base, ids = _first_model(recipe, asked)
+    first_model = base if recipe.adapter is None or recipe.adapter.path is None else recipe.adapter.path
     judges = _reward_models(recipe.rounds, asked[0])
-    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(first_model, judges, recipe)})
+    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)})
     status, done = Status(output_dir, is_main=True), list[Round]()
     for number in range(1, recipe.rounds.num_rounds + 1):
         one = Round(output_dir, number)
@@ -52,7 +53,7 @@ def rounds(
         if not one.is_over:
             if not one.samples.is_file():
                 say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
-                _sample(one, model, recipe, asked, ids, judges)
+                _sample(one, model, first_model, recipe, asked, ids, judges)
             say(_in_words(one), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
             code = launch(
@@ -95,14 +96,14 @@ def check(
     mistakes = placed(mistakes, path, assignments)
     asked: list[Prompt] = []
     with gathered(mistakes):
-        asked = prompt_rows.read_prompts(recipe.data)
+        asked = prompt_rows.read_prompts(recipe.data, recipe.rounds)
     refuse(mistakes)
     scoring.try_functions(recipe.rounds, asked[0])
     return recipe, asked
 
 
 def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[int]]]:
-    """The folder of the model that samples first, and the tokens of all prompts."""
+    """The folder of the model, without an adapter, and the tokens of all prompts."""
     from cookbook.commands.rounds.sampling import encode
     from cookbook.training import models
 
@@ -126,7 +127,20 @@ def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, st
     of_teacher = _of_teacher(model, recipe)
     of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
     of_model = weights_digest(Path(model), cache=CACHE)
-    return {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges, **of_teacher}
+    found = {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
+    return {**found, **of_teacher, **_of_adapter(model, of_model, recipe)}
+
+
+def _of_adapter(model: str, digest: str, recipe: Recipe) -> dict[str, str]:
+    """The digest of an adapter that the first round begins with, which must fit the model."""
+    if recipe.adapter is None:
+        return {}
+    from cookbook.planning.language_part import open_config
+    from cookbook.training import adapters
+
+    adapters.check_names(open_config(model), recipe.adapter)
+    adapters.check_base(recipe.adapter, digest)
+    return {} if recipe.adapter.path is None else {"adapter": adapters.weights_digest(recipe.adapter, cache=CACHE)}
 
 
 def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
@@ -174,7 +188,13 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
 
 
 def _sample(
-    one: Round, model: Path, recipe: Recipe, asked: list[Prompt], ids: list[list[int]], judges: dict[str, str]
+    one: Round,
+    model: Path,
+    first_model: str,
+    recipe: Recipe,
+    asked: list[Prompt],
+    ids: list[list[int]],
+    judges: dict[str, str],
 ) -> None:
     """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
     rounds = recipe.rounds
@@ -191,6 +211,13 @@ def _sample(
                 scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
                 line |= {"rewards": scoring.total(rounds, scores), "scores": scores}
             lines.append(line)
+    if needs_reference(recipe.objective):
+        from cookbook.commands.rounds.sampling import Reference
+
+        reference = Reference(Path(first_model), is_bf16=recipe.compute_precision == "bf16")
+        for line in lines:
+            line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"])
+        reference.close()
     rounds_folder.write_lines(one.samples, lines)
     one.unscored.unlink()
 
@@ -237,7 +264,8 @@ def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> lis
     """What the run of a round has otherwise than the recipe."""
     kind = kind_of_samples(recipe.objective)
     assert kind is not None
-    columns = {key: key for key in kind.keys}
+    optional = ["reference_logprobs"] if needs_reference(recipe.objective) else []
+    columns = {key: key for key in (*kind.keys, *optional)}
     values: dict[str, Any] = {
         "rounds.round": one.number,
         "data.train": {"path": str(one.samples), "columns": columns},
@@ -246,7 +274,9 @@ def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> lis
         "run.output_dir": str(one.run),
         "run.resume": "auto",
     }
-    if done:
+    if done and recipe.adapter is not None:
+        values["adapter.path"] = str(model)
+    elif done:
         values |= {"model.name_or_path": str(model), "model.revision": None}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 

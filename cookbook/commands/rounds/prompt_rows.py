@@ -12,7 +12,7 @@ from cookbook.config.json_text import BadRow
 from cookbook.config.messages import Chat, check_text, read_messages
 from cookbook.config.row_checks import CHAT_KEYS, is_empty
 from cookbook.config.row_columns import without
-from cookbook.config.sections import DataSection, Source
+from cookbook.config.sections import DataSection, RoundsSection, Source
 from cookbook.system.files import RecipeError, kind_in_words
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
@@ -30,7 +30,7 @@ class Prompt:
     """The other columns of its row, for reward functions."""
 
 
-def read_prompts(data: DataSection) -> list[Prompt]:
+def read_prompts(data: DataSection, rounds: RoundsSection) -> list[Prompt]:
     """All prompts, in the order of their files.
 
     Raises:
@@ -40,7 +40,7 @@ def read_prompts(data: DataSection) -> list[Prompt]:
     for source in data.train:
         for place, raw in islice(raw_rows(source), source.max_rows):
             try:
-                found.append(_read(raw, place, source))
+                found.append(_read(raw, place, source, rounds.user_message))
                 bad_rows.num_good += 1
             except BadRow as bad:
                 bad_rows.add(place, bad)
@@ -51,7 +51,7 @@ def read_prompts(data: DataSection) -> list[Prompt]:
     return found
 
 
-def _read(raw: Any, place: str, source: Source) -> Prompt:
+def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
     if isinstance(raw, BadRow):
         raise raw
     if not isinstance(raw, dict):
@@ -67,8 +67,12 @@ def _read(raw: Any, place: str, source: Source) -> Prompt:
         asked = read_messages(asked, "prompt")
         if asked[-1]["role"] == "assistant":
             raise BadRow("prompt ends with an answer", "its last message must be another's than the assistant's")
+        if message is not None:
+            raise BadRow("a prompt of messages", "rounds.user_message asks texts; take it out, or write texts")
     else:
         asked = check_text(asked, f"`{name}`")
+        if message is not None:
+            asked = [{"role": "user", "content": message.replace("{prompt}", asked)}]
     for key in (*CHAT_KEYS, *GIVEN):
         if not is_empty(columns.get(key)):
             why = "reward functions are given answers under that name" if key in GIVEN else "write it into the prompt"

@@ -60,18 +60,48 @@ def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
 
 
-class Sampler:
-    """A model that samples; `close` gives its memory back."""
+class Opened:
+    """A model in this process; `close` gives its memory back."""
 
-    def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:
+    def __init__(self, folder: Path, *, is_bf16: bool) -> None:
         """
         Args:
-            is_bf16: whether it is trained in bf16, and so samples in it on a GPU.
+            is_bf16: whether it is trained in bf16, and so computes in it on a GPU.
         """
         opened = generation.open_model(folder)
-        self.model, self.tokenizer, self.rounds = opened.model, opened.tokenizer, rounds
+        self.model, self.tokenizer = opened.model, opened.tokenizer
         if is_bf16 and self.model.device.type == "cuda":
             self.model.to(torch.bfloat16)
+
+    def close(self) -> None:
+        del self.model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+class Reference(Opened):
+    """The model before the first round."""
+
+    def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of each answer, at temperature 1; all answers in one forward."""
+        width, start, device = max(map(len, answers)), len(prompt) - 1, self.model.device
+        ids = torch.tensor([prompt + one + one[-1:] * (width - len(one)) for one in answers], device=device)
+        with torch.inference_mode():  # what is after an answer changes nothing in it
+            logits = self.model(input_ids=ids).logits[:, start:-1]
+        found = []
+        for one, row in zip(answers, logits, strict=True):  # the whole in float32 would be four times a group's logits
+            logps = row[: len(one)].float().log_softmax(-1)
+            found.append(logps.gather(1, torch.tensor(one, device=device)[:, None])[:, 0].tolist())
+        return found
+
+
+class Sampler(Opened):
+    """A model that samples."""
+
+    def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:
+        super().__init__(folder, is_bf16=is_bf16)
+        self.rounds = rounds
         own = self.model.generation_config.eos_token_id
         ends = [self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
         self.ends = sorted({one for one in ends if one is not None})
@@ -111,9 +141,3 @@ class Sampler:
         end = next((i for i, one in enumerate(ids) if one in self.ends), None)
         ids = ids if end is None else ids[: end + 1]
         return Answer(ids, self.tokenizer.decode(ids, skip_special_tokens=True), end is not None)
-
-    def close(self) -> None:
-        del self.model
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from cookbook.config.json_text import BadRow
 from cookbook.config.objectives.objective import Answer, Objective
 from cookbook.config.registry import register
 
@@ -84,8 +85,13 @@ class GRPO(Objective):
         divided = f"advantages divided by {scaled[self.scale_rewards]}"
         return f"grpo, loss {self.loss_type}, {divided}, {clipped}{level}, beta {self.beta:g}"
 
-    def compares(self, *, has_old_logps: bool) -> bool:
-        return self.beta > 0 or not has_old_logps
+    def compares(self, *, has_old_logps: bool, has_reference: bool) -> bool:
+        return not has_old_logps or (self.beta > 0 and not has_reference)
+
+    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+        if not self.beta and "reference_logprobs" in row:
+            raise BadRow("reference_logprobs without a divergence", "objective.beta is 0; or put them in data.ignore")
+        return row
 
     def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:
         """The advantage of each answer."""

@@ -76,7 +76,8 @@ class Objective(Named):
     needs_reference: ClassVar[bool] = False
     """Whether batches carry `reference_logps`, computed by the model before training."""
     reference_of: ClassVar[Literal["sequences", "tokens"]] = "sequences"
-    """With tokens, batches carry `token_reference_logps` of each target instead, and `old_logps` if rows have them."""
+    """With tokens, batches carry `token_reference_logps` of each target instead, and `old_logps` if rows have
+    them, or the reference."""
     settings_of_values: ClassVar[tuple[str, ...]] = ()
     """Keys that `values_of` depends on."""
     splits_rows: ClassVar[bool] = False
@@ -126,8 +127,8 @@ class Objective(Named):
         """Whether a row may be split into several samples."""
         return self.mean_over == "tokens" and not self.shares_samples
 
-    def compares(self, *, has_old_logps: bool) -> bool:
-        """Whether an objective that needs a reference does so for a set that has `old_logps`, or has none."""
+    def compares(self, *, has_old_logps: bool, has_reference: bool) -> bool:
+        """Whether an objective that needs a reference does so for a set that has these log-probabilities, or not."""
         return True
 
     def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:

@@ -6,7 +6,6 @@ peft is imported inside functions: with bitsandbytes it takes two seconds, which
 import contextlib
 import json
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -27,15 +26,16 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
-from cookbook.planning.language_part import has_tower, language_config, language_key
+from cookbook.planning.language_part import has_tower, language_config
 from cookbook.planning.score_head import HEAD, ScoreHead, empty_model, head_of, is_scored
+from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack
+from cookbook.training.adapters.peft_folder import ADAPTER_NAME, ADAPTER_WEIGHTS, in_language_names, name_in_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ADAPTER_NAME = "default"
 LINEAR = (torch.nn.Linear, Conv1D)
 NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
 """What peft takes for a linear layer: GPT-2's have their weight the other way round."""
@@ -230,12 +230,16 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> list[str]
         notes for the user, see `examine`.
 
     Raises:
-        RecipeError: as `examine` and `inject`.
+        RecipeError: as `examine` and `inject`, or an `adapter.path` that does not fit.
     """
     model = _empty_model(config)
     notes = examine(model, settings)
     with torch.device("meta"):
         inject(model, settings)
+    if settings.path is not None:
+        from cookbook.training.adapters import continued
+
+        continued.check(model, settings)
     return notes
 
 
@@ -458,7 +462,7 @@ def add_adapter(
 ) -> None:
     """Freeze a model and add trainable float32 weights to its linear layers and experts, in place.
 
-    They are drawn from `seed` alone, so that they are equal however the model is sharded.
+    They are drawn from `seed` alone, so that they are equal however the model is sharded, or those in `adapter.path`.
 
     Args:
         new_rows: rows of embedding and head that are trained too.
@@ -471,6 +475,34 @@ def add_adapter(
         from cookbook.training.adapters.token_rows import fill
 
         fill(model, first)
+    if settings.path is not None:
+        from cookbook.training.adapters import continued
+
+        continued.fill(model, Path(settings.path))
+
+
+def weights_digest(settings: AdapterSection, *, cache: Path) -> str:
+    """SHA-256 of what an adapter with a `path` begins with."""
+    path = Path(settings.path or "") / ADAPTER_WEIGHTS
+    return sha256_of([path], cache=cache)[path]
+
+
+def check_base(settings: AdapterSection, digest: str) -> None:
+    """Compare the base that the adapter in `path` was trained on with the model; those of other projects have no record
+    of it.
+
+    Args:
+        digest: `models.weights_digest` of the model.
+
+    Raises:
+        RecipeError: another base.
+    """
+    folder = Path(settings.path or "")
+    if settings.path is not None and (folder / BASE_RECORD).is_file() and (base := Base.read(folder)).sha256 != digest:
+        raise RecipeError(
+            f"adapter.path is {settings.path!r}, which was trained on {base.name_or_path} with other weights than those"
+            " of model.name_or_path (another SHA-256); name its base there"
+        )
 
 
 def open_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -587,7 +619,7 @@ def write_adapter(
         rows: Any = peft_config.trainable_token_indices or {}
         peft_config.trainable_token_indices = {in_whole(name, roots): of for name, of in rows.items()} or None
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     peft_config.inference_mode = True
     peft_config.save_pretrained(str(folder))
     # With its digest: peft records name and revision, which can come to mean other weights before a merge.
@@ -622,35 +654,6 @@ def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str)
     return rf"{re.escape(root)}\.(.*\.)?({'|'.join(map(re.escape, sorted(names or ())))})"
 
 
-@contextlib.contextmanager
-def in_language_names(folder: Path) -> Iterator[Path]:
-    """A peft folder as one of a language part, if it is one of the whole model, else the folder itself."""
-    path, prefix = folder / "adapter_model.safetensors", "base_model.model."
-    with safe_open(path, framework="pt") as file:
-        names = {key: prefix + language_key(key.removeprefix(prefix)) for key in sorted(file.keys())}
-    if all(key == name for key, name in names.items()):
-        yield folder
-        return
-    saved = load_file(path)
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    parents = tuple(f".{name.rpartition('.')[0]}" for name in settings.get("target_parameters") or ())
-    adapted = (name.removeprefix(prefix).partition(".lora_") for name in names.values())
-    modules = {module.removesuffix(".base_layer") for module, found, _ in adapted if found}
-    settings["target_modules"] = sorted(name for name in modules if not name.endswith(parents))
-    rows = settings.get("trainable_token_indices") or {}
-    settings["trainable_token_indices"] = {language_key(name): of for name, of in rows.items()} or None
-    with tempfile.TemporaryDirectory(prefix="adapter.") as made:
-        save_file({name: saved[key] for key, name in names.items()}, Path(made) / path.name)
-        (Path(made) / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-        yield Path(made)
-
-
-def name_in_file(name: str) -> str:
-    """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py)."""
-    name = name.replace(f".{ADAPTER_NAME}", "").replace(".modules_to_save", "")
-    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
-
-
 def check_fits(folder: Path, config: PreTrainedConfig) -> None:
     """Compare the tensors of an adapter's file with what its settings make of the base model, without data.
 
@@ -663,7 +666,7 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # peft takes the keys as arguments of a class
         raise RecipeError(f"{folder / 'adapter_config.json'}: peft cannot read it ({first_line(error)})") from None
-    if settings.is_prompt_learning or not (folder / "adapter_model.safetensors").is_file():
+    if settings.is_prompt_learning or not (folder / ADAPTER_WEIGHTS).is_file():
         return
     try:
         with in_language_names(folder) as named:
@@ -687,7 +690,7 @@ def _first_difference(folder: Path, config: PreTrainedConfig) -> str | None:
         inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), model, ADAPTER_NAME)
     wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         stored = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
     others = {name for name in stored if "lora_" in name} - shapes.keys()  # beside them an embedding may lie there
     differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
@@ -707,7 +710,7 @@ def open_beside(model: PreTrainedModel, folder: Path) -> None:
 
     with in_language_names(folder) as named:
         inject_adapter_in_model(PeftConfig.from_pretrained(str(named)), model, ADAPTER_NAME, low_cpu_mem_usage=True)
-        saved = load_file(named / "adapter_model.safetensors")
+        saved = load_file(named / ADAPTER_WEIGHTS)
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             tensor = saved.pop(f"base_model.model.{name_in_file(f'{module_name}.{name}')}", None)

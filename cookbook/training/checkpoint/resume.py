@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 LENGTH = ("run.max_steps", "run.num_epochs", "run.early_stopping_", "rounds.num_rounds")
 WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", *LENGTH)
 """They change the curve from here on, so `run.allow_changes` must list them."""
-BY_CONTENT = {"data.": "data", "model.": "model", "objective.teacher": "teacher", "plugins": "plugins"}
+BY_CONTENT = {
+    "data.": "data",
+    "model.": "model",
+    "objective.teacher": "teacher",
+    "adapter.path": "adapter",
+    "plugins": "plugins",
+}
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
 NEVER = ("model.new_tokens", "optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
@@ -36,7 +42,7 @@ def choose(
     """The checkpoint to resume from; None to start from step 0. Every rank must call.
 
     Args:
-        made_from: fingerprints of "data", "model", "teacher" and "plugins", see `stages.take_fingerprints`.
+        made_from: fingerprints of "data", "model", "teacher", "adapter" and "plugins", see `stages.take_fingerprints`.
         collectives: a `cookbook.training.engine.collectives.Collectives`.
         is_restarted: the launcher restarted the run after a failure; it then resumes, whatever `run.resume` is. Rank 0
             knows.

@@ -28,7 +28,7 @@ def with_reference(
     compute: Callable[[TokenSet], np.ndarray],
 ) -> TokenSets:
     """Token sets with `reference_logps`, or `token_reference_logps` where the objective compares tokens, cached or
-    computed, so that no second model is held in memory.
+    computed, so that no second model is held in memory. Where rows have the reference, what is computed is `old_logps`.
 
     Every rank must call. Each machine keeps a file of its own.
 
@@ -42,7 +42,8 @@ def with_reference(
 
     def reference(tokens: TokenSet | Stream) -> TokenSet:
         assert isinstance(tokens, TokenSet), "an objective with a reference cannot stream"
-        if not objective.compares(has_old_logps=tokens.old_logps is not None):
+        has_old, has_reference = tokens.old_logps is not None, tokens.token_reference_logps is not None
+        if not objective.compares(has_old_logps=has_old, has_reference=has_reference):
             return tokens
         text = json.dumps([tokens.fingerprint, *made_from])
         path = cache / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
@@ -50,7 +51,9 @@ def with_reference(
         if not all_true(values is not None) or values is None:
             values = compute(tokens).astype(np.float64)
             _save_logps(path, values)
-        return replace(tokens, token_reference_logps=values) if of_tokens else replace(tokens, reference_logps=values)
+        if not of_tokens:
+            return replace(tokens, reference_logps=values)
+        return replace(tokens, old_logps=values) if has_reference else replace(tokens, token_reference_logps=values)
 
     evals = {name: reference(tokens) for name, tokens in sets.eval.items()}
     return replace(sets, train=reference(sets.train), eval=evals)

@@ -21,7 +21,7 @@ import xxhash
 
 from cookbook.config import plugins, registry
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.row_checks import Row
+from cookbook.config.row_checks import LOGPROBS, Row
 from cookbook.config.row_kinds import BadRow, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
@@ -81,9 +81,9 @@ class TokenSet:
     reference_logps: np.ndarray | None = None
     """float64 [S]: log-probability of the labels of each sequence under the reference model."""
     old_logps: np.ndarray | None = None
-    """float64, a log-probability for each target of all sequences: when it was sampled, if rows have it."""
+    """float64, a log-probability for each target of all sequences: when it was sampled."""
     token_reference_logps: np.ndarray | None = None
-    """The same under the reference model."""
+    """The same under the reference model. Rows may have both."""
     teacher_tokens: np.ndarray | None = None
     """int32 [targets, k]: a teacher's most probable tokens for each target."""
     teacher_logps: np.ndarray | None = None
@@ -129,7 +129,7 @@ class TokenSet:
         for array in (self.ids, self.is_label, self.offsets):
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
-        for numbers in (self.values, self.old_logps):
+        for numbers in (self.values, self.old_logps, self.token_reference_logps):
             if numbers is not None:
                 digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
@@ -200,7 +200,7 @@ def tokenize(
     """
     pieces: list[TokenArrays] = []
     groups: list[Sequence[float]] = []
-    old_logps: list[Sequence[float]] = []
+    logps: dict[str, list[Sequence[float]]] = {name: [] for name in LOGPROBS.values()}
     row_lengths: list[int] = []
     group_size, limit = len(objective.sequences), Limit(max_length, objective.long_rows(too_long))
     part_sizes, num_cut = [], 0
@@ -219,7 +219,8 @@ def tokenize(
                 continue
             numbers = _numbers_of(kind, rows.rows[position], len(cut.pieces) // group_size)
             groups += [numbers] if numbers else []
-            old_logps += cut.old_logps
+            for name, numbers_of in cut.logps:
+                logps[name] += numbers_of
             for words in (*cut.remarks, *objective.remarks(numbers)):
                 before = remarks.get(words, Remark(words, 0, rows.where(position)))
                 remarks[words] = before._replace(num_rows=before.num_rows + 1)
@@ -236,8 +237,7 @@ def tokenize(
         "row_lengths": np.array(row_lengths),
         "remarks": tuple(remarks.values()),
     }
-    if old_logps:
-        fields["old_logps"] = np.concatenate(old_logps)
+    fields |= {name: np.concatenate(found) for name, found in logps.items() if found}
     if objective.num_scores is not None:
         fields["are_scored"] = True
         pieces = [(ids, _at_the_end(ids, tokenizer.pad_token_id)) for ids, _ in pieces]
@@ -273,8 +273,8 @@ class Cut(NamedTuple):
     length: int
     """Tokens of its longest sequence before."""
     remarks: tuple[str, ...] = ()
-    old_logps: tuple[list[float], ...] = ()
-    """For the targets of each piece, if the row has them."""
+    logps: tuple[tuple[str, list[list[float]]], ...] = ()
+    """The fields in `LOGPROBS` that the row has, for the targets of each piece."""
 
 
 def _cut_rows(
@@ -288,15 +288,15 @@ def _cut_rows(
         is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
         num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
     if num_processes == 1:
-        logps_of = kinds()[rows.kind].logps
+        keys = kinds()[rows.kind].logps
         for row, encoded in zip(rows.rows, encoder.encode(rows), strict=True):
             if isinstance(encoded, BadRow):
                 yield encoded
                 continue
             cut = _cut(encoded.sequences, limit, objective)
-            if not isinstance(cut, BadRow) and logps_of is not None:
-                has_them = logps_of(rows.rows[0]) is not None
-                cut = _with_old_logps(cut, encoded.sequences, logps_of(row), has_them=has_them)
+            for key in keys:
+                if not isinstance(cut, BadRow):
+                    cut = _with_logps(cut, encoded.sequences, row, key, has_them=key in rows.rows[0])
             yield cut if isinstance(cut, BadRow) else cut._replace(remarks=encoded.remarks)
         return
     work = _Work(encoder.tokenizer, encoder.keys, limit, objective.model_dump(), registry.plugin_files())
@@ -306,18 +306,17 @@ def _cut_rows(
         yield from task
 
 
-def _with_old_logps(
-    cut: Cut, sequences: list[LabelledIds], logps: list[list[float]] | None, *, has_them: bool
-) -> Cut | BadRow:
+def _with_logps(cut: Cut, sequences: list[LabelledIds], row: Row, key: str, *, has_them: bool) -> Cut | BadRow:
     """The cut with log-probabilities, of which each trained token has one; `has_them`: whether the first row does."""
-    if (logps is not None) != has_them:
-        return BadRow("logprobs in some rows only", f"the first row has {'some' if has_them else 'none'}, this not")
-    for number, ((_, labels), given) in enumerate(zip(sequences, logps or [], strict=False), start=1):
+    if (key in row) != has_them:
+        return BadRow(f"{key} in some rows only", f"the first row has {'some' if has_them else 'none'}, this not")
+    for number, ((_, labels), given) in enumerate(zip(sequences, row.get(key, ()), strict=False), start=1):
         if (count := sum(labels[1:])) != len(given):
-            seen = f"`logprobs` {number} has {len(given)} for {count} trained tokens, the end of the turn included"
-            return BadRow("logprobs of another length", seen)
-    kept = zip(cut.pieces, logps or [], strict=False)
-    return cut._replace(old_logps=tuple(given[: int(is_label[1:].sum())] for (_, is_label), given in kept))
+            seen = f"`{key}` {number} has {len(given)} for {count} trained tokens, the end of the turn included"
+            return BadRow(f"{key} of another length", seen)
+    kept = zip(cut.pieces, row.get(key, ()), strict=False)
+    found = [given[: int(is_label[1:].sum())] for (_, is_label), given in kept]
+    return cut._replace(logps=(*cut.logps, (LOGPROBS[key], found)))
 
 
 def _slices(rows: Rows) -> Iterator[Rows]:
@@ -526,7 +525,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 ARRAYS = ("ids", "is_label", "offsets")
-OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts", "old_logps")
+OPTIONAL_ARRAYS = ("values", "row_lengths", "target_counts", *LOGPROBS.values())
 META_FIELDS = ("group_size", "part_sizes", "num_cut", "remarks", "are_scored")
 
 

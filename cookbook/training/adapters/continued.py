@@ -1,0 +1,65 @@
+"""An adapter that begins with the weights of one that was trained before."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from cookbook.config.sections import AdapterSection
+from cookbook.planning.model_files import values_of
+from cookbook.system.files import RecipeError, refuse
+from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS, in_language_names, name_in_file
+
+
+def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
+    """Compare the folder that a recipe's adapter begins with to that adapter.
+
+    Args:
+        empty: the model with the recipe's adapter, without data.
+
+    Raises:
+        RecipeError: there is no adapter in the folder, or another.
+    """
+    folder, place = Path(settings.path or ""), f"adapter.path is {settings.path!r}"
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; name a peft folder, as the export of a run")
+    refuse([f"{place}, {what}" for what in _differences(folder, settings)])
+    with in_language_names(folder) as named, safe_open(named / ADAPTER_WEIGHTS, framework="pt") as file:
+        there = {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
+    here = {_key(name): [*one.shape] for name, one in empty.named_parameters() if one.requires_grad}
+    if others := sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key)):
+        shapes = f"{others[0]} is {there.get(others[0])} there, and {here.get(others[0])} here"
+        raise RecipeError(f"{place}, an adapter of other layers ({shapes}); see adapter.targets")
+
+
+def _differences(folder: Path, settings: AdapterSection) -> Iterator[str]:
+    saved = values_of(folder / "adapter_config.json")
+    own = {"rank": settings.rank, "alpha": settings.alpha, "rslora": settings.rslora}
+    for (key, value), theirs in zip(own.items(), ("r", "lora_alpha", "use_rslora"), strict=True):
+        if (found := saved.get(theirs, False)) != value:
+            yield f"whose {theirs} is {found}, and adapter.{key} is {value}; write adapter.{key}: {found}"
+    if saved.get("use_dora", False) != (settings.name == "dora"):
+        yield f"whose use_dora is {saved.get('use_dora', False)}, and adapter.name is {settings.name}"
+    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices"):
+        if saved.get(key):
+            yield f"which has {key}; only matrices of one rank and alpha can be begun with: merge it (docs/adapters.md)"
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, folder: Path) -> None:
+    """Set the trained weights, in place, to those of a folder that `check` has seen; each process reads all of them."""
+    with in_language_names(folder) as named:
+        saved = load_file(named / ADAPTER_WEIGHTS)
+    for name, parameter in model.named_parameters():
+        if (whole := saved.get(_key(name))) is not None:
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+
+def _key(name: str) -> str:
+    return f"base_model.model.{name_in_file(name)}"
