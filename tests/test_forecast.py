@@ -217,6 +217,9 @@ def test_loading_is_taken_for_granted_up_to_half_of_what_the_gpus_have_and_offlo
         return _verdict(memory, host * GIB, 0, machines, offloaded=offloaded * GIB)[0]
 
     assert (verdict(150), verdict(160), verdict(1, 1)) == ("fits", "host memory unknown", "host memory unknown")
+    machines = replace(machines, host_gib=100.0, nvme_gib=50.0)
+    assert (verdict(99), verdict(101)) == ("fits", "does not fit")
+    assert _verdict(memory, 0, 51 * GIB, machines, offloaded=0)[0] == "does not fit", "the disk is too small"
 
 
 def test_the_next_rung_names_its_condition(llama):
