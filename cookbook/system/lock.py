@@ -96,7 +96,11 @@ def _acquired(path: Path) -> tuple[FileLock, Path]:
             raise
     whose = hashlib.sha256(f"{os.getuid()} {path.resolve()}".encode()).hexdigest()[:16]
     of_machine = Path(tempfile.gettempdir()) / f"{path.stem}-{whose}.lock"
-    return _wait_for(of_machine), of_machine
+    try:
+        return _wait_for(of_machine), of_machine
+    except OSError as error:
+        where = f"{path.parent} cannot lock files, nor can {of_machine.parent} ({error.strerror})"
+        raise RecipeError(f"{where}; let TMPDIR name a folder of a local disk") from None
 
 
 def _wait_for(path: Path) -> FileLock:
