@@ -89,7 +89,7 @@ def test_a_type_trains_as_the_record_says(lab: Lab, model_type: str):
 
 
 def said(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without its figures, and without how far a forecast was traced, which depends on the machine's load."""
+    """A row without its figures, and without how far its plan was traced, which the test of the record has."""
     return {
         name: cell if isinstance(cell, str) else cell | {key: "" for key in ("loss", "forecast") if key in cell}
         for name, cell in row.items()

@@ -39,6 +39,15 @@ if TYPE_CHECKING:
 LINEAR = (torch.nn.Linear, Conv1D)
 NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
 """What peft takes for a linear layer: GPT-2's have their weight the other way round."""
+READ_BY_KERNELS = {
+    "falcon_h1": ("out_proj",),
+    "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
+    "mamba": ("x_proj", "dt_proj", "out_proj"),
+    "mamba2": ("out_proj",),
+    "nemotron_h": ("out_proj",),
+}
+"""Linear layers whose weights a kernel of the model reads by itself, past an adapter (transformers 5.23,
+modeling_*.py); peft 0.21.2 refuses out_proj of these types (tuners_utils.py, _check_lora_target_modules_mamba)."""
 BASE_RECORD = "base_model.json"
 NO_ROWS = range(0)
 
@@ -129,10 +138,11 @@ def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[st
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
     """What peft calls `target_modules` and `target_parameters`."""
     stacked = stacked_experts(model)
-    if targets == [ALL_LINEAR] and not stacked and not _other_products(model):
+    outside = READ_BY_KERNELS.get(model.config.model_type, ())
+    if targets == [ALL_LINEAR] and not stacked and not outside and not _other_products(model):
         return ALL_LINEAR, []
     linear = _linear_names(model)
-    last = _last_parts(linear)
+    last = [name for name in _last_parts(linear) if name not in outside]
     modules = [
         name
         for target in targets
@@ -295,6 +305,8 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
 
 
 def _no_4_bits(model: PreTrainedModel) -> str | None:
+    if outside := READ_BY_KERNELS.get(model.config.model_type):
+        return f"kernels of {model.config.model_type} read {', '.join(outside)} by themselves, as 16 bits"
     others = ", ".join(_other_products(model))
     return (
         f"{others} of this model would no longer compute its own product"
@@ -311,6 +323,8 @@ def _note_on_experts(
     notes = [_note_on_4_bits(left)] if settings.is_quantized and left else []
     if ALL_LINEAR in settings.targets and (others := _other_products(model)):
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
+    if ALL_LINEAR in settings.targets and (outside := READ_BY_KERNELS.get(model.config.model_type)):
+        notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(outside)}, which kernels read by themselves")
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
     if not frozen:
         return notes
