@@ -30,6 +30,7 @@ COLUMNS = {
     "dpo": "DPO",
     "orpo": "ORPO",
     "kto_zero": "KTO",
+    "grpo": "GRPO",
     "muon": "Muon",
 }
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")

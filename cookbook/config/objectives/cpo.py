@@ -51,7 +51,12 @@ class Contrast(Objective):
         """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood, sums_by_sequence
+        from cookbook.config.objectives.forward import (
+            LossOutput,
+            negative_log_likelihood,
+            reward_metrics,
+            sums_by_sequence,
+        )
 
         nll = negative_log_likelihood(model, batch)
         sums, num_tokens = sums_by_sequence(-nll, batch)
@@ -60,13 +65,7 @@ class Contrast(Objective):
         chosen, rejected = rewards[0::2], rewards[1::2]
         # The likelihood per pair, as ORPO's. TRL's is a mean over a batch's tokens, in which long answers weigh more.
         losses = self.weight * -means[0::2] - F.logsigmoid(chosen - rejected - self.margin)
-        metrics = {
-            "nll_chosen": -means[0::2].detach().sum(),
-            "reward_chosen": chosen.detach().sum(),
-            "reward_rejected": rejected.detach().sum(),
-            "reward_margin": (chosen - rejected).detach().sum(),
-            "reward_accuracy": (chosen > rejected).float().sum(),
-        }
+        metrics = {"nll_chosen": -means[0::2].detach().sum(), **reward_metrics(chosen, rejected)}
         return LossOutput.of(losses, nll, metrics)
 
     def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:

@@ -52,7 +52,12 @@ class DPO(Objective):
         """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood, sums_by_sequence
+        from cookbook.config.objectives.forward import (
+            LossOutput,
+            negative_log_likelihood,
+            reward_metrics,
+            sums_by_sequence,
+        )
 
         nll = negative_log_likelihood(model, batch)
         logps, num_tokens = sums_by_sequence(-nll, batch)
@@ -65,15 +70,8 @@ class DPO(Objective):
         else:
             logits, swapped = self.beta * margins, self.label_smoothing
             losses = -(1 - swapped) * F.logsigmoid(logits) - swapped * F.logsigmoid(-logits)
-        rewards = self.beta * ratios.detach()
-        chosen, rejected = rewards[0::2], rewards[1::2]
-        metrics = {
-            "reward_chosen": chosen.sum(),
-            "reward_rejected": rejected.sum(),
-            "reward_margin": (chosen - rejected).sum(),
-            "reward_accuracy": (chosen > rejected).float().sum(),
-        }
-        return LossOutput.of(losses, nll, metrics)
+        rewards = self.beta * ratios
+        return LossOutput.of(losses, nll, reward_metrics(rewards[0::2], rewards[1::2]))
 
     def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
         """The mean over the pairs."""

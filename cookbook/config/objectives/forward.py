@@ -34,6 +34,17 @@ class LossOutput:
         return cls(losses.sum().float() + 0.0 * nll.sum(), len(losses), metrics)
 
 
+def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over pairs, whose answers have these rewards, for the metrics of a loss."""
+    metrics = {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "reward_margin": chosen - rejected,
+        "reward_accuracy": (chosen > rejected).float(),
+    }
+    return {name: values.detach().sum() for name, values in metrics.items()}
+
+
 def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Negative log-likelihood of each target, float32 (L,); of a model with a head for sequences its scores, (L, k).
     Collective: call it for empty micro-batches too."""

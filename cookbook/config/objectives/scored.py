@@ -60,18 +60,12 @@ class Reward(Scored):
         """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import LossOutput, scores_by_sequence
+        from cookbook.config.objectives.forward import LossOutput, reward_metrics, scores_by_sequence
 
         scores, own = scores_by_sequence(model, batch)
         chosen, rejected = scores[0::2, 0], scores[1::2, 0]
         losses = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
-        metrics = {
-            "reward_chosen": chosen.detach().sum(),
-            "reward_rejected": rejected.detach().sum(),
-            "reward_margin": (chosen - rejected).detach().sum(),
-            "reward_accuracy": (chosen > rejected).float().sum(),
-        }
-        return LossOutput.of(losses, own, metrics)
+        return LossOutput.of(losses, own, reward_metrics(chosen, rejected))
 
     def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
         """The mean over the pairs."""
