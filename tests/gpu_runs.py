@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from cookbook import simulated_gpus
 from cookbook.system.machine import num_gpus
 from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
+from tests.exchanges import Asked, stuck
 from tests.needs import need_builds_of, need_simulated_gpus
 from tests.warm_parent import WarmParent
 
@@ -122,6 +123,23 @@ class GpuRun:
     def report(self, rank: int = 0) -> dict[str, Any]:
         """What the simulated GPU of a process has seen."""
         return json.loads((self.folder / f"rank_{rank}.json").read_text())
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Those of all its processes; none if one was killed before it could tell."""
+        there = all((self.folder / f"rank_{rank}.json").exists() for rank in range(len(self.codes)))
+        return [self.report(rank) for rank in range(len(self.codes))] if there else []
+
+    def stuck(self) -> list[str]:
+        """What its processes would wait for on NCCL, see `exchanges.stuck`."""
+        logs = [[Asked(*asked) for asked in report["asked"]] for report in self.reports()]
+        groups = [report["groups"] for report in self.reports()]
+        everyone = list(range(len(logs)))
+        return stuck(logs, {name: ranks or everyone for found in groups for name, ranks in found.items()})
+
+    def races(self) -> set[str]:
+        """Where a stream used what another may not have been done with."""
+        found = [race for report in self.reports() for race in report["races"]]
+        return {f"{race['why']} (ours {race['ours']}; at {race['at']})" for race in found}
 
 
 @dataclass
@@ -272,6 +290,15 @@ class GpuLab:
     def close(self) -> None:
         for parent in self._parents.values():
             parent.close()
+
+
+def assert_orderly(run: GpuRun) -> None:
+    """A run on simulated GPUs came to its end in order: on NCCL no process would wait for ever, and no stream uses what
+    another may not be done with.
+    """
+    waiting, races = run.stuck(), run.races()
+    assert not waiting, "\n".join([f"{run.folder.name} would hang on NCCL:", *waiting])
+    assert not races, "\n".join([f"{run.folder.name} has races between streams:", *sorted(races)])
 
 
 def _write_data(folder: Path) -> None:

@@ -270,7 +270,7 @@ def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: P
     words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--output", str(tmp_path)]
     words += ["--strategies", "ddp", "--wide", "single", "--model", json.dumps(gpu_node.TINY | {"vocab_size": 512})]
     words += ["--length", "64", "--steps", "3", "--mebibytes", "1", "--hang-seconds", "30"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2400)
     found = json.loads((tmp_path / "node.json").read_text())["results"]
     states = {(one["part"], one["name"]): one["state"] for one in found if one["part"] != "doctor"}
     assert "failed" not in states.values(), done.stdout[-3000:]

@@ -9,6 +9,8 @@ from collections import Counter
 
 import pytest
 
+from tests.curves import Lab
+from tests.experts import experts
 from tests.gpu_runs import GpuLab
 
 pytestmark = pytest.mark.simulated
@@ -62,6 +64,18 @@ def test_where_a_library_waits_we_add_one_wait_a_step(gpu_lab: GpuLab, strategy:
     """
     waits = waits_of_two_steps(gpu_lab, strategy, PACKED)
     assert ours(waits) == 2 and sum(waits.values()) > 4, waits
+
+
+@pytest.mark.slow
+def test_expert_parallel_waits_once_for_a_layer_in_a_forward(gpu_lab: GpuLab, lab: Lab):
+    """For the numbers of tokens that come from each process (`Long`), by which the tokens' own exchange is sized. The
+    CPU's product of stacked experts waits beside it, where CUDA has a kernel.
+    """
+    report = gpu_lab.run("fsdp2_ep", {"mixed_precision": "'no'"} | PACKED | experts(lab)).report()
+    asked = Counter((name, kind) for _, name, kind, *_ in report["asked"])
+    here = "transformers/distributed/expert_parallel.py"
+    waits = sum(one["times"] for one in report["waits"] if here in one["at"] and one["why"].startswith("copy to"))
+    assert waits == asked["all_to_all", "Long"] > 0
 
 
 def test_ddp_holds_the_gradients_once_while_it_accumulates(gpu_lab: GpuLab):

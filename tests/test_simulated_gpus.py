@@ -165,6 +165,54 @@ for call in (
     assert evaluate(code) == [1] * 8 + [0] * 7
 
 
+def test_a_stream_that_does_not_wait_for_another_is_found_and_one_that_does_is_not():
+    code = """
+import simulated_cuda
+from torch.cuda import current_stream, stream, synchronize
+x, main, side = torch.ones(4, device="cuda"), current_stream(), torch.cuda.Stream()
+def races(call, *arguments):
+    before = sum(simulated_cuda._races.values())
+    call(*arguments)
+    return sum(simulated_cuda._races.values()) - before
+def on_side(call):
+    with stream(side):
+        side.wait_stream(main)
+        return call()
+def read(wait):
+    y = on_side(lambda: x * 2)
+    wait()
+    return y + 1
+def overwrite(wait):
+    on_side(lambda: x + 1)
+    wait()
+    x.add_(1)
+def free(keep):
+    y = torch.ones(4, device="cuda")
+    z = on_side(lambda: y * 2)
+    if keep:
+        y.record_stream(side)
+    del y
+    w = torch.ones(4, device="cuda")    # where y was, perhaps
+    main.wait_stream(side)
+def nothing(): pass
+def event(): main.wait_event(side.record_event())
+def asked(): return side.record_event().query()
+ways = (nothing, lambda: main.wait_stream(side), event, side.synchronize, synchronize, asked)
+for call in (read, overwrite):
+    tell([races(call, wait) for wait in ways])
+synchronize()
+tell([races(free, keep) for keep in (False, True)])
+tell(sorted({why for why, *_ in simulated_cuda._races}))
+"""
+    read, overwritten, freed, told = evaluate(code)
+    assert read == overwritten == [1, 0, 0, 0, 0, 0] and freed == [1, 0]
+    assert told == [
+        "aten::add.out reads what aten::mul.out wrote on another stream, without waiting for it",
+        "aten::add.out writes what aten::add.out read on another stream, without waiting for it",
+        "aten::fill_.Scalar uses memory that was freed while aten::mul.out on another stream used it",
+    ]
+
+
 def test_attention_takes_the_kernel_that_cuda_would_and_has_its_numbers():
     code = """
 import torch.nn.functional as F, simulated_cuda

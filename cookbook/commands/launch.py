@@ -103,10 +103,7 @@ def launch(
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
     if isinstance(recipe.batch.micro_batch_size, Auto):
-        size, why = micro_batch.choose(path, recipe, loaded, planned)
-        say(f"batch.micro_batch_size: auto is {size}: {why}", flush=True)
-        key = "batch.micro_batch_size"
-        assignments = [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={size}"]
+        assignments = _with_micro_batch(path, assignments, recipe, loaded, planned)
         recipe, loaded = run_plan.load_pair(path, assignments, strategy)
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -138,6 +135,16 @@ def launch(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return run_and_restart(start, run_command, environment)
+
+
+def _with_micro_batch(
+    path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan
+) -> list[str]:
+    """The assignments with a number for `auto`, which is printed with its reason."""
+    key = "batch.micro_batch_size"
+    size, why = micro_batch.choose(path, recipe, strategy, plan)
+    say(f"{key}: auto is {size}: {why}", flush=True)
+    return [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={size}"]
 
 
 def _processes(strategy: Strategy, asked: int | None, gpus: int, machines: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from cookbook.system.shipped import IS_INSTALLED
 
 HERE = Path(__file__).resolve().parent
 CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[1]) / ".cache" / "simulated_gpus"
-DEVICE, NCCL = ("device.cpp", "attention.cpp"), ("nccl.cpp",)
+DEVICE, NCCL = ("device.cpp", "attention.cpp", "races.cpp"), ("nccl.cpp",)
 COUNT = "SIMULATED_GPUS"
 """The variable with their number."""
 BUILD_SECONDS = 900
@@ -116,7 +116,7 @@ def build() -> Path:
         RecipeError: the compiler failed.
     """
     name = f"torch-{metadata.version('torch')}-python-{sysconfig.get_python_version()}"
-    return _built(name, [*DEVICE, *NCCL, "device.h"], _compile)
+    return _built(name, [*DEVICE, *NCCL, "device.h", "races.h"], _compile)
 
 
 def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:

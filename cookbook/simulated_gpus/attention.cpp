@@ -25,6 +25,12 @@ static Tensor host(const Tensor& tensor) {
                        tensor.options().device(at::kCPU));
 }
 
+static void ran(const std::string& name, const std::vector<Tensor>& read, const std::vector<Tensor>& written) {
+  called(name);
+  for (const auto& tensor : read) used(tensor, false, name);
+  for (const auto& tensor : written) used(tensor, true, name);
+}
+
 static Tensor single(const Tensor& tensor) { return tensor.to(at::kFloat); }
 
 static std::optional<Tensor> single(const std::optional<Tensor>& bias) {
@@ -91,7 +97,6 @@ using FlashOutput = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10:
 
 static FlashOutput flash(const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool is_causal,
                          bool, Scale scale) {
-  called("flash attention forward");
   TORCH_CHECK(dropout == 0.0, "dropout inside attention is not simulated");
   auto result = at::empty_like(query.transpose(1, 2), at::MemoryFormat::Contiguous).transpose(1, 2);
   auto sums = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
@@ -99,6 +104,7 @@ static FlashOutput flash(const Tensor& query, const Tensor& key, const Tensor& v
   host(result).copy_(out);
   host(sums).copy_(log_sums);
   auto random = at::empty({2}, query.options().dtype(at::kLong)), none = at::empty({0}, query.options());
+  ran("flash attention forward", {query, key, value}, {result, sums});
   return {result, sums, Tensor(), Tensor(), query.size(2), key.size(2), random, random, none};
 }
 
@@ -119,7 +125,6 @@ static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& gradient,
                                                          const Tensor& sums, const Tensor&, const Tensor&, int64_t,
                                                          int64_t, double, bool is_causal, const Tensor&, const Tensor&,
                                                          Scale scale) {
-  called("flash attention backward");
   TORCH_CHECK(gradient.scalar_type() == query.scalar_type(), "query and dout must have the same dtype");
   auto like = [](const Tensor& x) { return at::empty_like(x.transpose(1, 2), at::MemoryFormat::Contiguous).transpose(1, 2); };
   auto dense = gradient.transpose(1, 2).contiguous().transpose(1, 2);
@@ -131,6 +136,7 @@ static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& gradient,
   host(results[0]).copy_(std::get<0>(found));
   host(results[1]).copy_(std::get<1>(found));
   host(results[2]).copy_(std::get<2>(found));
+  ran("flash attention backward", {gradient, query, key, value, out, sums}, {results[0], results[1], results[2]});
   return {results[0], results[1], results[2]};
 }
 
@@ -177,7 +183,6 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ragged(
     const std::optional<Tensor>& key_offsets, int64_t longest, int64_t longest_key, double, bool is_causal, bool,
     Scale scale, std::optional<int64_t> left, std::optional<int64_t> right, const std::optional<Tensor>&,
     const std::optional<Tensor>&, const std::optional<Tensor>&, std::optional<int64_t>) {
-  called("flash attention forward");
   TORCH_CHECK(offsets && key_offsets, "without offsets this kernel is not simulated");
   auto lengths = check_ragged(query, key, value, *offsets, *key_offsets, longest, longest_key);
   auto result = at::empty(query.sizes(), query.options());
@@ -192,6 +197,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ragged(
     begin += length;
   }
   auto random = at::empty({2}, query.options().dtype(at::kLong));
+  ran("flash attention forward", {query, key, value, *offsets}, {result, sums});
   return {result, sums, random, at::empty({}, query.options().dtype(at::kLong)), at::empty({0}, query.options())};
 }
 
@@ -200,7 +206,6 @@ static std::tuple<Tensor, Tensor, Tensor> ragged_backward(
     const Tensor& sums, const Tensor& offsets, const Tensor& key_offsets, int64_t longest, int64_t longest_key, double,
     bool is_causal, const Tensor&, const Tensor&, Scale scale, std::optional<int64_t> left,
     std::optional<int64_t> right) {
-  called("flash attention backward");
   auto lengths = check_ragged(query, key, value, offsets, key_offsets, longest, longest_key);
   TORCH_CHECK(gradient.scalar_type() == query.scalar_type(), "query and dout must have the same dtype");
   auto dense = gradient.contiguous();
@@ -220,6 +225,7 @@ static std::tuple<Tensor, Tensor, Tensor> ragged_backward(
     part(results[2]).copy_(std::get<2>(found));
     begin += length;
   }
+  ran("flash attention backward", {gradient, query, key, value, out, sums, offsets}, {results[0], results[1], results[2]});
   return {results[0], results[1], results[2]};
 }
 
@@ -228,7 +234,6 @@ static std::tuple<Tensor, Tensor, Tensor> ragged_backward(
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const Tensor& key, const Tensor& value,
                                                             const std::optional<Tensor>& bias, bool needs_sums,
                                                             double dropout, bool is_causal, Scale scale) {
-  called("memory-efficient attention forward");
   TORCH_CHECK(dropout == 0.0, "dropout inside attention is not simulated");
   auto result = at::empty_like(query.transpose(1, 2), at::MemoryFormat::Contiguous).transpose(1, 2);
   auto rows = needs_sums ? (query.size(2) + 31) / 32 * 32 : 0;
@@ -238,6 +243,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query,
   host(result).copy_(out);
   if (needs_sums) host(sums).narrow(2, 0, query.size(2)).copy_(log_sums);
   auto random = at::empty({}, query.options().dtype(at::kLong));
+  ran("memory-efficient attention forward", {query, key, value}, {result, sums});
   return {result, sums, random, random};
 }
 
@@ -245,7 +251,6 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
     const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias,
     const Tensor& out, const Tensor& sums, const Tensor&, const Tensor&, double, std::array<bool, 4>, bool is_causal,
     Scale scale) {
-  called("memory-efficient attention backward");
   auto like = [](const Tensor& x) { return at::empty_like(x.transpose(1, 2), at::MemoryFormat::Contiguous).transpose(1, 2); };
   auto delta = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
   std::array<Tensor, 3> results{like(query), like(key), like(value)};
@@ -255,6 +260,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(
   host(results[0]).copy_(std::get<0>(found));
   host(results[1]).copy_(std::get<1>(found));
   host(results[2]).copy_(std::get<2>(found));
+  ran("memory-efficient attention backward", {gradient, query, key, value, out, sums}, {results[0], results[1], results[2]});
   return {results[0], results[1], results[2], Tensor()};
 }
 

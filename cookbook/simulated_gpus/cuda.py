@@ -20,6 +20,7 @@ OURS = ("/cookbook/", "/train.py")
 
 _kept_alive: list[Any] = []
 _waits: collections.Counter = collections.Counter()
+_races: collections.Counter = collections.Counter()
 
 
 def load_library() -> ctypes.CDLL:
@@ -50,7 +51,8 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _resize_storages(torch)
     replace_nccl(torch)
-    _count_waits(library)
+    _count(_waits, library.simulated_on_wait)
+    _count(_races, library.simulated_on_race)
     if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
         atexit.register(lambda: _report_of_rank(torch, library, Path(folder)))
 
@@ -104,6 +106,7 @@ class Devices:
 
     def synchronize(self, device: Any = None) -> None:
         self.library.simulated_waited(b"torch.cuda.synchronize")
+        self.library.simulated_synchronize()
 
     def answers(self) -> dict[str, Any]:
         """What replaces attributes of torch.cuda."""
@@ -215,6 +218,7 @@ def _stream_answers(devices: Devices) -> dict[str, Any]:
 
         def synchronize(self) -> None:
             waited(b"Stream.synchronize")
+            super().synchronize()
 
     class Event(torch.Event):  # type: ignore[name-defined]
         def __new__(cls, enable_timing: bool = False, **unused: Any) -> Any:
@@ -224,6 +228,7 @@ def _stream_answers(devices: Devices) -> dict[str, Any]:
 
         def synchronize(self) -> None:
             waited(b"Event.synchronize")
+            super().synchronize()
 
         def elapsed_time(self, other: Any) -> float:
             if not (self.has_timing and other.has_timing):
@@ -322,9 +327,11 @@ def replace_nccl(torch: Any) -> None:
     torch.cuda.nccl.is_available = lambda tensors: True
 
 
-def _count_waits(library: ctypes.CDLL) -> None:
+def _count(seen: collections.Counter, tell: Any) -> None:
+    """Counts what a library tells, by its words, our innermost line and the innermost of all."""
+
     @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-    def on_wait(why: bytes) -> None:
+    def on(why: bytes) -> None:
         frame, innermost = sys._getframe().f_back, None
         while frame is not None:
             name = frame.f_code.co_filename
@@ -332,13 +339,13 @@ def _count_waits(library: ctypes.CDLL) -> None:
                 innermost = innermost or f"{name.rpartition('site-packages/')[2]}:{frame.f_lineno}"
                 if any(part in name for part in OURS):
                     where = "train.py" if name.endswith("/train.py") else name.rpartition("/cookbook/")[2]
-                    _waits[why.decode(), f"{where}:{frame.f_lineno}", innermost] += 1
+                    seen[why.decode(), f"{where}:{frame.f_lineno}", innermost] += 1
                     return
             frame = frame.f_back
-        _waits[why.decode(), None, innermost or "a thread of autograd"] += 1
+        seen[why.decode(), None, innermost or "a thread of autograd"] += 1
 
-    _kept_alive.append(on_wait)
-    library.simulated_on_wait(on_wait)
+    _kept_alive.append(on)
+    tell(on)
 
 
 def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
@@ -351,12 +358,18 @@ def write_report(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
     """rank_<n>.json: what the device of this process has seen so far."""
     collectives = sys.modules["simulated_nccl"].counts().items()
     ops = dict(line.rsplit("\t", 1) for line in library.simulated_ops().decode().splitlines())
+    counted = {
+        name: [{"why": why, "ours": ours, "at": at, "times": n} for (why, ours, at), n in seen.most_common()]
+        for name, seen in (("waits", _waits), ("races", _races))
+    }
     record = {
         "device": torch.cuda.current_device(),
         "peak_bytes": [library.simulated_peak(i) for i in range(torch.cuda.device_count())],
         "collectives": {name: {"calls": calls, "bytes": size} for name, (calls, size) in collectives},
         "attention": {name: int(times) for name, times in ops.items() if " attention " in name},
-        "waits": [{"why": why, "ours": ours, "at": at, "times": n} for (why, ours, at), n in _waits.most_common()],
+        **counted,
+        "groups": sys.modules["simulated_nccl"].ranks_of(),
+        "asked": sys.modules["simulated_nccl"].asked(),
         "operations": {name: int(times) for name, times in sorted(ops.items()) if " attention " not in name},
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,13 @@
 //   tensor on cuda:0 --> fallback: refuse what CUDA refuses --> alias on the same bytes --> CPU kernel --> cuda:0
 //
 // Here: the allocator, which counts as CUDA's does; devices, streams and events; hooks; the fallback. Everything is done
-// when a call returns, so a wait costs nothing here; what would wait on a GPU is counted.
+// when a call returns, so a wait costs nothing here; what would wait on a GPU is counted, and what would have to wait and
+// does not is found (races.cpp).
 //
 // To be loaded before `import torch`, with RTLD_GLOBAL: torch looks hooks up once, and getAccelerator is replaced.
 
 #include "device.h"
+#include "races.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
@@ -22,6 +24,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -46,7 +49,9 @@ static int num_devices() {
 
 static thread_local DeviceIndex current_device = 0;  // as in CUDA, a new thread begins at device 0
 static thread_local std::map<DeviceIndex, c10::StreamId> current_stream;
-static std::atomic<int64_t> next_stream{1};
+static std::atomic<int64_t> num_streams{0};
+
+static int stream_here() { return static_cast<int>(current_stream[current_device]); }
 
 // Memory.
 
@@ -92,18 +97,24 @@ struct Block {
   c10::DataPtr host;
   DeviceIndex device;
   size_t bytes;
+  History* history;
 };
 
 static void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   counts[block->device].now.fetch_sub(in_blocks(block->bytes));
+  freed(block->history);
   delete block;
 }
 
 static c10::DataPtr on_device(c10::DataPtr host, size_t bytes, DeviceIndex device) {
   take(device, bytes);
   void* data = host.get();
-  return {data, new Block{std::move(host), device, bytes}, &free_block, Device(DeviceType::CUDA, device)};
+  return {data, new Block{std::move(host), device, bytes, allocated(stream_here())}, &free_block, Device(DeviceType::CUDA, device)};
+}
+
+static History* history_of(const c10::DataPtr& data) {
+  return data.get_deleter() == &free_block ? static_cast<Block*>(data.get_context())->history : nullptr;
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -158,7 +169,11 @@ static void check_device(DeviceIndex index) {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  using Time = std::chrono::steady_clock::time_point;
+  struct Recorded {
+    std::chrono::steady_clock::time_point time;
+    Event* event = nullptr;
+    ~Recorded() { forget(event); }
+  };
 
   DeviceType type() const override { return DeviceType::CUDA; }
   Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
@@ -180,27 +195,40 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(Device device) const override { return stream_of(device, current_stream[index_of(device)]); }
   c10::Stream getDefaultStream(Device device) const override { return stream_of(device, 0); }
-  c10::Stream getNewStream(Device device, int) const override { return stream_of(device, next_stream++); }
+  c10::Stream getNewStream(Device device, int) const override { return stream_of(device, 1 + num_streams++ % (kStreams - 1)); }
   c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto old = getStream(stream.device());
     current_stream[stream.device_index()] = stream.id();
     return old;
   }
-  void record(void** event, const c10::Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Time();
-    *static_cast<Time*>(*event) = std::chrono::steady_clock::now();
+  static Recorded* recorded_of(void* event) { return static_cast<Recorded*>(event); }
+  static const Event* event_of(void* event) { return event ? recorded_of(event)->event : nullptr; }
+  static int index_of(const c10::Stream& stream) { return static_cast<int>(stream.id()); }
+  void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Recorded();
+    recorded_of(*event)->time = std::chrono::steady_clock::now();
+    recorded_of(*event)->event = simulated::record(recorded_of(*event)->event, index_of(stream));
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Time*>(event); }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete recorded_of(event); }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(*static_cast<Time*>(to) - *static_cast<Time*>(from)).count();
+    return std::chrono::duration<double, std::milli>(recorded_of(to)->time - recorded_of(from)->time).count();
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void block(void* event, const c10::Stream& stream) const override { wait_for(event_of(event), index_of(stream)); }
+  bool queryEvent(void* event) const override {
+    host_waits_for(event_of(event));  // it is told that all is done
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    host_waits_for_stream(index_of(stream));
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits_for_stream(index_of(stream)); }
+  void synchronizeEvent(void* event) const override { host_waits_for(event_of(event)); }
+  void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (auto* history = history_of(data)) recorded(history, index_of(stream));
+  }
 
   static DeviceIndex index_of(Device device) { return device.index() < 0 ? current_device : device.index(); }
 };
@@ -213,8 +241,23 @@ static std::atomic<OnWait> on_wait{nullptr};
 static std::mutex ops_lock;
 static std::map<std::string, int64_t> ops;
 
+static void tell_wait(const char* why) {
+  if (auto told = on_wait.load()) told(why);
+}
+
 void waited(const std::string& why) {
-  if (auto told = on_wait.load()) told(why.c_str());
+  host_waits_for_stream(stream_here());
+  tell_wait(why.c_str());
+}
+
+void used(const at::Tensor& tensor, bool is_write, const std::string& by) {
+  if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage() || tensor.numel() == 0) return;
+  auto* history = history_of(tensor.storage().data_ptr());
+  if (!history) return;
+  int64_t last = tensor.storage_offset();
+  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto size = static_cast<int64_t>(tensor.itemsize());
+  used(history, tensor.storage_offset() * size, (last + 1) * size, stream_here(), is_write, by);
 }
 
 void called(const std::string& name) {
@@ -247,6 +290,8 @@ struct Aliases {
   std::unordered_map<c10::StorageImpl*, c10::Storage> alias_of, origin_of;  // storages, there and back
   std::unordered_map<c10::TensorImpl*, at::Tensor> tensor_of;               // alias -> tensor of the device
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;                     // tensor of the device, alias
+  std::vector<bool> is_written;                                             // by pair
+  bool writes_next = false;                                                 // what comes to the host from now on
   std::vector<at::Tensor> of_host;                                          // arguments that lie on the host
   std::optional<Device> device;
 
@@ -270,6 +315,7 @@ struct Aliases {
     auto alias = view_of(tensor, known->second, c10::DispatchKey::CPU);
     tensor_of.emplace(alias.unsafeGetTensorImpl(), tensor);
     pairs.emplace_back(tensor, alias);
+    is_written.push_back(writes_next);
     return alias;
   }
 
@@ -318,6 +364,9 @@ static const Names kWaits = {"aten::nonzero",      "aten::nonzero.out",         
                              "aten::_unique2",     "aten::masked_select.out",   "aten::unique_dim",
                              "aten::equal",        "aten::unique_consecutive",  "aten::repeat_interleave.Tensor",
                              "aten::bincount",     "aten::_local_scalar_dense"};
+
+// Operations that look at shapes and flags alone.
+static const Names kReadsNoBytes = {"aten::set_.source_Tensor", "aten::is_same_size", "aten::empty_like"};
 
 // Products, which CUDA has for floating point only.
 static const Names kProducts = {"aten::mm",  "aten::mm.out",  "aten::addmm",   "aten::addmm.out",
@@ -416,17 +465,37 @@ static void product_in_float32(const c10::OperatorHandle& op, torch::jit::Stack*
   result = out ? out->resize_(result.toTensor().sizes()).copy_(result.toTensor()) : result.toTensor().to(*half);
 }
 
+static bool is_view(const c10::FunctionSchema& schema) {
+  const auto& results = schema.returns();
+  return std::any_of(results.begin(), results.end(),
+                     [](const auto& one) { return one.alias_info() && !one.alias_info()->isWrite(); });
+}
+
+static void note_accesses(const c10::FunctionSchema& schema, const std::string& name, const Aliases& aliases,
+                          const torch::jit::Stack& stack) {
+  if (is_view(schema) || kReadsNoBytes.count(name)) return;
+  for (size_t i = 0; i < aliases.pairs.size(); i++) used(aliases.pairs[i].first, aliases.is_written[i], name);
+  for (size_t i = stack.size() - schema.returns().size(); i < stack.size(); i++) {
+    if (schema.returns()[i + schema.returns().size() - stack.size()].alias_info()) continue;
+    if (stack[i].isTensor()) used(stack[i].toTensor(), true, name);
+    if (!stack[i].isTensorList()) continue;
+    for (const at::Tensor& tensor : stack[i].toTensorVector()) used(tensor, true, name);
+  }
+}
+
 static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   std::string name = schema.operator_name().name;
   if (!schema.operator_name().overload_name.empty()) name += "." + schema.operator_name().overload_name;
   Aliases aliases;
-  for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); i++) {
+  const size_t first = stack->size() - schema.arguments().size();
+  for (size_t i = first; i < stack->size(); i++) {
+    const auto* alias = schema.arguments()[i - first].alias_info();
+    aliases.writes_next = alias && alias->isWrite();
     (*stack)[i] = to_host((*stack)[i], aliases);
   }
   if (!aliases.device) aliases.device = Device(DeviceType::CUDA, current_device);
   refuse(name, aliases);
-  count_waits(name, aliases);
   called(name);
   if (kProducts.count(name)) {
     product_in_float32(op, stack);
@@ -437,6 +506,8 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     (*stack)[i] = to_device((*stack)[i], aliases);
   }
+  note_accesses(schema, name, aliases, *stack);
+  count_waits(name, aliases);
 }
 
 // Rows from which a product with a weight of 4 bits makes the weight whole first; up to this a fused kernel does without
@@ -525,9 +596,11 @@ static void count_copy(const at::Tensor& to, const at::Tensor& from, bool non_bl
 
 static at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (to.is_meta() || from.is_meta()) return to;
-  count_copy(to, from, non_blocking);
   Aliases left, right;  // apart, since a copy goes between devices
   left.to_host(to).copy_(right.to_host(from), false);
+  used(from, false, "aten::copy_");
+  used(to, true, "aten::copy_");
+  count_copy(to, from, non_blocking);
   return to;
 }
 
@@ -588,7 +661,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_nothing);
-  m.impl("record_stream", [](at::Tensor&, c10::Stream) {});
+  m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) {
+    guard.recordDataPtrOnStream(self.storage().data_ptr(), stream);
+  });
 }
 
 // Operations that CUDA has a kernel for, and every other device a composite of others with their temporaries.
@@ -648,7 +723,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool hasCUDART() const override { return true; }
   DeviceIndex current_device() const override { return simulated::current_device; }
   int getNumGPUs() const override { return simulated::num_devices(); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex) const override { simulated::host_waits_for_all(); }
   std::string showConfig() const override { return "simulated CUDA\n"; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
@@ -681,7 +756,8 @@ long simulated_peak(int index) { return simulated::counts[index].peak; }
 void simulated_reset_peak(int index) { simulated::counts[index].peak = simulated::counts[index].now.load(); }
 long simulated_capacity() { return simulated::capacity(); }
 void simulated_on_wait(simulated::OnWait told) { simulated::on_wait = told; }
-void simulated_waited(const char* why) { simulated::waited(why); }
+void simulated_waited(const char* why) { simulated::tell_wait(why); }
+void simulated_synchronize() { simulated::host_waits_for_all(); }
 const char* simulated_ops() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> guard(simulated::ops_lock);

@@ -11,6 +11,9 @@ using OnWait = void (*)(const char*);
 // The host would have waited for the GPU.
 void waited(const std::string& why);
 
+// An operation on the current stream read or wrote the tensor.
+void used(const at::Tensor& tensor, bool is_write, const std::string& by);
+
 // An operation ran on the device.
 void called(const std::string& name);
 

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace simulated {
+
+constexpr int kStreams = 33;  // the default one, and as many as CUDA's streams are drawn from by turn
+
+struct Event;    // of a stream
+struct History;  // of a block of memory
+using OnRace = void (*)(const char*);
+
+Event* record(Event* event, int stream);  // a new one for null
+void forget(Event* event);
+void wait_for(const Event* event, int stream);  // null: nothing to wait for
+void host_waits_for(const Event* event);
+void host_waits_for_stream(int stream);
+void host_waits_for_all();
+
+History* allocated(int stream);
+void recorded(History* history, int stream);  // freed later, when that stream is done with it
+void freed(History* history);
+void used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by);
+
+}  // namespace simulated

@@ -1,0 +1,76 @@
+"""Protects runs on many GPUs from what one machine without any hides: collectives in another order, messages that wait
+for each other, streams that do not wait. `test_gpu_matrix.py` looks at a run of every strategy; here is that it sees.
+
+python -m pytest -q tests/test_gpu_exchanges.py
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.exchanges import Asked, stuck
+from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
+from tests.test_gpu_matrix import PACKED, settings_for
+
+pytestmark = pytest.mark.simulated
+PAIR = {"0": [0, 1]}
+
+
+def asked(name: str, size: int = 4, peer: int = -1, batch: int = -1, group: str = "0", **others: Any) -> Asked:
+    return Asked(group, name, "Float", others.get("sizes", [size]), peer, batch)
+
+
+def logs_of(run: GpuRun) -> list[list[Asked]]:
+    return [[Asked(*one) for one in report["asked"]] for report in run.reports()]
+
+
+def first_pair(log: list[Asked], differs: str) -> int:
+    """Where two neighbours are of two kinds."""
+    return next(i for i in range(len(log)) if getattr(log[i], differs) != getattr(log[i + 1], differs))
+
+
+def test_two_collectives_that_one_process_asks_for_the_other_way_round_are_found(gpu_lab: GpuLab):
+    logs = logs_of(gpu_lab.run("fsdp2", settings_for("fsdp2", "bf16", True)))
+    assert len(logs[0]) > 50 and stuck(logs, PAIR) == []
+    i = first_pair(logs[1], "name")
+    logs[1][i : i + 2] = logs[1][i + 1], logs[1][i]
+    waiting = stuck(logs, PAIR)
+    assert len(waiting) == 2 and logs[0][i].name in waiting[0] and logs[0][i].name not in waiting[1]
+    assert stuck([logs[0], logs[0][:-1]], PAIR)[1] == "rank 1: at its end"
+
+
+def test_messages_of_a_pipeline_that_cross_are_found(gpu_lab: GpuLab):
+    """Both send, then both receive: NCCL needs them in a batch, which begins them at once; gloo does not."""
+    run = gpu_lab.run("pp", settings_for("pp", "bf16", True))
+    logs = logs_of(run)
+    batched = [[one for one in log if one.batch >= 0] for log in logs]
+    assert {one.name for one in batched[0]} == {"send", "recv"}, "1F1B sends forward and receives backward at once"
+    alone = [[one._replace(batch=-1) for one in sorted(log, key=lambda one: one.batch)] for log in batched]
+    crossed = [sorted(log[:2], key=lambda one: one.name, reverse=True) for log in alone]
+    assert [one.name for one in crossed[0]] == [one.name for one in crossed[1]] == ["send", "recv"]
+    groups = {name: ranks or [0, 1] for name, ranks in run.report()["groups"].items()}
+    assert len(stuck(crossed, groups)) == 2 and stuck([[log[0], log[1]] for log in batched], groups) == []
+
+
+def test_what_meets_what_by_hand():
+    def meet(one: list[Asked], other: list[Asked]) -> bool:
+        return not stuck([one, other], PAIR | {"1": [0, 1]})
+
+    assert meet([asked("send", peer=1)], [asked("recv", peer=0)])
+    assert not meet([asked("send", peer=1)], [asked("recv", peer=0, size=5)])
+    assert not meet([asked("send", peer=1, batch=0)], [asked("recv", peer=0)]), "by another communicator"
+    assert not meet([asked("all_reduce", size=4)], [asked("all_reduce", size=5)])
+    assert not meet([asked("broadcast", peer=0)], [asked("broadcast", peer=1)])
+    both = asked("all_reduce"), asked("all_reduce", group="1")
+    assert not meet([*both], [*reversed(both)]), "two groups, each in order"
+    uneven = asked("all_to_all", sizes=[1, 2, 1, 3]), asked("all_to_all", sizes=[3, 4, 2, 4])
+    assert meet([uneven[0]], [uneven[1]]) and not meet([uneven[0]], [uneven[0]])
+
+
+def test_a_result_that_is_read_before_its_wait_is_found_though_the_curve_is_right(gpu_lab: GpuLab):
+    run = gpu_lab.run("ddp", PACKED, sabotage="result_read_before_its_wait")
+    assert run.losses == gpu_lab.run("ddp", PACKED | {"mixed_precision": "bf16"}).losses
+    races = run.races()
+    assert races and all("reads what all_reduce wrote on another stream, without waiting" in race for race in races)
+    with pytest.raises(AssertionError, match="races between streams"):
+        assert_orderly(run)
