@@ -39,6 +39,7 @@ from benchmarks.architectures_page import COMPARED, PAGE, RESULTS, compared, is_
 from benchmarks.records import differences, dump, processor  # noqa: E402
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model  # noqa: E402
 from cookbook.commands.cli import main as cookbook  # noqa: E402
+from cookbook.commands.rehearse.recompute import round_experts  # noqa: E402
 from cookbook.config.sections import AdapterSection  # noqa: E402
 from cookbook.planning.language_part import has_tower, language_config  # noqa: E402
 from cookbook.planning.meshes import (  # noqa: E402
@@ -97,6 +98,8 @@ def library_loss(lab: Lab, folder: Path, export: Path | None, quantized: bool) -
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, dtype="float32", trust_remote_code=False, use_safetensors=True, **options
     )
+    if quantized:
+        round_experts(model)
     if is_adapter:
         from peft import PeftModel
 

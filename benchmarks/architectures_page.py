@@ -78,7 +78,7 @@ changed, and were not run again. Cells of some types are of an earlier record, o
 """
 FOOTNOTE = """
 `*`: with `adapter.targets` as the note on `all-linear` names them: experts are one tensor each, and get adapters too.
-QLoRA leaves them in full precision.
+Under QLoRA they are in 4 bits; cells of older code had them in full precision.
 """
 
 

@@ -117,7 +117,7 @@ def _reopen(export: Path, small: dict[str, Any], num_scores: int | None) -> tupl
     bases = [_opened(base, num_scores, **options) for _ in range(2)]
     if options:
         for model in bases:
-            _round_experts(model)
+            round_experts(model)
     return PeftModel.from_pretrained(bases[0], str(export)).eval(), bases[1]
 
 
@@ -131,7 +131,7 @@ def _opened(folder: str | Path, num_scores: int | None = None, **options: Any) -
     return found.eval()
 
 
-def _round_experts(model: Any) -> None:
+def round_experts(model: Any) -> None:
     """Give stacked experts the values that bitsandbytes' 4 bits have, which transformers puts into linear layers alone.
     In place.
     """
