@@ -37,17 +37,21 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 LINEAR = (torch.nn.Linear, Conv1D)
-NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
 """What peft takes for a linear layer: GPT-2's have their weight the other way round."""
+NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
 READ_BY_KERNELS = {
+    "bamba": ("out_proj",),
     "falcon_h1": ("out_proj",),
     "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
+    "granitemoehybrid": ("out_proj",),
     "mamba": ("x_proj", "dt_proj", "out_proj"),
     "mamba2": ("out_proj",),
     "nemotron_h": ("out_proj",),
+    "zamba2": ("out_proj",),
 }
-"""Linear layers whose weights a kernel of the model reads by itself, past an adapter (transformers 5.23,
-modeling_*.py); peft 0.21.2 refuses out_proj of these types (tuners_utils.py, _check_lora_target_modules_mamba)."""
+"""Linear layers whose weights a kernel of the model reads by itself on a GPU, past an adapter (transformers 5.23,
+modeling_*.py); peft 0.21.2 refuses out_proj of some of these types (tuners_utils.py,
+_check_lora_target_modules_mamba)."""
 BASE_RECORD = "base_model.json"
 NO_ROWS = range(0)
 
@@ -283,6 +287,11 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
                 f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
                 f" write adapter.modules_to_save: [{target}]"
             )
+        elif target != ALL_LINEAR and (passed := _passed_by(model, target)):
+            mistakes.append(
+                f"adapter.targets has {target!r}, but kernels of {model.config.model_type} read"
+                f" {', '.join(passed)} by themselves, past an adapter; leave it out"
+            )
         elif target != ALL_LINEAR and not _matching([*linear, *stacked], target):
             mistakes.append(
                 f"adapter.targets has {target!r}, which is no linear layer of {type(model).__name__}; it has"
@@ -302,6 +311,11 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
     if mistakes:
         raise RecipeError(mistakes)
     return _note_on_experts(model, settings, stacked)
+
+
+def _passed_by(model: PreTrainedModel, target: str) -> list[str]:
+    outside = READ_BY_KERNELS.get(model.config.model_type, ())
+    return [name for name in _last_parts(_matching(_linear_names(model), target)) if name in outside]
 
 
 def _no_4_bits(model: PreTrainedModel) -> str | None:
