@@ -1,6 +1,4 @@
-"""Operations on fake tensors, each run once for all tensors that are alike: for later ones its results are made anew,
-which takes a fifth of the time.
-"""
+"""Operations on fake tensors, each run once for all tensors alike: for later ones only its results are made."""
 
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple

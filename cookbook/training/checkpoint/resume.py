@@ -85,7 +85,7 @@ def _named(path: Path, root: Path) -> Path:
     """The path that `run.resume` names; of this run's own checkpoint, however it is reached, that in `root`.
 
     Raises:
-        RecipeError: it lies elsewhere in the run's folder, which a run that begins anew sets aside.
+        RecipeError: it lies elsewhere in the run's folder, which a run that starts over sets aside.
     """
     real = path.resolve()
     own = [there for there in root.iterdir() if there.resolve() == real] if root.is_dir() else []
