@@ -398,9 +398,8 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     borders = (mesh.pipeline * mesh.chunks - 1) / (mesh.pipeline - 1)
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size * borders
     found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
-    # The last stage sends its last chunk's only back. And votes: torch's stages take one each step (2.13,
-    # _warmup_forward_vote, _warmup_backward_result).
-    calls = (2 * mesh.chunks - 1) * (step.micro_batches + 1)
+    # The last stage sends its last chunk's only back.
+    calls = (2 * mesh.chunks - 1) * step.micro_batches
     return [replace(found, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
 
 
