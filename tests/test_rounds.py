@@ -175,9 +175,16 @@ def test_padding_changes_no_answer(lab, model, tmp_path):
     assert recipe.rounds is not None
     ids = encode(prompt_rows.read_prompts(recipe.data, recipe.rounds), str(model), recipe)
     assert len({*map(len, ids)}) > 2
-    sampler = Sampler(model, recipe.rounds, is_bf16=False)
-    groups = sampler.answers(ids, seed=1)
     alone: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(0)
+    for weight in alone.parameters():  # after so short a training all answers are one token again and again
+        torch.nn.init.normal_(weight.data, std=0.3)
+    alone.generation_config.repetition_penalty = 9.0  # what a folder proposes is not the model that is trained
+    alone.save_pretrained(tmp_path / "model")
+    alone.generation_config.repetition_penalty = 1.0
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    groups = Sampler(tmp_path / "model", recipe.rounds, is_bf16=False).answers(ids, seed=1)
+    assert len({tuple(group[0].ids) for group in groups}) > len(ids) / 2
     for asked, group in zip(ids, groups, strict=True):
         found = alone.generate(torch.tensor([asked]), do_sample=False, max_new_tokens=8)[0, len(asked) :].tolist()
         assert [answer.ids for answer in group] == [found] * 2
