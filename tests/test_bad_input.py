@@ -55,7 +55,7 @@ def three_broken_files(book):
         ("train: python-stdlib", "train: nope.jsonl"),
         ("max_steps: 30", "max_steps: -1"),
     )
-    book.edit(ZERO3, ("num_processes: auto", "use_cpu: true\nnum_processes: many"))
+    book.edit(ZERO3, ("num_processes: auto", "downcast_bf16: true\nnum_processes: many"))
     book.edit(
         ZERO3_JSON,
         ('"gradient_clipping": "auto"', '"wall_clock_breakdown": true'),
@@ -65,7 +65,7 @@ def three_broken_files(book):
         "recipes/small.yaml:4: sede: unknown key; did you mean seed?",
         "recipes/small.yaml:29: run.max_steps is -1; it must be greater than 0",
         f"recipes/small.yaml:14: data.train is 'nope.jsonl': no such file (looked in {book.root})",
-        "accelerate_configs/zero3.yaml:2: use_cpu is true: a run uses all visible GPUs, else the CPU; take it out",
+        "accelerate_configs/zero3.yaml:2: downcast_bf16 is true: for TPUs only; take it out",
         "ds_configs/zero3.json:11: wall_clock_breakdown is true: every step is written to metrics.jsonl; take it out",
         "accelerate_configs/zero3.yaml:3: num_processes is 'many'; use auto (one per GPU) or a count from 1",
         "ds_configs/zero3.json:14: zero_optimization.overlap_com: unknown key; did you mean overlap_comm?",
@@ -603,11 +603,11 @@ STRATEGY_MISTAKES = {
         ":5: deepspeed_config.zero_stage: would be ignored beside a JSON; write zero_optimization.stage in the JSON",
     ),
     "use_cpu": (
-        "ddp",
+        "zero3",
         YAML,
         "num_processes",
         "use_cpu: true\nnum_processes",
-        ":2: use_cpu is true: a run uses all ...",
+        ":...: use_cpu is true: accelerate would drop DEEPSPEED and train plain DDP; take it out: ...",
     ),
     "MULTI_CPU": (
         "ddp",

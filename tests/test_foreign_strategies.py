@@ -15,6 +15,7 @@ import pytest
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT
@@ -27,7 +28,7 @@ from cookbook.config.accelerate_yaml import FsdpBlock
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.ranking import forecast_all
-from cookbook.planning.run_plan import launch_command
+from cookbook.planning.run_plan import launch_command, machine_problems
 from cookbook.system import status
 from cookbook.system.child import run_child
 from cookbook.system.files import RecipeError
@@ -190,7 +191,38 @@ def test_what_accelerate_config_writes_passes_the_check_with_one_note(name: str,
     processes = ["--processes", "1"] if name == "single" else []
     assert check(lab, yaml_of_accelerate(tmp_path, name), *processes) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 1 and "; use_cpu: false" in notes[0]
+    assert len(notes) == 1 and "; tpu_env: []" in notes[0]
+
+
+@pytest.fixture
+def written_without_a_gpu(tmp_path: Path) -> Path:
+    """What `accelerate config default` writes on a machine without a GPU: it asks for the CPU."""
+    path = tmp_path / "default.yaml"
+    assert write_basic_config(save_location=str(path))
+    assert yaml.safe_load(path.read_text())["use_cpu"] is True
+    return path
+
+
+def test_a_file_that_asks_for_the_cpu_is_fine_where_there_is_no_gpu_and_refused_where_there_is(
+    written_without_a_gpu: Path, lab: Lab, capsys
+):
+    path = written_without_a_gpu
+    assert check(lab, path, "--processes", "1") == 0
+    assert "use_cpu" not in capsys.readouterr().out
+    counts = {"num_processes": 1, "num_local": 1}
+    assert machine_problems(load_strategy(path), **counts, num_gpus=0) == []
+    (found,) = machine_problems(load_strategy(path), **counts, num_gpus=2)
+    assert "use_cpu is true, but a run uses the 2 GPUs here; take it out, or hide them" in found
+    path.write_text(path.read_text().replace('"use_cpu": true', '"use_cpu": false'))
+    assert machine_problems(load_strategy(path), **counts, num_gpus=2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_file_that_asks_for_the_cpu_trains_when_accelerate_launches_it(written_without_a_gpu: Path, lab: Lab):
+    curve = lab.run(str(written_without_a_gpu), SGD, processes=1, launched=True)
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < LOSS and found.norm < NORM, found
 
 
 OWNED = {

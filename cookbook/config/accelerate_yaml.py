@@ -145,6 +145,7 @@ class AccelerateFile(Block):
     rdzv_backend: Literal["static", "c10d"] = "static"
     same_network: bool = False  # as accelerate reads a file without it
     gpu_ids: Annotated[str | None, BeforeValidator(_gpu_ids)] = None
+    use_cpu: bool = False
     enable_cpu_affinity: bool = False
     debug: bool = False
     deepspeed_config: DeepspeedBlock | None = None
@@ -152,6 +153,7 @@ class AccelerateFile(Block):
     parallelism_config: ParallelismBlock | None = None
 
 
+USE_CPU = "take it out: a run uses all visible GPUs, else the CPU"
 LEAST_ZERO = "{zero_stage: 2}"
 LEAST_FSDP = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_reshard_after_forward: true}"
 """Blocks that a file without them may write."""
@@ -165,6 +167,8 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
             yield f"{place('distributed_type')} is {kind}, but there is no {name}; add {name}: {least}"
         if family != kind and is_given:
             yield f"{place(name)}: would be ignored: distributed_type is {family}, not {kind}; take it out"
+    if parsed.use_cpu and family in ("DEEPSPEED", "FSDP"):
+        yield f"{place('use_cpu')} is true: accelerate would drop {family} and train plain DDP; {USE_CPU}"
     given = f"{place('num_processes')} is {count}"
     if parsed.deepspeed_config is not None:
         yield from _check_deepspeed_block(parsed.deepspeed_config, place)

@@ -55,6 +55,8 @@ class Strategy:
     rdzv_backend: Literal["static", "c10d"] = "static"
     gpu_ids: tuple[str, ...] = ()
     """The GPUs of a machine that a run sees; empty: all."""
+    use_cpu: bool = False
+    """Whether the file asks for the CPU, which a run takes only where there is no GPU."""
     zero_stage: int = 0
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_param: Literal["cpu", "nvme"] | None = None
@@ -414,6 +416,7 @@ def _strategy(
         main_process_port=parsed.main_process_port,
         rdzv_backend=parsed.rdzv_backend,
         gpu_ids=() if parsed.gpu_ids in (None, "all") else tuple(str(parsed.gpu_ids).split(",")),
+        use_cpu=parsed.use_cpu,
         zero_stage=zero.stage if zero else 0,
         offload_optimizer=zero.offload_optimizer.device if zero and zero.offload_optimizer else None,
         offload_param=zero.offload_param.device if zero and zero.offload_param else None,

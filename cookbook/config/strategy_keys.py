@@ -35,7 +35,6 @@ OWNED_BY_THE_RECIPE = {
     "scheduler": "the recipe owns it (schedule): a strategy must not change the mathematics",
     "activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
     "fsdp_activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
-    "use_cpu": "a run uses all visible GPUs, else the CPU; with this key accelerate would train plain DDP instead",
     "dynamo_config": "not supported",
     "fp8_config": "not supported",
     "fsdp_state_dict_type": "checkpoints have one format under every strategy",

@@ -342,7 +342,7 @@ VARIABLES = {
 
 def _expected_variables(strategy: Strategy) -> dict[str, str]:
     """The variables that `accelerate launch` 1.15 sets for this file (utils/launch.py, prepare_multi_gpu_env)."""
-    expected = {"ACCELERATE_DYNAMO_BACKEND": "no", "ACCELERATE_USE_CPU": "false"}
+    expected = {"ACCELERATE_DYNAMO_BACKEND": "no", "ACCELERATE_USE_CPU": str(strategy.use_cpu)}
     written = {VARIABLES.get(key, key.upper()): str(value) for key, value in strategy.written.items()}
     if strategy.kind == "zero":
         expected |= {"ACCELERATE_USE_DEEPSPEED": "true"}

@@ -184,6 +184,9 @@ def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, 
             f"{strategy.path}: {num_local} processes on this machine, which has {several(num_gpus, 'GPU')};"
             f" ask for at most {num_gpus} (or hide them with CUDA_VISIBLE_DEVICES=)"
         )
+    if num_gpus and strategy.use_cpu:
+        way = "take it out, or hide them with CUDA_VISIBLE_DEVICES="
+        mistakes.append(f"{strategy.path}: use_cpu is true, but a run uses the {several(num_gpus, 'GPU')} here; {way}")
     return mistakes
 
 
