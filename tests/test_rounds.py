@@ -120,15 +120,7 @@ def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, t
     for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
         lines, run = read(out / f"rounds/{number:04}/samples.jsonl"), out / f"rounds/{number:04}/run"
         assert len(lines) == 6
-        for line in lines:
-            asked = tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True)["input_ids"]
-            assert line["prompt_ids"] == asked
-            ends = [ids[-1] == tokenizer.eos_token_id for ids in line["completion_ids"]]
-            assert line["ended"] == ends and line["num_tokens"] == list(map(len, line["completion_ids"]))
-            assert all(end or len(ids) == 8 for end, ids in zip(ends, line["completion_ids"], strict=True))
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in line["completion_ids"]]
-            assert [one[0]["content"] for one in line["completions"]] == texts
-            assert line["rewards"] == [min(len(text), 40) / 40 + 0.5 * ("e" in text) for text in texts]
+        are_of_their_tokens(lines, tokenizer)
         # The run begins at the weights that sampled: the first step's ratios to the cached probabilities are 1.
         first = next(line for line in read(run / "metrics.jsonl") if "loss" in line)
         assert first["ratio"] == pytest.approx(1, abs=1e-6)
@@ -142,6 +134,19 @@ def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, t
     assert not (out / "rounds/0001/run/checkpoints").exists()
     assert (out / "export").resolve() == (out / "rounds/0002/run/export").resolve()
     _is_shown_as_one_run(lab, out, capsys)
+
+
+def are_of_their_tokens(lines: list[dict[str, Any]], tokenizer) -> None:
+    """Prompts, ends, texts and rewards of a round's samples are those of the token ids."""
+    for line in lines:
+        asked = tokenizer.apply_chat_template(line["prompt"], add_generation_prompt=True)["input_ids"]
+        assert line["prompt_ids"] == asked
+        ends = [ids[-1] == tokenizer.eos_token_id for ids in line["completion_ids"]]
+        assert line["ended"] == ends and line["num_tokens"] == list(map(len, line["completion_ids"]))
+        assert all(end or len(ids) == 8 for end, ids in zip(ends, line["completion_ids"], strict=True))
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in line["completion_ids"]]
+        assert [one[0]["content"] for one in line["completions"]] == texts
+        assert line["rewards"] == [min(len(text), 40) / 40 + 0.5 * ("e" in text) for text in texts]
 
 
 def _is_shown_as_one_run(lab, out, capsys):

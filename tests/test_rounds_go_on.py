@@ -1,0 +1,106 @@
+"""Protects what rounds take from one another: the dice, which run is over, and where a prompt ends.
+
+python -m pytest -q tests/test_rounds_go_on.py
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from cookbook.commands import rounds as command
+from cookbook.commands.rounds import prompt_rows
+from cookbook.commands.rounds.sampling import encode
+from cookbook.config.recipe import load_recipe
+from tests.curves import Lab
+from tests.test_rounds import ROUNDS, WORDS, are_of_their_tokens, read, settings, start
+
+ALL_PROMPTS = ROUNDS | {"prompts_per_round": len(WORDS)}
+BATCH = {"global_batch_size": 28, "micro_batch_size": 14}
+
+
+@pytest.fixture(scope="module")
+def model(lab) -> Path:
+    return lab.run("single").folder / "export"
+
+
+@pytest.fixture
+def ends(monkeypatch, model) -> Callable[..., list[str]]:
+    """Lets each round's run end as told, its model as it was; gives the list of the rounds that were launched."""
+
+    def every_run(code: int, state: str) -> list[str]:
+        launched: list[str] = []
+
+        def launch(_path, *, assignments, **_others):
+            values = dict(one.split("=", 1) for one in assignments)
+            launched.append(values["rounds.round"])
+            run = Path(json.loads(values["run.output_dir"]))
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "status.json").write_text(json.dumps({"state": state, "step": 1, "exit_code": code}))
+            if state == "finished":
+                shutil.copytree(model, run / "export")
+            return code
+
+        monkeypatch.setattr(command, "launch", launch)
+        return launched
+
+    return every_run
+
+
+def test_each_round_has_its_own_random_numbers(lab: Lab, ends, model: Path, tmp_path: Path):
+    """The same weights are asked the same question in both rounds."""
+    rounds = ROUNDS | {"prompts_per_round": 1, "num_generations": 12}
+    sampled = []
+    for name in ("one", "again"):
+        (tmp_path / name).mkdir()
+        values = settings(tmp_path / name, model, rounds=rounds, batch={"global_batch_size": 12, "micro_batch_size": 6})
+        prompts = tmp_path / name / "prompts.jsonl"
+        prompts.write_text(prompts.read_text().splitlines()[0] + "\n")
+        ends(0, "finished")
+        assert start(lab, values) == 0
+        lines = [read(tmp_path / name / f"out/rounds/{number:04}/samples.jsonl") for number in (1, 2)]
+        are_of_their_tokens(lines[0] + lines[1], AutoTokenizer.from_pretrained(model))
+        sampled.append([[line["completion_ids"] for line in one] for one in lines])
+    (first, second), again = sampled
+    assert again == [first, second] and first != second
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "expected"), [(75, "stopped", 75), (1, "failed", 1), (0, "running", 1)], ids=str
+)
+def test_a_round_whose_run_is_not_over_is_begun_again_with_the_same_samples(
+    lab: Lab, ends, model: Path, tmp_path: Path, code: int, state: str, expected: int
+):
+    values, out = settings(tmp_path, model, rounds=ALL_PROMPTS, batch=BATCH), tmp_path / "out"
+    launched = ends(code, state)
+    assert start(lab, values) == expected
+    assert launched == ["1"] and not (out / "rounds/0002").exists()
+    status = json.loads((out / "status.json").read_text())
+    wanted = ("stopped" if code == 75 else "failed", expected, "in round 1")
+    assert (status["state"], status["exit_code"], status["reason"]) == wanted
+    before = (out / "rounds/0001/samples.jsonl").read_bytes()
+    launched = ends(0, "finished")
+    assert start(lab, values) == 0
+    assert launched == ["1", "2"] and (out / "rounds/0001/samples.jsonl").read_bytes() == before
+
+
+def test_a_text_is_asked_without_the_end_token_that_its_tokenizer_adds(model: Path, tmp_path: Path):
+    """Else the model is asked what comes after an end."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end[0]}", special_tokens=[end]
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    shutil.copy(model / "config.json", tmp_path / "model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("over")["input_ids"][-1] == end[1]
+    values = settings(tmp_path, model)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "over"}) + "\n")
+    recipe = load_recipe(Path("recipes/quickstart.yaml").resolve(), [f"{key}={value}" for key, value in values.items()])
+    assert recipe.rounds is not None
+    (ids,) = encode(prompt_rows.read_prompts(recipe.data, recipe.rounds), str(tmp_path / "model"), recipe)
+    assert tokenizer.decode(ids) == "over"
