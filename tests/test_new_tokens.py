@@ -17,12 +17,16 @@ from cookbook.commands.merge import merge_run
 from cookbook.commands.shared.generation import open_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
+from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.checkpoint.resume import changes
 from cookbook.training.models import load_tokenizer, train_tokenizer
 from cookbook.training.models.grown import grown_folder
+from cookbook.training.models.structure import scratch_config
 from tests.curves import ROOT, WORDS, Curve, Lab, distance, processes_of
+from tests.experts import experts
+from tests.test_resume import chain
 
 NEW = ["<|tool|>", "<|think|>"]
 LORA = {"adapter": "{name: lora, rank: 4}", "optim.learning_rate": "0.05"}
@@ -30,10 +34,12 @@ UNTIED = {"model.from_scratch.tie_word_embeddings": "false"}
 KINDS = {
     "full": (UNTIED, ("ddp", "zero3", "fsdp2", "tp", "pp")),
     "tied": ({}, ("zero3", "fsdp2_tp")),
-    "lora": (UNTIED | LORA, ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2")),
-    "tied-lora": (LORA, ("ddp", "zero3", "fsdp1", "fsdp2")),
+    "lora": (UNTIED | LORA, ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "tp", "pp", "fsdp2_tp")),
+    "tied-lora": (LORA, ("ddp", "zero3", "fsdp1", "fsdp2", "tp", "pp", "pp_tp_fsdp2")),
 }
-CASES = [(strategy, kind) for kind, (_, strategies) in KINDS.items() for strategy in strategies]
+CASES: list[Any] = [(strategy, kind) for kind, (_, strategies) in KINDS.items() for strategy in strategies]
+SELDOM = {"lora": ("ddp_tp", "hsdp_tp", "pp_fsdp2", "pp_tp_fsdp2"), "tied-lora": ("ddp_tp", "fsdp2_tp", "pp_tp")}
+CASES += [pytest.param(name, kind, marks=pytest.mark.thorough) for kind, names in SELDOM.items() for name in names]
 
 
 def write_rows(path: Path) -> list[dict[str, Any]]:
@@ -63,6 +69,46 @@ def test_every_strategy_trains_the_same_grown_model(lab: Lab, strategy: str, kin
     asked = settings(lab, KINDS[kind][0])
     found = distance(lab.run(strategy, asked, processes=processes_of(strategy)), lab.run("single", asked))
     assert found.loss < 2e-5 and found.norm < 1e-3 and found.weight < 2e-5, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mistake", "kind"),
+    [("tp", "rows_of_a_shard", "lora"), ("pp", "tied_gradients_not_added", "tied-lora")],
+)
+def test_rows_that_a_process_trains_by_itself_leave_the_curve(lab: Lab, strategy: str, mistake: str, kind: str):
+    asked = settings(lab, KINDS[kind][0])
+    run = lab.run(strategy, asked, processes=processes_of(strategy), sabotage=mistake)
+    found = distance(run, lab.run("single", asked))
+    assert found.loss > 1e-3, found
+
+
+def test_the_forecast_divides_embedding_and_head_under_trained_rows():
+    words = ["model.new_tokens=[<a>, <b>]", "model.from_scratch.tie_word_embeddings=false", "adapter.name=lora"]
+    recipe = load_recipe(ROOT / "recipes/quickstart.yaml", words)
+    config = scratch_config(recipe.model.from_scratch)
+    ends = [one for one in skeleton(config, recipe).weights if "embed_tokens" in one.name or "lm_head" in one.name]
+    size, width = config.vocab_size, config.hidden_size
+    found = sorted((one.shape, one.is_trained, one.shard_dim) for one in ends)
+    assert found == [((2, width), True, None)] * 2 + [((size, width), False, 0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_expert_parallel_trains_the_rows_of_new_tokens(lab: Lab, tied: bool):
+    asked = settings(lab, LORA) | experts(lab, tie_word_embeddings=tied)
+    asked["model"] = asked["model"].replace("}", f", new_tokens: {json.dumps(NEW)}}}")
+    del asked["model.new_tokens"]
+    found = distance(lab.run("fsdp2_ep", asked, processes=4), lab.run("single", asked))
+    assert found.loss < 2e-5 and found.norm < 1e-3 and found.weight < 2e-5, found
+
+
+@pytest.mark.slow
+def test_a_run_with_trained_rows_goes_on_under_strategies_that_cut_them_otherwise(lab: Lab, tmp_path: Path):
+    asked = settings(lab, UNTIED | LORA | {"optim.name": "adamw", "optim.learning_rate": "3e-3", "optim.eps": "1e-4"})
+    curve = chain(lab, tmp_path, ["tp:2", "pp:2", "fsdp2_tp:4", "zero3:2", "tp:2", "single"], asked, num_steps=3)
+    found = distance(curve, lab.run("single", asked))
+    assert found.loss < 2e-5 and found.norm < 1e-3, found
 
 
 def write_base(folder: Path, *, spare: int = 0, kind: type = LlamaConfig, **sizes: Any) -> Path:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curves import ADAMW, ROOT, Curve, Lab, distance, processes_of
 from filelock import FileLock
 from safetensors.torch import save_file
 
@@ -28,6 +27,7 @@ from cookbook.training.checkpoint.content import complete_kinds
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
 from cookbook.training.checkpoint.listing import describe
 from cookbook.training.checkpoint.tensors import Reader
+from tests.curves import ADAMW, ROOT, Curve, Lab, distance, processes_of
 from tests.experts import experts
 
 STOPPED = 75

@@ -95,6 +95,10 @@ def new_rows(config: PreTrainedConfig, recipe: Recipe) -> range:
     return range(config.vocab_size - len(recipe.model.new_tokens or ()), config.vocab_size)
 
 
+_WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter\.base_layer)$")
+"""Names that peft gives to a module inside of its wrappers."""
+
+
 def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:
     """The part of each parameter outside the layers, by id; missing ones are `rest`."""
     found: dict[int, Part] = {}
@@ -114,7 +118,7 @@ def _sharded_dim(module: str, cuts: list[tuple[re.Pattern[str], str]], num_dimen
         cuts: the model's tensor-parallel plan: patterns of module names, and how they are sharded.
     """
     base, _, rest = module.partition(".lora_")
-    base = base.removesuffix(".base_layer")
+    base = _WRAPPED.sub("", base)
     how = next((how for pattern, how in cuts if pattern.fullmatch(base)), "")
     if (how.startswith("colwise") and rest[:1] in ("", "B")) or how == "embedding_rowwise":
         return 0

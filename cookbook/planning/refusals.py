@@ -139,17 +139,6 @@ OF_KEYS: tuple[Combination, ...] = (
         way_out="accelerate_configs/fsdp2.yaml, or train all weights",
     ),
     Combination(
-        what="model.new_tokens and an adapter, with tensor or pipeline parallel, or FSDP2 over expert parallel",
-        clashes=lambda recipe, strategy, num_gpus: (
-            recipe.adapter is not None
-            and recipe.model.new_tokens is not None
-            and (strategy.tp_size > 1 or strategy.pp_size > 1 or strategy.is_sharded_while_read)
-        ),
-        why="the trained rows of embedding and head would belong to shards and stages, which is not served",
-        seen="peft 0.21.2, transformers 5.23",
-        way_out="accelerate_configs/fsdp2.yaml or zero3.yaml, or train all weights",
-    ),
-    Combination(
         what="adapter.name: qlora with FSDP1",
         clashes=lambda recipe, strategy, num_gpus: _with_adapter("qlora")(recipe) and strategy.kind == "fsdp1",
         why="FSDP1 flattens weights of one floating dtype, and 4-bit weights are bytes",

@@ -16,12 +16,13 @@ from cookbook.system.files import RecipeError
 
 def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) -> dict[str, list[int]]:
     """peft's `trainable_token_indices`: the rows by the names of embedding and head, a tied head left to peft; none of
-    a module that the adapter trains whole.
+    a module that the adapter trains whole, or that this stage of a pipeline does not have.
     """
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         why = f"the head of {type(model).__name__} has a bias, which peft 0.21.2 leaves out where it trains its rows"
         raise RecipeError(f"model.new_tokens: {why}; train all weights without an adapter")
     ends = [model.get_input_embeddings()] + [model.get_output_embeddings()] * (not model.config.tie_word_embeddings)
+    ends = [module for module in ends if hasattr(module, "weight")]
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
     return {name: [*rows] for name in names if name.rpartition(".")[2] not in settings.modules_to_save}
 

@@ -197,6 +197,13 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def _set_groups(state: Any, groups: list[Any]) -> None:
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups[:] = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None
+
+
 def _fill(model: torch.nn.Module, shards: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
     """Give parameters that FSDP2 has sharded without data this process's shards of them, in place."""
     for group in _groups(model):
@@ -214,8 +221,10 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
     first forward.
 
     FSDP2 shards what a unit has when it is applied to it, and is applied to a unit once. So each parameter joins those
-    of the innermost unit that it is in, with which it is gathered and reduced, as if it had been there.
+    of the innermost unit that it is in, with which it is gathered and reduced, as if it had been there. The whole model
+    may have had none of its own, beside embedding and head: then these are its first.
     """
+    first = next(_groups(model))  # of embedding or layer: the experts of a layer, on another mesh, come after it
     places = [held._module_info for group in _groups(model) for held in group.fsdp_params]
     known = {getattr(place.module, place.param_name) for place in places}
     sharded: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -223,7 +232,9 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
         late = [parameter for parameter in module.parameters() if parameter not in known]
         if not isinstance(module, FSDPModule) or not late:
             continue
-        (group,) = _groups_of(module._get_fsdp_state())
+        state: Any = module._get_fsdp_state()
+        own = _groups_of(state)
+        group = own[0] if own else first
         # Not a unit for each adapter: that is one more gather and one more reduction a layer. This group is only made
         # for its shards, which join the unit's own.
         made = type(group)(
@@ -236,7 +247,10 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
             group.mp_policy,
             group.offload_policy,
         )
-        group.fsdp_params += made.fsdp_params
+        if own:
+            group.fsdp_params += made.fsdp_params
+        else:
+            _set_groups(state, [made])
         sharded |= zip(late, (held.sharded_param for held in made.fsdp_params), strict=True)
         known |= set(sharded.values())
     for settings in optimizer.param_groups:
@@ -262,11 +276,7 @@ def gather_tied_once(model: torch.nn.Module) -> None:
                     owner._module_info.shared_modules.append(place.module)
                     owner._module_info.shared_param_names.append(place.param_name)
                     group.fsdp_params.remove(held)
-        left = [group for group in _groups_of(state) if group.fsdp_params]
-        if hasattr(state, "_fsdp_param_groups"):
-            state._fsdp_param_groups[:] = left
-        else:
-            state._fsdp_param_group = left[0] if left else None
+        _set_groups(state, [group for group in _groups_of(state) if group.fsdp_params])
 
 
 def _gather_as_bytes() -> None:

@@ -76,7 +76,8 @@ class Pipeline(Copies):
         self._hidden_dtype = self.frozen_dtype if is_adapted else torch.float32
         found: Any = model
         is_tied = found.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
-        self._tied = found.get_input_embeddings().weight if is_tied else None
+        # With an adapter that trains rows of it, the matrix is frozen and they are tied.
+        self._tied = [*found.get_input_embeddings().parameters()] if is_tied else []
         return super()._wrap(model, optimizer)
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
@@ -86,8 +87,9 @@ class Pipeline(Copies):
 
     def _add_up_tied(self) -> None:
         """An embedding that is tied to the head has gradients in the first stage and in the last."""
-        if self._tied is not None and self._tied.grad is not None:
-            add_up([local(self._tied.grad)], self._ends, self.gradient_dtype)
+        gradients = [local(one.grad) for one in self._tied if one.grad is not None]
+        if gradients:
+            add_up(gradients, self._ends, self.gradient_dtype)
 
     def _forwards(
         self, function: Callable[[Any, Batch], Any], batches: list[Batch], begin: Callable[[int], None]
@@ -146,11 +148,11 @@ class Pipeline(Copies):
         return stages[-1].results
 
     def _num_shards(self, gradient: torch.Tensor) -> float:
-        is_tied = self._tied is not None and gradient is self._tied.grad
+        is_tied = any(gradient is one.grad for one in self._tied)
         return super()._num_shards(gradient) * self.mesh.pipeline / (2 if is_tied else 1)
 
     def _ranks_with(self, parameter: torch.nn.Parameter) -> Sequence[int]:
-        if parameter is self._tied:
+        if any(parameter is one for one in self._tied):
             return (*self._ranks_of(0), *self._ranks_of(self.mesh.pipeline - 1))
         return self._ranks_of(self._index)
 

@@ -127,14 +127,15 @@ class ShardedLossHead(LossHead):
         most: Most | None = None,
     ) -> Any:
         """As of `LossHead`; collective over the tensor-parallel group, whose ranks pass the same."""
-        assert rows is None, "an adapter with rows of a shard is refused"
         assert most is None, "a teacher is whole"
         if targets is None:
-            return self.whole_logits(hidden)
+            return _with_columns(self.whole_logits(hidden), hidden, rows)
         assert isinstance(self.weight, DTensor)
+        shard, weight = _shard_of(self.weight), self.weight.to_local(grad_placements=[Shard(0)])
+        if rows is not None:
+            weight = shard.with_rows(weight, *rows)
         bias = self.bias.to_local(grad_placements=[Shard(0)]) if isinstance(self.bias, DTensor) else None
-        weight = self.weight.to_local(grad_placements=[Shard(0)])
-        return self._loss(hidden, weight, bias, targets, transform, _shard_of(self.weight), candidates)
+        return self._loss(hidden, weight, bias, targets, transform, shard, candidates)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,12 @@ class _VocabularyShard:
         columns, is_here = self._columns(logits, targets)
         wide = logits.float()
         return torch.stack([wide.logsumexp(-1), wide.gather(1, columns).squeeze(1) * is_here])
+
+    def with_rows(self, weight: torch.Tensor, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """The rows here, with others in the place of those from token `first` on; every rank has all the others."""
+        low, high = (min(max(token - self.start, 0), len(weight)) for token in (first, first + len(rows)))
+        own = _SharedRows.apply(rows, self.group)[self.start + low - first : self.start + high - first]
+        return torch.cat([weight[:low], own.to(weight.dtype), weight[high:]])
 
     def join(self, terms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All ranks' terms -> negative log-likelihoods, and the log-sum-exp over the vocabulary, (L,). Collective."""
@@ -176,6 +183,30 @@ class _VocabularyShard:
         columns = targets - self.start
         is_here = (columns >= 0) & (columns < logits.shape[1])
         return (columns * is_here).unsqueeze(1), is_here
+
+
+class _SharedRows(torch.autograd.Function):
+    """Rows that all ranks of a group have, and of which each uses some: the gradient is a sum over all. Collective."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return shared.view_as(shared)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = gradients[0].contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole, None
+
+
+def _with_columns(logits: torch.Tensor, hidden: torch.Tensor, rows: tuple[int, torch.Tensor] | None) -> torch.Tensor:
+    """(L, V) logits with those of other rows of the head, from token `rows[0]` on."""
+    if rows is None:
+        return logits
+    first, own = rows
+    found = F.linear(hidden, own.to(hidden.dtype))
+    return torch.cat([logits[..., :first], found, logits[..., first + len(own) :]], -1)
 
 
 def _shard_of(weight: DTensor) -> _VocabularyShard:
