@@ -82,6 +82,13 @@ PROGRAMS = {
         keeps_inputs_of_4_bits=True,
         keeps_logits=True,
     ),
+    "prime-rl": Program(
+        weights="fp32 shards",
+        loss="whole, float32",
+        where="benchmarks/scripts/run_single_benchmark.py: --model.compile, --model.ac, two micro-batches of one"
+        " sample; trainer/sft/train.py: cross_entropy of whole float32 logits, which it deletes before the backward,"
+        " and max_memory_reserved",
+    ),
     "Liger": Program(
         weights="fp32 shards",
         loss="shifted copy",
@@ -324,6 +331,23 @@ def _liger(row: Row, notes: str) -> Setup | str:
     )
 
 
+def _prime(row: Row, notes: str) -> Setup | str:
+    return Setup(
+        program="prime-rl",
+        model=row["model"],
+        rows=int(row["micro_batch"]),
+        length=int(row["seq_len"]),
+        loss=PROGRAMS["prime-rl"].loss,
+        is_compiled=True,
+        checkpointing="full",
+        processes=int(row["world_size"]),
+        shards="fsdp2",
+        accumulates=True,
+        kind="reserved",
+        gpu_gib={"H100": 79.2, "H200": 139.8, "B200": 178.4, "A6000": 0.0}[notes.partition(";")[0]],
+    )
+
+
 def _four_bits(name: str) -> float:
     """Bytes of a weight: half, and a scale for each 64, of 4 bytes or of 1 with one of 4 for each 256 of them (QLoRA,
     arXiv 2305.14314, section 3)."""
@@ -339,4 +363,5 @@ READERS: dict[str, Callable[[Row, str], Setup | str]] = {
     "PEFT method": _peft,
     "AnswerDotAI": _answer_ai,
     "Liger": _liger,
+    "PrimeIntellect": _prime,
 }

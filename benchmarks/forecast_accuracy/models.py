@@ -49,20 +49,50 @@ GPTS = {
     "GPT-530B": _gpt(105, 20480, 128, 51200),
 }
 """Embedding and head are one, and queries, keys and values one product."""
+QWEN3 = {
+    "Qwen3-1.7B": Shape(28, 2048, 6144, 16, 8, 151936),
+    "Qwen3-8B": Shape(36, 4096, 12288, 32, 8, 151936),
+    "Qwen3-14B": Shape(40, 5120, 17408, 40, 8, 151936),
+    "Qwen3-32B": Shape(64, 5120, 25600, 64, 8, 151936),
+}
+NEMOTRON_LAYERS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 OTHERS: dict[str, dict[str, Any]] = {
-    "Qwen3-32B": dict(
-        model_type="qwen3",
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
+    **{
+        name: dict(
+            model_type="qwen3",
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_heads,
+            head_dim=128,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=name == "Qwen3-1.7B",
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        )
+        for name, shape in QWEN3.items()
+    },
+    "Nemotron-3-Nano-30B-A3B": dict(
+        model_type="nemotron_h",
+        vocab_size=131072,
+        hidden_size=2688,
+        layers_block_type=[NEMOTRON_LAYERS[kind] for kind in 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"],
+        num_attention_heads=32,
+        num_key_value_heads=2,
         head_dim=128,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        intermediate_size=1856,
+        mamba_num_heads=64,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=262144,
     ),
     "Qwen-72B (v1)": dict(
         model_type="qwen2",
@@ -112,6 +142,9 @@ KNOWN = {
     "Qwen2-7B": "Qwen/Qwen2.5-7B",
     "Qwen2.5-7B": "Qwen/Qwen2.5-7B",
     "Mistral-7B": "mistral-community/Mistral-7B-v0.2",
+    "Qwen3-0.6B": "Qwen/Qwen3-0.6B-Base",
+    "Qwen3-4B": "Qwen/Qwen3-4B-Instruct-2507",
+    "Qwen3-30B-A3B": "Qwen/Qwen3-30B-A3B-Base",
 }
 """By their name in recipes/offline_facts.json."""
 

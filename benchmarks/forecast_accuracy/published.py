@@ -132,7 +132,7 @@ def has_habits(setup: Setup) -> bool:
 
 def group_of(setup: Setup) -> str:
     """Whose band a row is held against."""
-    return "sharded" if setup.shards else "whole"
+    return "sharded" if setup.shards and setup.processes > 1 else "whole"
 
 
 def _words(setup: Setup) -> str:

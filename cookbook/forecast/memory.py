@@ -15,12 +15,11 @@ CONTEXT = round(0.9 * GIB)
 debug/pytorch.md, read 2026-08)."""
 
 # Measured without expandable segments, which train.py sets by default and which leave less in fragments.
-RESERVED_WHOLE = (1.01, 1.09)
-"""Reserved over allocated memory where weights are not sharded: nanotron's published runs, 60,780 to 60,096 MiB
-and 14,332 to 13,153. On an H100 up to the size of the tensors of head and loss was added to it (docs/on_gpu.md)."""
-RESERVED_SHARDED = (1.07, 1.24)
-"""The same where weights are gathered and freed: nanotron 9,170 to 8,570 MiB, answer.ai's FSDP with LoRA 10.24 to 8.28
-GiB and 10.22 to 9.16."""
+RESERVED_LEAST = {"whole": 1.01, "sharded": 1.07}
+"""Reserved over allocated memory at least, by whether weights are gathered and freed: nanotron's published runs, 60,780
+to 60,096 MiB and 9,170 to 8,570."""
+RESERVED_MOST = 1.09
+"""The same at most, but for holes: nanotron, 14,332 to 13,153 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,11 @@ class Memory:
     logits: int = 0
     """Head and loss: logits, their log-probabilities or gradient, and the gradient of the head's weight."""
     is_sharded: bool
-    head: int = 0
-    """The most that `logits` is at any moment."""
+    holes: int = 0
+    """Most that large blocks leave unused at the peak: the allocator keeps what is freed and cuts smaller tensors out
+    of it, and then needs a new block for the large one. Head and loss, at their most: on an H100 up to that was
+    reserved beyond `RESERVED_MOST` (docs/on_gpu.md); and weights that are gathered and freed
+    (docs/plan_accuracy.md)."""
     outside: tuple[int, int] = (CONTEXT, CONTEXT)
     """Memory outside torch's allocator, least and most; see outside.py for several processes."""
     stages: tuple["Stage", ...] = ()
@@ -68,10 +70,8 @@ class Memory:
         if self.stages:
             of_each = [stage.memory.reserved for stage in self.stages]
             return max(low for low, _ in of_each), max(high for _, high in of_each)
-        low, high = RESERVED_SHARDED if self.is_sharded else RESERVED_WHOLE
-        # The loss is computed in chunks whose sizes differ between micro-batches, which fragments memory.
-        holes = 0 if self.is_sharded else self.head
-        return round(self.allocated * low), round(self.allocated * high) + holes
+        least = RESERVED_LEAST["sharded" if self.is_sharded else "whole"]
+        return round(self.allocated * least), round(self.allocated * RESERVED_MOST) + self.holes
 
     @property
     def needed(self) -> tuple[int, int]:
@@ -130,7 +130,15 @@ def peak(
     update = at(moment="the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
     start = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
     largest = max([*moments, update, start], key=lambda one: one.allocated)
-    return replace(largest, head=max(one.logits for one in moments))
+    return replace(largest, holes=max(one.logits for one in moments) + (_passing(states) if is_sharded else 0))
+
+
+def _passing(states: States) -> int:
+    """Weights that are gathered at a time and freed in the same pass: of units one, and the next one ahead of it; of
+    ZeRO-3 what a gather fetches. Those that stay gathered leave nothing unused.
+    """
+    of_units = sorted(unit.weights for unit in states.units if not unit.stays)
+    return sum(of_units[-2:]) if states.units else states.sent or states.gathered_weights
 
 
 def _at_phase(
