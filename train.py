@@ -20,17 +20,19 @@ from typing import TYPE_CHECKING, Any
 from cookbook.config import schedule
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import Auto, BatchSection, is_due
+from cookbook.config.sections import BatchSection, is_due
 from cookbook.config.strategy import Strategy
 from cookbook.planning import launchers
 from cookbook.planning.run_plan import (
     BrokenPair,
     Plan,
+    autos,
     begun_elsewhere,
     describe_batch,
     load_pair,
     refuse_rounds,
     try_plan,
+    without_auto,
 )
 from cookbook.run import shortage
 from cookbook.system import faults, lock, machine, signals, status, watchdog
@@ -114,9 +116,9 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     assert plan is not None
     strategy = strategy.fitted(world.num_processes, world.num_local)
     notes = [*([note] if note else []), *shortage.unanswered(recipe)]
-    if isinstance(recipe.batch.micro_batch_size, Auto):
-        recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_batch_size": 1})})
-        notes.append("batch.micro_batch_size: auto is 1 here; `cookbook launch` finds the largest that fits")
+    if keys := autos(recipe):
+        recipe = without_auto(recipe)
+        notes.append(f"{' and '.join(keys)}: auto is what takes least memory here; `cookbook launch` finds the fastest")
     return (
         recipe,
         strategy,

@@ -4,7 +4,7 @@ On a GPU a collective or a message is a kernel that runs until all whom it conce
 asks for after it may wait behind it. gloo lets messages pass each other, so a run on it ends where one on NCCL may not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count, groupby
 from typing import NamedTuple
 
@@ -33,12 +33,13 @@ class Asked(NamedTuple):
         return alike and (self.name == "all_to_all" or self.sizes == other.sizes)
 
 
-def stuck(logs: Sequence[Sequence[Asked]], ranks_of: dict[str, list[int]]) -> list[str]:
-    """What each process waits for in the end; nothing if all come to theirs.
+def stuck(logs: Sequence[Sequence[Asked]], ranks_of: dict[str, list[int]], failed: Collection[int] = ()) -> list[str]:
+    """What each process waits for in the end; nothing if all come to theirs, or wait for one that failed.
 
     Args:
         logs: by rank.
         ranks_of: the ranks of each group.
+        failed: ranks which ended before the others, who may wait for them, or for others that do.
     """
     rest = [_steps(log) for log in logs]
     heads = [next(steps, []) for steps in rest]
@@ -51,8 +52,15 @@ def stuck(logs: Sequence[Sequence[Asked]], ranks_of: dict[str, list[int]]) -> li
                 for other, asked in met.items():
                     heads[other].remove(asked)
                     heads[other] = heads[other] or next(rest[other], [])
+    ended = {rank for rank in failed if not heads[rank]}
+    while more := {rank for rank, head in enumerate(heads) if rank not in ended and _waits_for(head, ended, ranks_of)}:
+        ended |= more
     ends = [f"rank {rank}: {head[0] if head else 'at its end'}" for rank, head in enumerate(heads)]
-    return ends if any(heads) else []
+    return ends if any(head for rank, head in enumerate(heads) if rank not in ended) else []
+
+
+def _waits_for(head: list[Asked], ended: Collection[int], ranks_of: dict[str, list[int]]) -> bool:
+    return any({one.peer} & {*ended} if one.name in MESSAGES else {*ranks_of[one.group]} & {*ended} for one in head)
 
 
 def _steps(log: Sequence[Asked]) -> Iterator[list[Asked]]:

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from cookbook import simulated_gpus
 from cookbook.system.machine import num_gpus
+from cookbook.system.signals import EXIT_CODE
 from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of
 from tests.exchanges import Asked, stuck
 from tests.needs import need_builds_of, need_simulated_gpus
@@ -125,16 +126,20 @@ class GpuRun:
         return json.loads((self.folder / f"rank_{rank}.json").read_text())
 
     def reports(self) -> list[dict[str, Any]]:
-        """Those of all its processes; none if one was killed before it could tell."""
+        """Those of all its processes; none if one was killed, or ended before it imported torch."""
         there = all((self.folder / f"rank_{rank}.json").exists() for rank in range(len(self.codes)))
         return [self.report(rank) for rank in range(len(self.codes))] if there else []
 
     def stuck(self) -> list[str]:
-        """What its processes would wait for on NCCL, see `exchanges.stuck`."""
-        logs = [[Asked(*asked) for asked in report["asked"]] for report in self.reports()]
-        groups = [report["groups"] for report in self.reports()]
+        """What its processes would wait for on NCCL, see `exchanges.stuck`. Where some failed, others may wait for
+        them.
+        """
+        reports = self.reports()
+        logs = [[Asked(*asked) for asked in report["asked"]] for report in reports]
         everyone = list(range(len(logs)))
-        return stuck(logs, {name: ranks or everyone for found in groups for name, ranks in found.items()})
+        groups = {name: ranks or everyone for report in reports for name, ranks in report["groups"].items()}
+        failed = {rank for rank, code in enumerate(self.codes) if reports and code not in (0, EXIT_CODE)}
+        return stuck(logs, groups, failed)
 
     def races(self) -> set[str]:
         """Where a stream used what another may not have been done with."""
@@ -237,7 +242,8 @@ class GpuLab:
             ends: exit codes that every process must end with; None to let the caller look.
 
         Raises:
-            AssertionError: it ended with another code; carries the end of its output.
+            AssertionError: it ended with another code; carries the end of its output. Or it came to its end on
+                simulated GPUs, but in an order that `assert_orderly` refuses.
         """
         processes = processes or processes_of(strategy)
         case = {"strategy": strategy, "settings": settings or {}, "processes": processes, "recipe": recipe, "on": on}
@@ -253,6 +259,8 @@ class GpuLab:
         if ends is not None and not set(found.codes) <= set(ends):
             bad = next(rank for rank, code in enumerate(found.codes) if code not in ends)
             pytest.fail(f"{strategy} {settings}: codes {found.codes}\n{found.log(bad)[-4000:]}")
+        if on == "gpu" and not REAL and sabotage is None:
+            assert_orderly(found)
         return found
 
     def _run(self, folder: Path, case: dict[str, Any], after: GpuRun | None) -> None:
@@ -293,9 +301,10 @@ class GpuLab:
 
 
 def assert_orderly(run: GpuRun) -> None:
-    """A run on simulated GPUs came to its end in order: on NCCL no process would wait for ever, and no stream uses what
-    another may not be done with.
+    """A run on simulated GPUs, whatever it did, was in order up to its end: on NCCL no process would wait for ever for
+    one that did not fail, and no stream uses what another may not be done with.
     """
+    assert run.reports() or any(run.codes), f"{run.folder.name} left no log"
     waiting, races = run.stuck(), run.races()
     assert not waiting, "\n".join([f"{run.folder.name} would hang on NCCL:", *waiting])
     assert not races, "\n".join([f"{run.folder.name} has races between streams:", *sorted(races)])

@@ -1,16 +1,20 @@
 """Mistakes that no run on the CPU shows, put into a run on simulated GPUs, which must refuse each."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import modeling_utils
 
+from cookbook.run import shortage
 from cookbook.training.engine import Engine
 from cookbook.training.engine.collectives import Collectives
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.zero import Zero
 from cookbook.training.models import attention
+from tests import warm_parent
 
 
 def host_tensor_in_a_collective() -> None:
@@ -42,6 +46,21 @@ def result_read_before_its_wait() -> None:
         return found
 
     Collectives.all_reduce_max = all_reduce_max
+
+
+def told_before_it_waits() -> None:
+    """No mistake: what a process asked for is written before it reports a shortage, or waits until another has and the
+    launcher ends it. And transformers, which reserves what a model will take but 1.2 GiB, reserves nothing of a GPU of
+    megabytes.
+    """
+    modeling_utils.caching_allocator_warmup = lambda *unused: None
+    plain = shortage.end_run
+
+    def end_run(error: BaseException, recipe: Any, *others: Any) -> int:
+        warm_parent.report(int(os.environ["RANK"]), Path(recipe.run.output_dir).parent)
+        return plain(error, recipe, *others)
+
+    shortage.end_run = end_run
 
 
 def host_tensor_beside_the_loss() -> None:

@@ -434,12 +434,12 @@ RECIPE_MISTAKES = {
     "checkpointing of another kind": (
         "  from_scratch:",
         "  gradient_checkpointing: full\n  from_scratch:",
-        "6: model.gradient_checkpointing is 'full'; use false, true, 'selective' or 'offload'",
+        "6: model.gradient_checkpointing is 'full'; use false, true, 'selective', 'offload' or 'auto'",
     ),
     "number for a choice with true": (
         "  from_scratch:",
         "  gradient_checkpointing: 1\n  from_scratch:",
-        "6: model.gradient_checkpointing is 1; use false, true, 'selective' or 'offload'",
+        "6: model.gradient_checkpointing is 1; use false, true, 'selective', 'offload' or 'auto'",
     ),
     "one target as text": (
         "batch:",

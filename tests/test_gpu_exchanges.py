@@ -1,5 +1,6 @@
 """Protects runs on many GPUs from what one machine without any hides: collectives in another order, messages that wait
-for each other, streams that do not wait. `test_gpu_matrix.py` looks at a run of every strategy; here is that it sees.
+for each other, streams that do not wait. `GpuLab.run` looks at every run that a test makes, those of every strategy in
+`test_gpu_matrix.py` among them; here is that it sees, and what those do not do: stop, go on, run out of memory.
 
 python -m pytest -q tests/test_gpu_exchanges.py
 """
@@ -10,7 +11,11 @@ import pytest
 
 from tests.exchanges import Asked, stuck
 from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
-from tests.test_gpu_matrix import PACKED, settings_for
+from tests.step_messages import assert_sends_what_is_forecast
+from tests.test_equivalence import DISTRIBUTED
+from tests.test_gpu_features import SIGTERM_IN_STEP_1
+from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve, settings_for
+from tests.turns import others_by_turn
 
 pytestmark = pytest.mark.simulated
 PAIR = {"0": [0, 1]}
@@ -65,6 +70,51 @@ def test_what_meets_what_by_hand():
     assert not meet([*both], [*reversed(both)]), "two groups, each in order"
     uneven = asked("all_to_all", sizes=[1, 2, 1, 3]), asked("all_to_all", sizes=[3, 4, 2, 4])
     assert meet([uneven[0]], [uneven[1]]) and not meet([uneven[0]], [uneven[0]])
+
+
+def test_who_failed_may_be_waited_for_and_nobody_else():
+    ranks = {"0": [0, 1, 2], "1": [1, 2]}
+    first, then = asked("all_reduce"), asked("all_reduce", group="1")
+    logs = [[first], [first, first, then], [first, first, then]]
+    assert len(stuck(logs, ranks)) == 3 and stuck(logs, ranks, failed=[0]) == []
+    others = [[first], [first, then, first], [first, first, then]]
+    assert stuck(others, ranks, failed=[0]) == [], "the third waits for the failed one, and the second for it"
+    crossed = [[first], [first, then, asked("barrier", group="1")], [first, asked("barrier", group="1"), then]]
+    assert len(stuck(crossed, ranks, failed=[0])) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ("zero3",)))
+def test_a_stop_and_a_resume_are_in_order(gpu_lab: GpuLab, strategy: str):
+    """A signal to one process, and the rest of the run up to its export."""
+    settings = settings_for(strategy, "bf16", True) | {"run.resume": "auto"}
+    stopped = gpu_lab.run(strategy, settings, variables=SIGTERM_IN_STEP_1, ends=(75,))
+    assert len(stopped.steps) == 1
+    resumed = gpu_lab.run(strategy, settings, after=stopped)
+    assert resumed.record["resumed_from"] and (resumed.output / "export").is_dir()
+    assert_same_curve(resumed, gpu_lab.run(strategy, settings_for(strategy, "bf16", True)), BANDS["bf16"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ()))
+def test_a_shortage_is_in_order(gpu_lab: GpuLab, strategy: str):
+    """And has its own answer, wherever a fifth of the peak was too much."""
+    settings = settings_for(strategy, "bf16", True)
+    peak = max(max(report["peak_bytes"]) for report in gpu_lab.run(strategy, settings).reports())
+    run = gpu_lab.run(strategy, settings, memory=peak * 4 // 5, sabotage="told_before_it_waits", ends=None)
+    assert 1 in run.codes and not {0, 2} & {*run.codes} and len(run.reports()) == len(run.codes), run.codes
+    assert_orderly(run)
+    told = [run.log(rank) for rank in range(len(run.codes))]
+    short = [log for log in told if "CUDA out of memory" in log]  # others may have waited in a collective
+    assert len(short) == 1 and "Traceback" not in short[0], told
+
+
+def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab):
+    run = gpu_lab.run("fsdp2", settings_for("fsdp2", "bf16", True))
+    assert_sends_what_is_forecast(run, "fsdp2")
+    for other in ("fsdp2_grad_op", "fsdp2_tp", "ddp", "zero3"):
+        with pytest.raises(AssertionError):
+            assert_sends_what_is_forecast(run, other)
 
 
 def test_a_result_that_is_read_before_its_wait_is_found_though_the_curve_is_right(gpu_lab: GpuLab):

@@ -3,6 +3,8 @@
 python -m pytest -q -m "slow or not slow" tests/test_gpu_features.py
 """
 
+import json
+
 import pytest
 
 from tests.gpu_runs import GpuLab
@@ -88,6 +90,8 @@ def test_selective_checkpointing_does_not_compute_attention_again(gpu_lab: GpuLa
     assert calls["selective"] == calls["false"] < calls["true"]
 
 
+SIGTERM_IN_STEP_1 = {"COOKBOOK_FAULTS": json.dumps([{"rank": 1, "at": "data.next", "step": 1, "do": "SIGTERM"}])}
+"""For one process, of which all then stop after that step."""
 CHAINS = {
     "cpu to gpu": (("zero3", "cpu", "'no'"), ("fsdp2", "gpu", "'no'")),
     "gpu to cpu": (("tp", "gpu", "'no'"), ("zero2", "cpu", "'no'")),
@@ -102,7 +106,7 @@ CHAINS = {
 def test_state_crosses_devices_and_strategies(gpu_lab: GpuLab, chain: str):
     (first, on_first, precision), (second, on_second, _) = CHAINS[chain]
     settings = {"mixed_precision": precision, "run.resume": "auto"}
-    stopped = gpu_lab.run(first, settings | {"run.stop_after_steps": "1"}, on=on_first, ends=(75,))
+    stopped = gpu_lab.run(first, settings, on=on_first, variables=SIGTERM_IN_STEP_1, ends=(75,))
     assert len(stopped.steps) == 1
     resumed = gpu_lab.run(second, settings, on=on_second, after=stopped)
     reference = gpu_lab.run("single", {"mixed_precision": precision})

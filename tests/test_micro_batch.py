@@ -1,19 +1,21 @@
-"""`batch.micro_batch_size: auto` is the most that fits, and a number in all that a run writes.
+"""`batch.micro_batch_size: auto` is the most that fits, `model.gradient_checkpointing: auto` the fastest, by the
+forecast; in all that a run writes they are values. And what a number loses beside the most that fits.
 
 python -m pytest -q tests/test_micro_batch.py
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cookbook.commands.shared import micro_batch
+from cookbook.commands.shared import auto_settings
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.forecast.ranking import forecast_all
-from cookbook.planning.run_plan import make_plan
+from cookbook.planning.run_plan import autos, make_plan, without_auto
 from cookbook.system.files import dump_yaml
 from cookbook.system.hardware import parse_machines
 
@@ -30,12 +32,13 @@ def recipe_with(*settings: str) -> Recipe:
 def chosen(recipe: Recipe, strategy: str, *, processes: int = 1, gpus: int = 1) -> tuple[int, str]:
     loaded = load_strategy(strategy_path(strategy))
     plan = make_plan(recipe, loaded, num_processes=processes, num_gpus=gpus, recipe_name=str(QUICKSTART))
-    return micro_batch.choose(QUICKSTART, recipe, loaded, plan)
+    found = auto_settings.choose(QUICKSTART, recipe, loaded, plan)
+    return found["batch.micro_batch_size"]
 
 
 @pytest.mark.slow
 def test_auto_is_the_largest_that_splits_the_batch_and_fits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(micro_batch, "machines_of", lambda plan: ROOM)
+    monkeypatch.setattr(auto_settings, "machines_of", lambda plan: ROOM)
     recipe = recipe_with()
     size, why = chosen(recipe, "single")
     assert 1 < size < 768 and 768 % size == 0 and "4 GiB" in why
@@ -46,6 +49,55 @@ def test_auto_is_the_largest_that_splits_the_batch_and_fits(monkeypatch: pytest.
         (found,) = forecast_all(changed, [single], ROOM, "", limits=False).forecasts
         verdicts.append(found.verdict)
     assert verdicts == ["fits", "tight"]
+
+
+QLORA = Path("recipes/llama31_8b/sft_qlora.yaml")
+
+
+def single_of(monkeypatch: pytest.MonkeyPatch, path: Path, gpus: str, *settings: str) -> tuple:
+    """A library recipe under `single` on one such GPU, as arguments of `choose`."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(auto_settings, "machines_of", lambda plan: parse_machines(gpus))
+    recipe, single = load_recipe(path, [*settings]), load_strategy(strategy_path("single"))
+    return path, recipe, single, make_plan(recipe, single, num_processes=1, num_gpus=1, recipe_name=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", ["1xH100", "1x24GB"])
+def test_checkpointing_and_micro_batch_are_chosen_together(monkeypatch: pytest.MonkeyPatch, gpus: str):
+    """Held against all of them, tried one by one: the least time, and of that kind the most samples."""
+    keys = ["batch.micro_batch_size=auto", "model.gradient_checkpointing=auto"]
+    path, recipe, single, plan = single_of(monkeypatch, QLORA, gpus, *keys)
+    found = auto_settings.choose(path, recipe, single, plan)
+    fit = {}
+    for kind, micro in itertools.product((False, "selective", True), (1, 2, 4, 8, 16)):
+        model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
+        batch = recipe.batch.model_copy(update={"micro_batch_size": micro})
+        changed = recipe.model_copy(update={"model": model, "batch": batch})
+        (one,) = forecast_all(changed, [single], parse_machines(gpus), "", limits=False).forecasts
+        if one.verdict == "fits":
+            fit[kind, micro] = one.time.low + one.time.high if one.time else 0.0
+    best = found["model.gradient_checkpointing"][0], found["batch.micro_batch_size"][0]
+    assert best[1] == max(micro for kind, micro in fit if kind == best[0])
+    if gpus == "1xH100":  # where a time is forecast
+        assert fit[best] == min(fit.values()) and best == (False, 2)
+        assert " s a step by the forecast; " in found["model.gradient_checkpointing"][1]
+    else:
+        assert best[0] is True and not any(kind is False for kind, _ in fit)
+
+
+def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPatch):
+    """A sample of 2,048 tokens in 4 bits leaves an H100 waiting for the host; one of 4,096 does not."""
+    one = "batch.micro_batch_size=1"
+    said = auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1xH100", one))
+    assert said and said.startswith("batch.micro_batch_size 1: 16 fits too, and by the forecast a step takes 4.4 to ")
+    assert (
+        auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA.with_name("sft_lora.yaml"), "1xH100", one))
+        is None
+    )
+    assert auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1x24GB", one)) is None, (
+        "no time is forecast"
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,3 +120,10 @@ def test_what_is_written_of_auto_is_a_number():
     batch = recipe_with().batch
     assert isinstance(batch.micro_batch_size, Auto) and f"{batch.micro_batch_size}" == "auto"
     assert batch.model_dump()["micro_batch_size"] == 1 and type(batch.model_dump()["micro_batch_size"]) is int
+    model = recipe_with("model.gradient_checkpointing=auto").model
+    assert f"{model.gradient_checkpointing}" == "auto" and model.recompute is True
+    assert model.model_dump()["gradient_checkpointing"] is True
+    recipe = recipe_with("model.gradient_checkpointing=auto")
+    assert autos(recipe) == ["batch.micro_batch_size", "model.gradient_checkpointing"] and not autos(
+        without_auto(recipe)
+    )

@@ -13,7 +13,7 @@ from typing import Annotated
 from typer import Option
 
 from cookbook import simulated_gpus
-from cookbook.commands.shared import micro_batch
+from cookbook.commands.shared import auto_settings
 from cookbook.commands.shared.arguments import (
     QUICKSTART,
     RECIPE,
@@ -25,7 +25,6 @@ from cookbook.commands.shared.arguments import (
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
 from cookbook.planning import run_plan
 from cookbook.run import shortage
@@ -102,8 +101,8 @@ def launch(
     refuse(placed(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
-    if isinstance(recipe.batch.micro_batch_size, Auto):
-        assignments = _with_micro_batch(path, assignments, recipe, loaded, planned)
+    if run_plan.autos(recipe):
+        assignments = _settled(path, assignments, recipe, loaded, planned)
         recipe, loaded = run_plan.load_pair(path, assignments, strategy)
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -124,6 +123,8 @@ def launch(
         say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
     if warning := hosts.address_warning(found):
         say(warning, flush=True)
+    if simulate_gpus is None and (gain := auto_settings.larger_micro_batch(path, recipe, loaded, planned)):
+        say(gain, flush=True)
     say(run_plan.show_command(command), flush=True)
     # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
@@ -137,14 +138,13 @@ def launch(
     return run_and_restart(start, run_command, environment)
 
 
-def _with_micro_batch(
-    path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan
-) -> list[str]:
-    """The assignments with a number for `auto`, which is printed with its reason."""
-    key = "batch.micro_batch_size"
-    size, why = micro_batch.choose(path, recipe, strategy, plan)
-    say(f"{key}: auto is {size}: {why}", flush=True)
-    return [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={size}"]
+def _settled(path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan) -> list[str]:
+    """The assignments with a value for each `auto`, which is printed with its reason."""
+    for key, (value, why) in auto_settings.choose(path, recipe, strategy, plan).items():
+        text = str(value).lower()
+        say(f"{key}: auto is {text}: {why}", flush=True)
+        assignments = [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={text}"]
+    return assignments
 
 
 def _processes(strategy: Strategy, asked: int | None, gpus: int, machines: int) -> tuple[int, int]:

@@ -101,6 +101,20 @@ def _new_tokens(tokens: list[str] | None) -> list[str] | None:
     return tokens
 
 
+class Auto(int):
+    """What takes least memory, 1 or true, until `cookbook launch` has found what is best for this machine."""
+
+    def __repr__(self) -> str:
+        return "auto"
+
+
+def _auto(value: Any, check: Callable[[Any], Any]) -> Any:
+    return Auto(1) if value == "auto" else check(value)
+
+
+Checkpointing = Literal[False, True, "selective", "offload", "auto"]
+
+
 class ModelSection(OneOf):
     alternatives, hint = ("name_or_path", "from_scratch"), ""
     name_or_path: PathText | None = None
@@ -113,11 +127,15 @@ class ModelSection(OneOf):
     """Special tokens that the tokenizer gets: ["<|tool|>", "<|think|>"]. Embedding and head grow if they have no row
     left for them, and the rows start at the mean of the others."""
     gradient_checkpointing: Annotated[
-        Literal[False, True, "selective", "offload"], _no_number("selective", "offload")
+        Checkpointing,
+        _no_number("selective", "offload", "auto"),
+        WrapValidator(_auto, json_schema_input_type=Checkpointing),
+        PlainSerializer(lambda kind: True if isinstance(kind, Auto) else kind, return_type=Checkpointing),
     ] = False
     """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
     outputs of matrix products and attention, and recomputes only the cheap operations between them. `offload` is true,
-    with the inputs of the layers in host memory until then; on a CPU they are there anyway."""
+    with the inputs of the layers in host memory until then; on a CPU they are there anyway. auto: `cookbook launch`
+    takes false, selective or true, as the forecast ranks those that this machine holds; true without a GPU."""
     compile: bool = False
     """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
     liger_kernels: bool = False
@@ -127,7 +145,8 @@ class ModelSection(OneOf):
     @property
     def recompute(self) -> Literal[False, True, "selective"]:
         """What the backward pass computes again: true is whole layers."""
-        return True if self.gradient_checkpointing == "offload" else self.gradient_checkpointing
+        kind = self.gradient_checkpointing
+        return True if isinstance(kind, Auto) or kind == "offload" or kind == "auto" else kind
 
     @model_validator(mode="after")
     def _revision_of_a_name(self):
@@ -378,17 +397,6 @@ class AdapterSection(Section):
     def is_quantized(self) -> bool:
         """Whether the frozen weights of all linear layers but the head are stored in 4 bits."""
         return self.name == "qlora"
-
-
-class Auto(int):
-    """1, until `cookbook launch` has found the largest number that fits."""
-
-    def __repr__(self) -> str:
-        return "auto"
-
-
-def _auto(value: Any, check: Callable[[Any], int | None]) -> int | None:
-    return Auto(1) if value == "auto" else check(value)
 
 
 MicroBatch = Annotated[

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import AdapterSection, BatchSection, ModelSection
+from cookbook.config.sections import AdapterSection, BatchSection, Checkpointing, ModelSection
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.skeleton import num_parameters
-from cookbook.forecast.step_time import caveat, no_forecast
+from cookbook.forecast.step_time import Range, caveat, no_forecast
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
@@ -207,18 +207,49 @@ def smaller_micro_batch(
     return None
 
 
-def largest_micro_batch(
-    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
-) -> BatchSection | None:
-    """The last of ever larger `batches` with which a run fits; None if none does, or a GPU's memory is not known."""
+@dataclass(frozen=True)
+class Fitting:
+    """Settings of speed with which a run fits."""
+
+    checkpointing: Checkpointing
+    batch: BatchSection
+    time: Range | None
+
+    @property
+    def seconds(self) -> float:
+        """By which steps are ranked; 0 if no time is forecast."""
+        return self.time.low + self.time.high if self.time else 0.0
+
+
+def fitting(
+    recipe: Recipe,
+    strategy: Strategy,
+    machines: Machines,
+    recipe_name: str,
+    batches: Sequence[BatchSection],
+    kinds: Sequence[Checkpointing],
+) -> list[Fitting]:
+    """The last of ever larger `batches` with which a run fits, for each of `kinds`; the fastest by the forecast first, and
+    none if a GPU's memory is not known. Selective checkpointing is left out unless products take most of its time: it
+    decides about each operation on the host, and was slower than recomputing all where those are small
+    (docs/on_gpu.md).
+    """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
+    found = []
+    for kind in kinds:
+        model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
 
-    def fits(batch: BatchSection) -> bool:
-        found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
-        return machines.usable_gib is not None and found.verdict in ("fits", *UNKNOWN)
+        def of(batch: BatchSection, model: ModelSection = model) -> Forecast:
+            return forecast(traces.changed(batch=batch, model=model), strategy, machines, limits=False)
 
-    count = bisect_left(batches, True, key=lambda batch: not fits(batch))
-    return batches[count - 1] if count else None
+        def is_too_large(batch: BatchSection) -> bool:
+            return machines.usable_gib is None or of(batch).verdict not in ("fits", *UNKNOWN)
+
+        if count := bisect_left(batches, True, key=is_too_large):
+            time = of(batches[count - 1]).time
+            if kind != "selective" or len(kinds) == 1 or (time and time.bottleneck == "compute"):
+                found.append(Fitting(kind, batches[count - 1], time))
+    return sorted(found, key=lambda one: one.seconds)
 
 
 def next_strategy(

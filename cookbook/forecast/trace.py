@@ -30,7 +30,7 @@ from cookbook.planning.packing import STATEFUL, stops_compiling
 from cookbook.planning.score_head import empty_model, head_of, is_scored
 from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
-from cookbook.training.models.attention import Kind, Lengths, Segments, causal, one_by_one
+from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
@@ -292,7 +292,7 @@ def _traced_attention(
         if len(samples.lengths.values) == 1:
             return causal(query, key, value, kind).transpose(1, 2), None
         return one_by_one(query, key, value, samples, kind), None
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    dtype = computed_in(query)
     if (groups := query.shape[1] // key.shape[1]) > 1 and dtype == torch.float32:
         key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
     return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
@@ -318,7 +318,7 @@ def _traced_exchange(
     size = sum(samples.lengths.values) // query.shape[2]
     if (repeats := size // key.shape[1]) > 1:
         key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-    all_tokens = [_exchanged(one, size) for one in (query, key, value)]
+    all_tokens = [_exchanged(one.to(computed_in(query)), size) for one in (query, key, value)]
     out, _ = _traced_attention(samples, module, all_tokens[0], all_tokens[1], all_tokens[2], attention_mask, **kind)
     return out.reshape(query.shape[0], query.shape[2], query.shape[1], -1).clone(), None
 

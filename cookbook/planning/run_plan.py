@@ -17,7 +17,7 @@ from cookbook.config.recipe import (
     parse_recipe,
     sound_keys,
 )
-from cookbook.config.sections import BatchSection
+from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
 from cookbook.planning.claims import owned, owned_by
@@ -48,6 +48,25 @@ class Plan:
     @property
     def data_parallel_size(self) -> int:
         return self.mesh.data_parallel_size
+
+
+MICRO_BATCH, CHECKPOINTING = "batch.micro_batch_size", "model.gradient_checkpointing"
+
+
+def autos(recipe: Recipe) -> list[str]:
+    """The keys with `auto`, for which `cookbook launch` finds values."""
+    values = {MICRO_BATCH: recipe.batch.micro_batch_size, CHECKPOINTING: recipe.model.gradient_checkpointing}
+    return [key for key, value in values.items() if isinstance(value, Auto)]
+
+
+def without_auto(recipe: Recipe) -> Recipe:
+    """The recipe with what takes least memory for each `auto`."""
+    batch, model = recipe.batch, recipe.model
+    if isinstance(batch.micro_batch_size, Auto):
+        batch = batch.model_copy(update={"micro_batch_size": 1})
+    if isinstance(model.gradient_checkpointing, Auto):
+        model = model.model_copy(update={"gradient_checkpointing": True})
+    return recipe.model_copy(update={"batch": batch, "model": model})
 
 
 def refuse_rounds(recipe: Recipe, name: str) -> list[str]:

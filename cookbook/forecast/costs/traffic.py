@@ -173,7 +173,8 @@ def _state_transfers(
         if strategy.fsdp is not None:
             return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
-        own, copies = reduced / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
+        twice = _exchanged_bytes(strategy, step) * _held_twice(strategy, sizes) * sizes.head_trained
+        own, copies = (reduced + twice) / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
         calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _copy_buckets(strategy, mesh, sizes, step)
         gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
         return [*found, *([gradients] if copies > 1 else [])]
@@ -209,6 +210,11 @@ def _state_transfers(
 
 
 PASSES = ("forward", "backward")
+
+
+def _held_twice(strategy: Strategy, sizes: ModelSizes) -> int:
+    """Weights of an embedding that is also the head: the first stage of a pipeline has it, and the last one."""
+    return sizes.head if sizes.is_tied and strategy.pp_size > 1 else 0
 
 
 def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
@@ -307,9 +313,13 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     experts, expert = sizes.num_of_experts if strategy.ep_size > 1 else 0, strategy.ep_size
     again = 0
     if strategy.gathers_weights:
-        again = sizes.num_parameters - experts - (sizes.head if strategy.kind != "fsdp1" else 0)
-    weights, regathered = half * (sizes.num_parameters - experts) / divided, half * again / divided
-    gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained - experts) / divided
+        # FSDP1 keeps what its root holds, embedding and head (torch 2.13, fsdp/_runtime_utils.py,
+        # _post_forward_reshard).
+        kept = 2 if strategy.kind == "fsdp1" and not sizes.is_tied else 1
+        again = sizes.num_parameters - experts - kept * sizes.head
+    twice = _held_twice(strategy, sizes)
+    weights, regathered = half * (sizes.num_parameters + twice - experts) / divided, half * again / divided
+    gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained + twice * sizes.head_trained - experts) / divided
     own, owners = half * experts / expert, group // expert
     of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)

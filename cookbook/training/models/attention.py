@@ -112,7 +112,9 @@ def attend(
     # context parallel FSDP2, and neither packs.
     if (repeats := sequence_mesh.size() // key.shape[1]) > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    query, key, value = (_exchange(x, sequence_mesh) for x in (query, key, value))
+    # A GPU's kernels read them so: half of what float32 would send. On CPU they may compute in float32.
+    sent = computed_in(query) if query.is_cuda else query.dtype
+    query, key, value = (_exchange(x.to(sent), sequence_mesh) for x in (query, key, value))
     return _exchange(_attend(query, key, value, kind, segments), sequence_mesh), None
 
 
@@ -124,7 +126,7 @@ def _exchange(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind, segments: Segments | None
 ) -> torch.Tensor:
-    dtype = _computed_in(query)
+    dtype = computed_in(query)
     longest = query.shape[2] if segments is None else segments.longest
     if query.device.type == "cpu" and dtype != torch.float32 and longest < LONG_ON_CPU:
         with torch.autocast("cpu", enabled=False):
@@ -147,7 +149,7 @@ def _has_kernel(query: torch.Tensor, kind: Kind) -> bool:
     return torch.cuda.get_device_capability(query.device) >= (8, 0) and size % 8 == 0 and size <= 256
 
 
-def _computed_in(query: torch.Tensor) -> torch.dtype:
+def computed_in(query: torch.Tensor) -> torch.dtype:
     """The dtype that reaches a kernel: autocast lowers what rotary embeddings in float32 have raised."""
     device = query.device.type
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
@@ -161,7 +163,7 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Ki
     if not kind.has_kernel:
         return _by_scores(query, key, value, kind)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and query.is_cuda and _computed_in(query) == torch.float32:
+    if groups > 1 and query.is_cuda and computed_in(query) == torch.float32:
         # On CUDA only the flash and the math kernel support groups (torch/nn/functional.py, enable_gqa), and flash has
         # no float32. The math kernel holds T x T scores; with repeated keys the memory-efficient kernel serves.
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))

@@ -1,0 +1,128 @@
+"""What stands for `auto` in `batch.micro_batch_size` and `model.gradient_checkpointing`, and what a number loses."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import Auto, Checkpointing
+from cookbook.config.strategy import Strategy
+from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, Plan, autos
+from cookbook.run.next_start import machines_of
+from cookbook.system.files import RecipeError, read_document
+from cookbook.system.hardware import Machines
+
+KINDS: tuple[Checkpointing, ...] = (False, "selective", True)
+"""What is tried of checkpointing, the one that computes least first."""
+GAIN = 0.1
+"""Share of a step from which what a larger micro-batch would save is worth a line."""
+
+
+def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[str, tuple[Any, str]]:
+    """The value of each key that is `auto`, on GPUs like this machine's, and why it has this one: the fastest that fit
+    by the forecast, of micro-batches that split the global batch the largest, or what the run that is resumed had.
+
+    Args:
+        path: of the recipe.
+    """
+    keys, micro = autos(recipe), recipe.batch.micro_batch_size
+    sizes = list(_even(recipe.batch.global_batch_size // plan.data_parallel_size))
+    earlier = _earlier(recipe)
+    kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
+    found = {key: (earlier[key], "as the run that it goes on with") for key in keys if earlier.get(key) in kept[key]}
+    if MICRO_BATCH in keys and MICRO_BATCH not in found and plan.num_gpus and strategy.pp_size > 1:
+        found[MICRO_BATCH] = 1, "the more micro-batches, the less do the stages of a pipeline wait"
+    left = [key for key in keys if key not in found]
+    if not left:
+        return found
+    least = {MICRO_BATCH: 1, CHECKPOINTING: True}
+    if not plan.num_gpus:
+        return found | {key: (least[key], "no forecast says what a CPU holds") for key in left}
+    machines = _machines(plan)
+    if machines.usable_gib is None:
+        return found | {key: (least[key], "the memory of this GPU is not known") for key in left}
+    if MICRO_BATCH not in left:
+        sizes = [found.get(MICRO_BATCH, (micro, ""))[0]]
+    if CHECKPOINTING in left:
+        kinds: list[Any] = list(KINDS)
+    else:
+        kinds = [found.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
+    from cookbook.forecast.ranking import fitting
+
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
+    try:
+        ranked = fitting(recipe, strategy, machines, str(path), batches, kinds)
+    except RecipeError as error:
+        return found | {key: (least[key], f"there is no forecast: {error.mistakes[0]}") for key in left}
+    room = f"{machines.usable_gib:.0f} GiB of GPU memory"
+    if not ranked:
+        return found | {key: (least[key], f"by the forecast even that may exceed {room}") for key in left}
+    best, *others = ranked
+    if MICRO_BATCH in left:
+        size = best.batch.micro_batch_size or 1
+        larger = next((one for one in sizes if one > size), None)
+        beyond = f"{larger} may not" if larger else "is all of a step"
+        found[MICRO_BATCH] = size, f"it fits in {room} by the forecast, and {beyond}"
+    if CHECKPOINTING in left:
+        with_others = [f"{_words(one.time)} with {str(one.checkpointing).lower()}" for one in others if one.time]
+        why = "; ".join([f"{_words(best.time)} a step by the forecast", *with_others]) if best.time else ""
+        found[CHECKPOINTING] = best.checkpointing, why or f"it fits in {room} by the forecast"
+    return found
+
+
+def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> str | None:
+    """What the largest micro-batch that fits would save where the recipe has a smaller number; None if that is little
+    by the forecast, or there is none. It has samples of full length: with shorter ones, a step is bound by the host at
+    larger micro-batches too.
+    """
+    size = recipe.batch.micro_batch_size
+    if size is None or isinstance(size, Auto) or not plan.num_gpus or strategy.pp_size > 1:
+        return None
+    machines = _machines(plan)
+    if machines.usable_gib is None or machines.gpu is None:
+        return None
+    from cookbook.forecast.ranking import fitting
+
+    sizes = [one for one in _even(recipe.batch.global_batch_size // plan.data_parallel_size) if one > size]
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": one}) for one in sizes]
+    kinds = [recipe.model.gradient_checkpointing]
+    try:
+        own = fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
+        best = fitting(recipe, strategy, machines, str(path), batches, kinds)
+    except RecipeError:
+        return None
+    if not own or not best or not own[0].time or not best[0].time or best[0].seconds > (1 - GAIN) * own[0].seconds:
+        return None
+    return (
+        f"{MICRO_BATCH} {size}: {best[0].batch.micro_batch_size} fits too, and by the forecast a step takes"
+        f" {_words(best[0].time)} in the place of {_words(own[0].time)}, on the same curve; `auto` takes the most that"
+        " fits"
+    )
+
+
+def _machines(plan: Plan) -> Machines:
+    here = machines_of(plan)
+    return replace(here, gpus_each=plan.num_local, num_machines=plan.num_processes // plan.num_local)
+
+
+def _words(time: Any) -> str:
+    return f"{time.low:.2g} to {time.high:.2g} s"
+
+
+def _even(share: int) -> Iterator[int]:
+    """Micro-batches that split a process's share of the global batch."""
+    return (size for size in range(1, share + 1) if share % size == 0)
+
+
+def _earlier(recipe: Recipe) -> dict[str, Any]:
+    """The values of the run in the folder which this one goes on with."""
+    written = Path(recipe.run.output_dir, "recipe.yaml")
+    if recipe.run.resume == "never" or not written.is_file():
+        return {}
+    values = read_document(written).values
+    return {
+        key: values.get(section, {}).get(name)
+        for key in (MICRO_BATCH, CHECKPOINTING)
+        for section, name in [key.split(".")]
+    }
