@@ -1,5 +1,6 @@
 """The bytes that a step of a run on simulated GPUs sent, against the forecast's."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -78,7 +79,9 @@ def assert_sends_what_is_forecast(run: GpuRun, name: str) -> None:
     Where processes divide a sample, a packed micro-batch is filled up to a multiple of some tokens: of all such numbers
     of tokens one must give the bytes of every kind at once.
     """
-    recipe, strategy = load_recipe(run.folder / "recipe.yaml"), load_strategy(Path(f"accelerate_configs/{name}.yaml"))
+    settings = json.loads((run.folder / "case.json").read_text())["settings"]
+    recipe = load_recipe(run.folder / "recipe.yaml", [f"{key}={value}" for key, value in settings.items()])
+    strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
     config, count = find_config(recipe.model)[0], len(run.codes)
     sizes = sizes_of(config, skeleton(config, recipe))
     calls, found = sent(run)

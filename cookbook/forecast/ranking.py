@@ -229,9 +229,9 @@ def fitting(
     batches: Sequence[BatchSection],
     kinds: Sequence[Checkpointing],
 ) -> list[Fitting]:
-    """The last of ever larger `batches` with which a run fits, for each of `kinds`; the fastest by the forecast first, and
-    none if a GPU's memory is not known. Selective checkpointing is left out unless products take most of its time: it
-    decides about each operation on the host, and was slower than recomputing all where those are small
+    """The last of ever larger `batches` with which a run fits, for each of `kinds`; the fastest by the forecast first,
+    and none if a GPU's memory is not known. Selective checkpointing is left out unless products take most of its time:
+    it decides about each operation on the host, and was slower than recomputing all where those are small
     (docs/on_gpu.md).
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
