@@ -326,7 +326,7 @@ def train_step(
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1, recipe.seed)
     objective = recipe.objective
-    count = batch.num_targets if objective.averaged_over == "tokens" else batch.num_samples
+    count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
     if unreached := engine.unreached():
         what = f"{len(unreached)} trained parameters got no gradient in the first step"

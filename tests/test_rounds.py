@@ -6,8 +6,10 @@ python -m pytest -q tests/test_rounds.py -m "slow or not slow"
 import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,15 +26,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
-from cookbook.commands.rounds import prompt_rows, scoring
+from cookbook.commands.rounds import prompt_rows, scoring, served
+from cookbook.commands.rounds.served import Client, Served
 from cookbook.config.json_text import BadRow
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
 from cookbook.config.sections import RoundsSection
 from cookbook.system import lock
+from cookbook.system.files import RecipeError
 from cookbook.training.data.rows import read_rows
 from tests.curves import Lab, environment
+from tests.stand_in_vllm import StandIn
+from tests.turns import others_by_turn
 
 PLUGIN = ROOT / "tests/plugins/rewards.py"
 ROUNDS: dict[str, Any] = {
@@ -214,6 +220,12 @@ def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):
 
 
 MISTAKES = {
+    "rounds.sampler is 'vlm'; write transformers, vllm": {"rounds": ROUNDS | {"sampler": "vlm"}},
+    "rounds.sampler has --port, which rounds give": {"rounds": ROUNDS | {"sampler": "vllm --port=8000"}},
+    "rounds.sampler has 'Qwen/Qwen3-8B' after vllm": {"rounds": ROUNDS | {"sampler": "vllm Qwen/Qwen3-8B"}},
+    "rounds.sampler is http://127.0.0.1:9, and it does not answer ([Errno 111]": {
+        "rounds": ROUNDS | {"sampler": "http://127.0.0.1:9"}
+    },
     "rounds.reward_funcs has 'missing', which no file in plugins registers; they have longer": {
         "rounds": ROUNDS | {"reward_funcs": ["missing"], "reward_weights": None}
     },
@@ -389,6 +401,118 @@ def test_rounds_train_one_adapter_on(lab, forked, model, tmp_path, capsys):
         Objective.of(name="grpo").checked(lines[0])
 
 
+@pytest.fixture
+def server():
+    """A server at an address, which serves nothing yet."""
+    started = StandIn()
+    threading.Thread(target=started.serve_forever, daemon=True).start()
+    yield started
+    started.shutdown()
+    started.server_close()
+
+
+def test_a_server_samples_from_the_weights_of_each_round_or_not_at_all(lab, forked, model, tmp_path, capsys, server):
+    """Started anew by hand for each round; its answers and their log-probabilities are transformers' of the export."""
+    values = settings(tmp_path, model, rounds=ROUNDS | {"sampler": server.address})
+    out, told = tmp_path / "out", []
+    server.serve(str(model))  # the right weights, in a folder that does not say so
+    for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
+        assert start(lab, values) == 2
+        error = capsys.readouterr().err
+        assert f"serves {server.folder}; round {number} samples with other weights" in error
+        assert json.loads((out / "status.json").read_text())["state"] == "failed"
+        (folder,) = re.findall(r"`vllm serve (\S+)`", error)
+        assert Path(folder).resolve() == before.resolve() and len(forked) == number - 1
+        told.append(folder)
+        server.serve(folder)
+    assert start(lab, values) == 0, capsys.readouterr()
+    assert len(set(told)) == 2 and not [*out.glob("rounds/*/model-*")]
+    asked, seeds = server.asked, [one["seed"] for one in server.asked]
+    assert len(seeds) == len(set(seeds)) == 2 * 24
+    assert all(one["top_k"] == 0 and one["repetition_penalty"] == 1 for one in asked)
+    for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
+        of_export, lines = AutoModelForCausalLM.from_pretrained(before), read(out / f"rounds/{number:04}/samples.jsonl")
+        for line in lines:
+            for ids, logps in zip(line["completion_ids"], line["logprobs"], strict=True):
+                assert logps == pytest.approx(logps_of(of_export, line["prompt_ids"], ids), abs=1e-5)
+        sent = Counter(tuple(one["prompt"]) for one in asked[24 * (number - 1) : 24 * number])
+        assert sent == Counter(tuple(line["prompt_ids"]) for line in lines for _ in range(4))
+        run = out / f"rounds/{number:04}/run"
+        assert next(line for line in read(run / "metrics.jsonl") if "loss" in line)["ratio"] == pytest.approx(
+            1, abs=1e-5
+        )
+        assert "logprobs" in load_recipe(run / "recipe.yaml").data.train[0].columns
+
+
+SPOILT: dict[str, Any] = {
+    "returned no token_ids": lambda found: found["choices"][0].pop("token_ids") and found,
+    "returned 2 answers where one was asked for": lambda found: {"choices": found["choices"] * 2},
+    "ended an answer after 2 tokens (finish_reason 'length'), neither": lambda found: {
+        "choices": [found["choices"][0] | {"token_ids": [5, 6]}]
+    },
+    "as the log-probabilities of": lambda found: {"choices": [found["choices"][0] | {"logprobs": {}}]},
+    "answered 500 to /v1/completions: out of memory": lambda found: {"error": {"message": "out of\nmemory"}},
+    "does not answer (Remote end closed connection": lambda found: None,
+}
+
+
+@pytest.mark.parametrize(("message", "spoil"), SPOILT.items(), ids=range(len(SPOILT)))
+def test_a_server_that_fails_is_told_in_a_line(model, server, message, spoil):
+    server.serve(str(model))
+    section = RoundsSection(num_rounds=1, prompts_per_round=1, max_completion_length=8, generation_batch_size=2)
+    server.spoil = lambda found: spoil(found) if len(server.asked) > 3 else found
+    one = Served(model, section, Client(server.address, server.address), 1)
+    with pytest.raises(RecipeError, match=re.escape(message)) as raised:
+        one.answers([[5, 6, 7]], seed=1)
+    assert str(raised.value).startswith(f"rounds.sampler is {server.address}, and it") and "\n" not in str(raised.value)
+    server.spoil = lambda found: found
+    (group,) = Served(model, section, Client(f"{server.address}/v1/", ""), 1).answers([[5, 6, 7]], seed=1)
+    assert [answer.has_ended for answer in group] == [answer.ids[-1] in one.ends for answer in group]
+    server.spoil = lambda found: {"choices": [found["choices"][0] | {"logprobs": None}]}
+    (again,) = Served(model, section, Client(server.address, ""), 1).answers([[5, 6, 7]], seed=1)
+    assert again == [answer._replace(logps=None) for answer in group]
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(served, "CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(RecipeError, match=r"does not answer \(no answer within 0.2 s\)"):
+            Client(address, address).models()
+
+
+@pytest.mark.slow
+def test_vllm_is_started_for_each_round_with_the_adapter_merged(lab, forked, model, tmp_path, capsys, monkeypatch):
+    """A program of that name on the PATH, by transformers; it ends with its round, and when it fails it is told."""
+    program = tmp_path / "bin/vllm"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", str(program.parent))
+    values = settings(tmp_path, model, rounds=ROUNDS | {"sampler": "vllm"})
+    assert start(lab, values) == 2
+    assert "rounds.sampler is vllm, and there is no vllm on the PATH" in capsys.readouterr().err
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n')
+    program.chmod(0o755)
+    rounds = ROUNDS | {"sampler": "vllm --enforce-eager"}
+    values = settings(tmp_path, model, rounds=rounds, adapter=LORA, optim={"learning_rate": 0.1})
+    values["schedule"] = '{"name": "constant"}'
+    assert start(lab, values) == 0, capsys.readouterr()
+    assert "--dtype float32 --max-model-len 64 --enforce-eager; its log: " in capsys.readouterr().out
+    first, second = (tmp_path / f"out/rounds/{number:04}" for number in (1, 2))
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned: Any = PeftModel.from_pretrained(base, str(first / "run/export")).eval()
+    for line in read(second / "samples.jsonl"):
+        for ids, logps in zip(line["completion_ids"], line["logprobs"], strict=True):
+            assert logps == pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-4)
+            with tuned.disable_adapter():
+                assert logps != pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-3)
+    assert not [*second.glob("model-*")]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    program.write_text("#!/bin/sh\necho ValueError: no such device >&2\nexit 3\n")
+    values["run"] = json.dumps(json.loads(values["run"]) | {"output_dir": str(tmp_path / "other")})
+    assert start(lab, values) == 2
+    assert "vllm serve ended with code 3: ValueError: no such device; its log: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_reward_rises(lab, forked, model, tmp_path, capsys):
     """tests/rounds/grpo.yaml, in short: answers become longer where length is rewarded, and shorter where it is not."""
@@ -508,9 +632,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("others", [{}, {"adapter": LORA, "objective__beta": 0.1}], ids=["all weights", "an adapter"])
-def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path, others):
+@pytest.mark.parametrize("trained", others_by_turn(["all weights", "an adapter"], ["all weights"]))
+def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path, trained):
     """Killed with all their processes when the first answers, a checkpoint and the second round's samples are there."""
+    others = {"all weights": {}, "an adapter": {"adapter": LORA, "objective__beta": 0.1}}[trained]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     rounds = ROUNDS | {"prompts_per_round": 24, "num_generations": 8}

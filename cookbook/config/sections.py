@@ -639,6 +639,9 @@ class RoundsSection(Section):
     """Sample from the most probable tokens that together have this probability; below 1 as with temperature."""
     generation_batch_size: int = Field(default=64, gt=0)
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
+    sampler: str = "transformers"
+    """What samples: transformers, in this process; vllm, with options of `vllm serve` after it if need be, started for
+    each round; or the address of such a server, as http://localhost:8000."""
     round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
 

@@ -1,6 +1,8 @@
 """What a recipe with `rounds` may not have. No torch."""
 
+import shlex
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
@@ -9,12 +11,17 @@ from cookbook.config.row_kinds import RowKind, kinds
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
 
+TRANSFORMERS = "transformers"
+OWN_OPTIONS = {"--host", "--port", "--uds", "--model", "--served-model-name", "--max-model-len", "--api-key"}
+"""Options of `vllm serve` for where it is, what it serves and how long; a key comes from VLLM_API_KEY."""
+
 
 def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
     """What does not go with rounds, each beginning with its key; nothing of the run of one round."""
     if recipe.rounds is None or recipe.rounds.round is not None:
         return []
-    return [*_of_rewards(recipe), *_of_weights(recipe, strategy), *_of_rows(recipe), *_of_run(recipe)]
+    parts = (_of_sampler(recipe), _of_rewards(recipe), _of_weights(recipe, strategy), _of_rows(recipe), _of_run(recipe))
+    return [mistake for part in parts for mistake in part]
 
 
 def kind_of_samples(objective: Objective) -> RowKind | None:
@@ -24,7 +31,36 @@ def kind_of_samples(objective: Objective) -> RowKind | None:
 
 def needs_reference(objective: Objective) -> bool:
     """Whether the samples of a round need the log-probabilities of the model before the first round."""
-    return objective.needs_reference and objective.compares(has_old_logps=True, has_reference=False)
+    return objective.needs_reference and objective.compares({"old_logps"})
+
+
+def is_address(sampler: str) -> bool:
+    """Whether `rounds.sampler` is a server's address."""
+    return sampler.startswith(("http://", "https://"))
+
+
+def _of_sampler(recipe: Recipe) -> Iterator[str]:
+    assert recipe.rounds is not None
+    sampler = recipe.rounds.sampler
+    try:
+        words = shlex.split(sampler)
+        known = sampler == TRANSFORMERS or words[:1] == ["vllm"] or (is_address(sampler) and urlsplit(sampler).hostname)
+    except ValueError as error:
+        words, known = [], False
+        yield f"rounds.sampler is {sampler!r}: {error}"
+        return
+    if not known:
+        yield (
+            f"rounds.sampler is {sampler!r}; write transformers, vllm (with options of `vllm serve` after it), or the"
+            " address of a server, as http://localhost:8000"
+        )
+    if words[:1] != ["vllm"]:
+        return
+    if words[1:] and not words[1].startswith("-"):
+        yield f"rounds.sampler has {words[1]!r} after vllm; only options come there: the model is each round's"
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    for option in sorted(given & OWN_OPTIONS):
+        yield f"rounds.sampler has {option}, which rounds give to `vllm serve` themselves; take it out"
 
 
 def _of_rewards(recipe: Recipe) -> Iterator[str]:

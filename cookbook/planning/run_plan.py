@@ -262,7 +262,7 @@ def make_plan(
     strategy = strategy.fitted(num_processes, num_local)
     mesh, objective = strategy.mesh(num_processes), recipe.objective
     mistakes = []
-    if strategy.sp_size > 1 and objective.averaged_over == "samples" and not objective.shares_samples:
+    if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:
         why = f"processes that share the tokens of samples would each see a part of the sums of {objective.name}"
         way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
         mistakes.append(f"{strategy.path}: {why}; {way}")

@@ -295,8 +295,8 @@ def _length_of_rounds(recipe: Recipe, rounds: RoundsSection, document: Document)
     prompts, answers = rounds.prompts_per_round, rounds.num_generations
     each = run.max_steps or (run.num_epochs or 0) * math.ceil(prompts * answers / recipe.batch.global_batch_size)
     total = rounds.num_rounds * each
-    text = f"{rounds.num_rounds:,}, each of {prompts:,} prompts with {answers} answers"
-    keys = ("rounds.num_rounds", "rounds.prompts_per_round", "rounds.num_generations")
+    text = f"{rounds.num_rounds:,}, each of {prompts:,} prompts with {answers} answers; sampler: {rounds.sampler}"
+    keys = ("rounds.num_rounds", "rounds.prompts_per_round", "rounds.num_generations", "rounds.sampler")
     length = "run.num_epochs" if run.max_steps is None else "run.max_steps"
     steps = of(total, f"{total:,} = {rounds.num_rounds:,} rounds x {each:,}", keys[0], length)
     return total, {"rounds": of(rounds.num_rounds, text, *keys), "steps": steps}

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cookbook.commands.launch import launch
 from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
@@ -19,7 +20,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.planning import run_plan
-from cookbook.planning.in_rounds import kind_of_samples, needs_reference
+from cookbook.planning.in_rounds import TRANSFORMERS, kind_of_samples, needs_reference
 from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -27,6 +28,10 @@ from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import ROUNDS, read_json, read_lines, replace_file
 from cookbook.system.signals import EXIT_CODE
 from cookbook.system.status import Status
+
+if TYPE_CHECKING:
+    from cookbook.commands.rounds.sampling import Sampler
+    from cookbook.commands.rounds.served import Served
 
 
 def rounds(
@@ -42,9 +47,14 @@ def rounds(
     output_dir = Path(recipe.run.output_dir)
     lock.hold(output_dir)
     quiet_without_gpus()
+    if recipe.rounds.sampler != TRANSFORMERS:
+        from cookbook.commands.rounds import served
+
+        served.check(recipe)
     base, ids = _first_model(recipe, asked)
     first_model = base if recipe.adapter is None or recipe.adapter.path is None else recipe.adapter.path
     judges = _reward_models(recipe.rounds, asked[0])
+    how = _Sampling(recipe=recipe, asked=asked, ids=ids, first_model=first_model, judges=judges)
     _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)})
     status, done = Status(output_dir, is_main=True), list[Round]()
     for number in range(1, recipe.rounds.num_rounds + 1):
@@ -53,7 +63,11 @@ def rounds(
         if not one.is_over:
             if not one.samples.is_file():
                 say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
-                _sample(one, model, first_model, recipe, asked, ids, judges)
+                try:
+                    _sample(one, model, how)
+                except RecipeError as error:
+                    status.end("failed", exit_code=2, reason=str(error))
+                    raise
             say(_in_words(one), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
             code = launch(
@@ -187,25 +201,31 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
 
 
-def _sample(
-    one: Round,
-    model: Path,
-    first_model: str,
-    recipe: Recipe,
-    asked: list[Prompt],
-    ids: list[list[int]],
-    judges: dict[str, str],
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Sampling:
+    """What the rounds sample with, besides the weights of each."""
+
+    recipe: Recipe
+    asked: list[Prompt]
+    ids: list[list[int]]
+    """The tokens of each prompt."""
+    first_model: str
+    """The folder of the model, or of the adapter, before the first round."""
+    judges: dict[str, str]
+    """The folder of each reward model."""
+
+
+def _sample(one: Round, model: Path, how: _Sampling) -> None:
     """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
+    recipe = how.recipe
     rounds = recipe.rounds
     assert rounds is not None
     if not one.unscored.is_file():
-        chosen = prompt_rows.of_round(one.number, rounds.prompts_per_round, len(asked), recipe.seed)
-        rounds_folder.write_lines(one.unscored, list(_sampled(one, model, recipe, chosen, ids)))
+        rounds_folder.write_lines(one.unscored, _sampled(one, model, how))
     lines = []
-    with _opened(judges, recipe) as models:
+    with _opened(how.judges, recipe) as models:
         for line in read_lines(one.unscored, "round"):
-            prompt, texts = asked[line["row"]], line["completions"]
+            prompt, texts = how.asked[line["row"]], line["completions"]
             line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
             if rounds.reward_funcs:
                 scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
@@ -214,12 +234,13 @@ def _sample(
     if needs_reference(recipe.objective):
         from cookbook.commands.rounds.sampling import Reference
 
-        reference = Reference(Path(first_model), is_bf16=recipe.compute_precision == "bf16")
+        reference = Reference(Path(how.first_model), is_bf16=recipe.compute_precision == "bf16")
         for line in lines:
             line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"])
         reference.close()
     rounds_folder.write_lines(one.samples, lines)
     one.unscored.unlink()
+    one.remove_given()
 
 
 @contextmanager
@@ -238,34 +259,47 @@ def _opened(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
         one.close()
 
 
-def _sampled(
-    one: Round, model: Path, recipe: Recipe, chosen: list[int], ids: list[list[int]]
-) -> Iterator[dict[str, Any]]:
-    from cookbook.commands.rounds.sampling import Sampler
-
+def _sampled(one: Round, model: Path, how: _Sampling) -> list[dict[str, Any]]:
+    """A line for each prompt of a round."""
+    recipe = how.recipe
     assert recipe.rounds is not None
-    sampler = Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16")
+    chosen = prompt_rows.of_round(one.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
     seed = int(hashlib.sha256(f"{recipe.seed} {one.number}".encode()).hexdigest()[:12], 16)
-    groups = sampler.answers([ids[row] for row in chosen], seed)
-    sampler.close()
+    with _sampler(one, model, recipe) as sampler:
+        groups = sampler.answers([how.ids[row] for row in chosen], seed)
+    lines = []
     for row, group in zip(chosen, groups, strict=True):
-        yield {
+        line: dict[str, Any] = {
             "round": one.number,
             "row": row,
             "completions": [answer.text for answer in group],
             "ended": [answer.has_ended for answer in group],
             "num_tokens": [len(answer.ids) for answer in group],
-            "prompt_ids": ids[row],
+            "prompt_ids": how.ids[row],
             "completion_ids": [answer.ids for answer in group],
         }
+        if all(answer.logps is not None for answers in groups for answer in answers):
+            line["logprobs"] = [answer.logps for answer in group]
+        lines.append(line)
+    return lines
+
+
+def _sampler(one: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Served]":
+    assert recipe.rounds is not None
+    if recipe.rounds.sampler != TRANSFORMERS:
+        from cookbook.commands.rounds import served
+
+        return served.opened(one, model, recipe)
+    from cookbook.commands.rounds.sampling import Sampler
+
+    return closing(Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16"))
 
 
 def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
     """What the run of a round has otherwise than the recipe."""
     kind = kind_of_samples(recipe.objective)
     assert kind is not None
-    optional = ["reference_logprobs"] if needs_reference(recipe.objective) else []
-    columns = {key: key for key in (*kind.keys, *optional)}
+    columns = {key: key for key in (*kind.keys, *kind.logps) if key in one.lines[0]}
     values: dict[str, Any] = {
         "rounds.round": one.number,
         "data.train": {"path": str(one.samples), "columns": columns},

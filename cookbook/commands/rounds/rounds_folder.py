@@ -24,6 +24,7 @@ from cookbook.system.record_files import METRICS, RUN, SAMPLES, read_json, read_
 
 UNSCORED = "unscored.jsonl"
 """Answers that have no rewards yet."""
+GIVEN = "model-"
 NUM_SHOWN = 4
 """Prompts of a round of which `report` shows an answer."""
 
@@ -37,6 +38,14 @@ class Round:
         self.run = self.folder / "run"
         self.samples, self.unscored = self.folder / SAMPLES, self.folder / UNSCORED
         self.export = self.run / "export"
+
+    def given(self, digest: str) -> Path:
+        """What a server samples with, whose name says which weights are in it."""
+        return (self.folder / f"{GIVEN}{digest[:12]}").absolute()
+
+    def remove_given(self) -> None:
+        for left in self.folder.glob(f"{GIVEN}*"):
+            left.unlink() if left.is_symlink() else shutil.rmtree(left)
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.shared import generation
@@ -23,6 +23,8 @@ class Answer(NamedTuple):
     text: str
     """Without special tokens."""
     has_ended: bool
+    logps: list[float] | None = None
+    """Log-probability of each token at temperature 1, if who sampled it says so."""
 
 
 def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[int]]:
@@ -58,6 +60,13 @@ def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
         return tokenizer.apply_chat_template(prompt.asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = tokenizer(prompt.asked)["input_ids"]
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+
+
+def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer, by the tokenizer and by what a model's folder proposes for generation."""
+    own = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return sorted({one for one in ends if one is not None})
 
 
 class Opened:
@@ -102,9 +111,7 @@ class Sampler(Opened):
     def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:
         super().__init__(folder, is_bf16=is_bf16)
         self.rounds = rounds
-        own = self.model.generation_config.eos_token_id
-        ends = [self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-        self.ends = sorted({one for one in ends if one is not None})
+        self.ends = end_tokens(self.model.generation_config, self.tokenizer)
         # Else what the folder proposes, a repetition penalty, say, would fill in what is not given here.
         self.model.generation_config = GenerationConfig()
         self.settings = GenerationConfig(

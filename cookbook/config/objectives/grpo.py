@@ -1,7 +1,7 @@
 """Group relative policy optimization on stored groups: answers to one prompt that were sampled and rewarded before."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,7 +70,7 @@ class GRPO(Objective):
         return self
 
     @property
-    def averaged_over(self) -> Literal["tokens", "samples"]:
+    def mean_over(self) -> Literal["tokens", "samples"]:  # type: ignore[override]
         return "tokens" if self.loss_type == "dapo" else "samples"
 
     @property
@@ -85,8 +85,8 @@ class GRPO(Objective):
         divided = f"advantages divided by {scaled[self.scale_rewards]}"
         return f"grpo, loss {self.loss_type}, {divided}, {clipped}{level}, beta {self.beta:g}"
 
-    def compares(self, *, has_old_logps: bool, has_reference: bool) -> bool:
-        return not has_old_logps or (self.beta > 0 and not has_reference)
+    def compares(self, given: Collection[str]) -> bool:
+        return "old_logps" not in given or (self.beta > 0 and "token_reference_logps" not in given)
 
     def checked(self, row: dict[str, Any]) -> dict[str, Any]:
         if not self.beta and "reference_logprobs" in row:
@@ -136,13 +136,13 @@ class GRPO(Objective):
         advantages = batch["values"]
         is_good = advantages >= 0
         losses = self.beta * divergences - advantages * torch.where(is_good, least, most)
-        weights = 1 / num_tokens if self.averaged_over == "samples" else torch.ones_like(num_tokens)
+        weights = 1 / num_tokens if self.mean_over == "samples" else torch.ones_like(num_tokens)
         metrics = {"ratio": ratios, "clipped": torch.where(is_good, above, below) * (advantages != 0)}
         metrics |= {"kl": divergences} if self.beta else {}
         sums_of = {name: (weights * values).detach().sum() for name, values in metrics.items()}
         if self.max_completion_length is not None:
             weights = torch.full_like(num_tokens, 1 / self.max_completion_length)
-        count = len(advantages) if self.averaged_over == "samples" else len(batch["targets"])
+        count = len(advantages) if self.mean_over == "samples" else len(batch["targets"])
         # `nll` keeps the graph of an empty micro-batch: every process must run the backward's collectives.
         return LossOutput((weights * losses).sum().float() + 0.0 * nll.sum(), count, sums_of)
 
@@ -162,7 +162,7 @@ class GRPO(Objective):
             loss, count = self._loss_of(answer, advantage), answer.num_tokens
             divisor = {"dapo": 1, "grpo": count, "dr_grpo": self.max_completion_length or 1}[self.loss_type]
             total, num_tokens = total + loss / divisor, num_tokens + count
-        return total / (num_tokens if self.averaged_over == "tokens" else len(samples))
+        return total / (num_tokens if self.mean_over == "tokens" else len(samples))
 
     def _loss_of(self, answer: Answer, advantage: float) -> float:
         pairs = list(zip(answer.token_logps, answer.token_reference_logps, strict=True))

@@ -1,6 +1,6 @@
 """Base class of objectives."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from cookbook.config.registry import Named
@@ -67,7 +67,7 @@ class Objective(Named):
     sequences: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a sample."""
     mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
-    """What the loss is averaged over: labelled tokens, or samples; see `averaged_over`."""
+    """What the loss is averaged over: labelled tokens, or samples. A property where the keys decide it."""
     shares_samples: ClassVar[bool] = False
     """Whether ranks that share the tokens of samples may share the samples too, for a loss over samples: `compute`
     takes its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it
@@ -113,11 +113,6 @@ class Objective(Named):
         return row
 
     @property
-    def averaged_over(self) -> Literal["tokens", "samples"]:
-        """`mean_over`, unless the keys decide it."""
-        return self.mean_over
-
-    @property
     def asks(self) -> "Question | None":
         """What a teacher is asked before the first step; None without one."""
         return None
@@ -127,8 +122,12 @@ class Objective(Named):
         """Whether a row may be split into several samples."""
         return self.mean_over == "tokens" and not self.shares_samples
 
-    def compares(self, *, has_old_logps: bool, has_reference: bool) -> bool:
-        """Whether an objective that needs a reference does so for a set that has these log-probabilities, or not."""
+    def compares(self, given: Collection[str]) -> bool:
+        """Whether an objective that needs a reference does so for a set that has these log-probabilities.
+
+        Args:
+            given: of `old_logps` and `token_reference_logps`.
+        """
         return True
 
     def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:

@@ -41,7 +41,12 @@ class ORPO(Objective):
         import torch
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood, sums_by_sequence
+        from cookbook.config.objectives.forward import (
+            LossOutput,
+            negative_log_likelihood,
+            reward_metrics,
+            sums_by_sequence,
+        )
 
         nll = negative_log_likelihood(model, batch)
         sums, num_tokens = sums_by_sequence(-nll, batch)
@@ -50,10 +55,11 @@ class ORPO(Objective):
         chosen, rejected = log_odds[0::2], log_odds[1::2]
         # Per pair, as equation 6. TRL's first term is a mean over tokens, in which long answers weigh more.
         losses = -means[0::2] - self.beta * F.logsigmoid(chosen - rejected)
+        of_pairs = reward_metrics(chosen, rejected)
         metrics = {
             "nll_chosen": -means[0::2].detach().sum(),
-            "log_odds_ratio": (chosen - rejected).detach().sum(),
-            "reward_accuracy": (chosen > rejected).float().sum(),
+            "log_odds_ratio": of_pairs["reward_margin"],
+            "reward_accuracy": of_pairs["reward_accuracy"],
         }
         return LossOutput.of(losses, nll, metrics)
 

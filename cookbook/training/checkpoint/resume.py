@@ -32,8 +32,8 @@ BY_CONTENT = {
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
 NEVER = ("model.new_tokens", "optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
-FREE = ("run.skip_nonfinite_steps",)
-"""They change the curve, and a run may need them to get past the step at which it ended."""
+FREE = ("run.skip_nonfinite_steps", "rounds.sampler")
+"""They change the curve, and a run may need them to get past the step, or rounds past the sampling, where it ended."""
 
 
 def choose(

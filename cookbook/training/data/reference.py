@@ -42,8 +42,8 @@ def with_reference(
 
     def reference(tokens: TokenSet | Stream) -> TokenSet:
         assert isinstance(tokens, TokenSet), "an objective with a reference cannot stream"
-        has_old, has_reference = tokens.old_logps is not None, tokens.token_reference_logps is not None
-        if not objective.compares(has_old_logps=has_old, has_reference=has_reference):
+        given = tokens.given_logps
+        if not objective.compares(given):
             return tokens
         text = json.dumps([tokens.fingerprint, *made_from])
         path = cache / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors"
@@ -53,7 +53,9 @@ def with_reference(
             _save_logps(path, values)
         if not of_tokens:
             return replace(tokens, reference_logps=values)
-        return replace(tokens, old_logps=values) if has_reference else replace(tokens, token_reference_logps=values)
+        if "token_reference_logps" in given:
+            return replace(tokens, old_logps=values)
+        return replace(tokens, token_reference_logps=values)
 
     evals = {name: reference(tokens) for name, tokens in sets.eval.items()}
     return replace(sets, train=reference(sets.train), eval=evals)

@@ -116,6 +116,12 @@ class TokenSet:
         return np.cumsum(self.num_targets)
 
     @property
+    def given_logps(self) -> set[str]:
+        """Which log-probabilities of each target are there: `old_logps`, `token_reference_logps`."""
+        given = {"old_logps": self.old_logps, "token_reference_logps": self.token_reference_logps}
+        return {name for name, values in given.items() if values is not None}
+
+    @property
     def epoch_sizes(self) -> list[int]:
         """Samples of each source that an epoch shows: its weight times its size, rounded, and at least one."""
         sizes = self.part_sizes or (len(self),)

@@ -1,0 +1,351 @@
+"""Samples answers by vLLM's OpenAI-compatible server, started for a round or found at an address. Imports torch.
+
+What is sampled is from the round's weights: a server is given a folder whose name has their digest, and must list it.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from transformers import GenerationConfig
+
+from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.commands.rounds.sampling import Answer, end_tokens
+from cookbook.commands.shared.find_model import ADAPTER, CACHE
+from cookbook.config.recipe import Recipe
+from cookbook.config.sections import RoundsSection
+from cookbook.planning.in_rounds import is_address
+from cookbook.planning.language_part import open_config
+from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer
+from cookbook.system.console import say
+from cookbook.system.digests import sha256_of
+from cookbook.system.files import RecipeError, first_line
+from cookbook.system.signals import die_with_parent
+from cookbook.training.adapters import ADAPTER_WEIGHTS, BASE_RECORD
+
+CONNECT_SECONDS = 10.0
+ANSWER_SECONDS = 3600.0
+"""For one answer, which may wait for the others of its batch."""
+START_SECONDS = 3600.0
+"""For vLLM to read a model and to compile it."""
+END_SECONDS = 60.0
+LOG = "vllm.log"
+NOTHING_ELSE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Written out, as a folder's generation_config.json fills in what is not."""
+
+
+def check(recipe: Recipe) -> None:
+    """Before anything is sampled.
+
+    Raises:
+        RecipeError: vLLM is not installed, no server answers, or an adapter that cannot be merged.
+    """
+    rounds, adapter = recipe.rounds, recipe.adapter
+    assert rounds is not None
+    if is_address(rounds.sampler):
+        Client(rounds.sampler, rounds.sampler).models()
+    else:
+        _executable()
+    if adapter is not None and adapter.path is not None and not (Path(adapter.path) / BASE_RECORD).is_file():
+        raise RecipeError(
+            f"adapter.path is {adapter.path!r}, another project's, which does not say what its base was, and vLLM would"
+            " sample with both as one model; write rounds.sampler: transformers"
+        )
+
+
+@contextmanager
+def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
+    """The sampler of a round.
+
+    Args:
+        model: a model's folder, or an adapter's.
+
+    Raises:
+        RecipeError: no server of this folder, or it does not start.
+    """
+    rounds = recipe.rounds
+    assert rounds is not None
+    folder = _given(one, model)
+    if is_address(rounds.sampler):
+        started: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        client = Client(rounds.sampler, rounds.sampler)
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
+        dtype = "bfloat16" if recipe.compute_precision == "bf16" else "float32"
+        own = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+        own += ["--max-model-len", str(recipe.data.max_length)]
+        started = _started([_executable(), "serve", str(folder), *own, *shlex.split(rounds.sampler)[1:]], client, one)
+    with started, contextlib.closing(client):
+        yield Served(folder, rounds, client, one.number)
+
+
+def _given(one: Round, model: Path) -> Path:
+    """What a server is given: a link to the model's folder, or an adapter and its base as one model."""
+    from cookbook.run.publish.merged import write_merged
+    from cookbook.training.checkpoint.write_model import building
+    from cookbook.training.models import weights_digest
+
+    one.folder.mkdir(parents=True, exist_ok=True)
+    if (model / ADAPTER).is_file():
+        weights = model / ADAPTER_WEIGHTS
+        folder = one.given(sha256_of([weights], cache=CACHE)[weights])
+        if not folder.is_dir():
+            say(f"  writes {folder}, the adapter and its base as one model", flush=True)
+            with building(folder) as build:
+                write_merged(model, build, None)
+        return folder
+    folder = one.given(weights_digest(model, cache=CACHE))
+    if not folder.is_symlink():
+        folder.symlink_to(model.resolve(), target_is_directory=True)
+    return folder
+
+
+def _executable() -> str:
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if found is None:
+        raise RecipeError(
+            "rounds.sampler is vllm, and there is no vllm on the PATH; install it, in an environment of its own if its"
+            " versions are others, and put that one's bin on the PATH; or write rounds.sampler: transformers"
+        )
+    return found
+
+
+@contextmanager
+def _started(command: list[str], client: "Client", one: Round) -> Iterator[None]:
+    """vLLM's server, until it answers; its processes end with the block, or with this process."""
+    log = one.folder / LOG
+    say(f"  starts {shlex.join(command)}; its log: {log}", flush=True)
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C ends this process first, and by it the server
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+        )
+        client.why_not = lambda: _why_ended(server, log)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not client.is_up():
+                if why := _why_ended(server, log):
+                    raise RecipeError(why)
+                if time.monotonic() > deadline:
+                    raise RecipeError(f"vllm serve does not answer after {START_SECONDS:g} s; its log: {log}")
+                time.sleep(0.5)
+            yield
+        finally:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(END_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # what is left of its session
+            server.wait()
+
+
+def _why_ended(server: "subprocess.Popen[bytes]", log: Path) -> str | None:
+    if (code := server.poll()) is None:
+        return None
+    lines = log.read_text(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it wrote nothing")
+    return f"vllm serve ended with code {code}: {last.strip()[-300:]}; its log: {log}"
+
+
+class Client:
+    """Asks a server; `close` ends what is being asked."""
+
+    def __init__(self, address: str, sampler: str) -> None:
+        """
+        Args:
+            sampler: the recipe's word for it.
+        """
+        self.url, self.sampler = urlsplit(address.rstrip("/").removesuffix("/v1")), sampler
+        self.why_not: Callable[[], str | None] = lambda: None
+        """Why a server of ours does not answer."""
+        self._open: set[HTTPConnection] = set()
+        self._is_closed = False
+
+    def is_up(self) -> bool:
+        with contextlib.suppress(RecipeError):
+            return bool(self.models())
+        return False
+
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists.
+
+        Raises:
+            RecipeError: as `ask`, or it lists nothing.
+        """
+        found = self.ask("/v1/models", None, seconds=CONNECT_SECONDS)
+        models = found.get("data") if isinstance(found, dict) else None
+        if not isinstance(models, list) or not models or not all(isinstance(one, dict) for one in models):
+            raise self.mistake("lists no model at /v1/models; it is no server of OpenAI's form")
+        return models
+
+    def ask(self, path: str, body: dict[str, Any] | None, *, seconds: float) -> Any:
+        """The JSON that the server answers with.
+
+        Args:
+            body: for a POST.
+
+        Raises:
+            RecipeError: no answer within `seconds`, or another than 200, or none in JSON.
+        """
+        kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
+        connection = kind(self.url.netloc, timeout=CONNECT_SECONDS)
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):  # which `vllm serve` asks for
+            headers["Authorization"] = f"Bearer {key}"
+        self._open.add(connection)
+        try:
+            if self._is_closed:
+                raise ConnectionAbortedError("ended")
+            connection.connect()
+            connection.sock.settimeout(seconds)
+            text = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", self.url.path + path, text, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, HTTPException) as error:
+            why = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) else first_line(error)
+            raise RecipeError(self.why_not() or self._text(f"does not answer ({why})")) from None
+        finally:
+            self._open.discard(connection)
+            connection.close()
+        if response.status != 200:
+            raise self.mistake(f"answered {response.status} to {path}: {_words(content)}")
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise self.mistake(f"answered {path} with what is no JSON: {_words(content)}") from None
+
+    def mistake(self, what: str) -> RecipeError:
+        return RecipeError(self._text(what))
+
+    def _text(self, what: str) -> str:
+        return f"rounds.sampler is {self.sampler}, and it {what}"
+
+    def close(self) -> None:
+        self._is_closed = True
+        for connection in list(self._open):
+            with contextlib.suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _words(content: bytes) -> str:
+    """The message of an error, in a line."""
+    try:
+        found = json.loads(content)
+        found = found.get("error", found)
+        text = str(found["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = content.decode(errors="replace")
+    return " ".join(text.split())[:300]
+
+
+class Served:
+    """A model of a server that samples."""
+
+    def __init__(self, folder: Path, rounds: RoundsSection, client: Client, number: int) -> None:
+        """
+        Raises:
+            RecipeError: the server has not this folder.
+        """
+        self.rounds, self.client, self.tokenizer = rounds, client, read_tokenizer(folder)
+        proposed = read_generation_config(folder) if (folder / GENERATION).is_file() else None
+        settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
+        self.ends = end_tokens(settings, self.tokenizer)
+        models = client.models()
+        found = next((one for one in models if str(folder) in (one.get("id"), one.get("root"))), None)
+        if found is None:
+            there = ", ".join(str(one.get("root") or one.get("id")) for one in models)
+            raise client.mistake(
+                f"serves {there}; round {number} samples with other weights: start it as `vllm serve {folder}`, and"
+                " write the command again"
+            )
+        self.settings = {
+            "model": found["id"],
+            "max_tokens": rounds.max_completion_length,
+            "temperature": rounds.temperature,
+            "top_p": rounds.top_p,
+            **NOTHING_ELSE,
+            "stop_token_ids": self.ends,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def answers(self, prompts: Sequence[list[int]], seed: int) -> list[list[Answer]]:
+        """`num_generations` answers to each prompt, each with a seed of its own.
+
+        Raises:
+            RecipeError: the server fails, or answers otherwise than it was asked.
+        """
+        count, size = self.rounds.num_generations, self.rounds.generation_batch_size
+        asked = [ids for ids in prompts for _ in range(count)]
+        with ThreadPoolExecutor(size) as pool:
+            try:
+                futures = [pool.submit(self._answer, ids, seed + i) for i, ids in enumerate(asked)]
+                for done, future in enumerate(as_completed(futures), start=1):
+                    future.result()
+                    if done % size == 0 or done == len(asked):
+                        say(f"  {done:,} of {len(asked):,} answers", flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.client.close()
+                raise
+        flat = [future.result() for future in futures]
+        return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+    def _answer(self, prompt: list[int], seed: int) -> Answer:
+        body = {**self.settings, "prompt": prompt, "seed": seed}
+        found = self.client.ask("/v1/completions", body, seconds=ANSWER_SECONDS)
+        choices = found.get("choices") if isinstance(found, dict) else None
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            raise self.client.mistake(f"returned {len(choices or [])} answers where one was asked for")
+        ids = choices[0].get("token_ids")
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise self.client.mistake(
+                "returned no token_ids, and a text does not say which tokens were sampled; vLLM returns them"
+            )
+        most = self.rounds.max_completion_length
+        end = next((i for i, one in enumerate(ids) if one in self.ends), None)
+        if len(ids) > most or (end is None and len(ids) < most) or (end is not None and end + 1 < len(ids)):
+            raise self.client.mistake(
+                f"ended an answer after {len(ids)} tokens (finish_reason {choices[0].get('finish_reason')!r}), neither"
+                f" at one of its end tokens {self.ends} nor after {most}"
+            )
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(ids, text, end is not None, self._logps(choices[0].get("logprobs"), len(ids)))
+
+    def _logps(self, found: Any, count: int) -> list[float] | None:
+        """None if the server returns none."""
+        if found is None:
+            return None
+        logps = found.get("token_logprobs") if isinstance(found, dict) else None
+        if not isinstance(logps, list) or len(logps) != count or not all(_is_log(one) for one in logps):
+            raise self.client.mistake(f"returned {logps!r:.200} as the log-probabilities of {count} tokens")
+        return [min(float(one), 0.0) for one in logps]  # rounding may leave one above
+
+
+def _is_log(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3

@@ -1,0 +1,93 @@
+"""A stand-in for vLLM's server, where vLLM is not installed: transformers samples, and says how probable that was.
+
+As a program it takes `serve FOLDER --host H --port P`, and leaves other options alone.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+
+class StandIn(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.folder, self.model = "", None
+        self.asked: list[dict[str, Any]] = []
+        self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
+        """What becomes of an answer before it is sent."""
+        self.lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def serve(self, folder: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.folder = folder
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor([asked["prompt"]])
+        settings = GenerationConfig(
+            do_sample=True,
+            temperature=asked["temperature"],
+            top_p=asked["top_p"],
+            top_k=asked["top_k"],
+            max_new_tokens=asked["max_tokens"],
+            eos_token_id=asked["stop_token_ids"],
+            pad_token_id=asked["stop_token_ids"][0],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        with self.lock, torch.inference_mode():
+            self.asked.append(asked)
+            torch.manual_seed(asked["seed"])
+            self.model.generation_config = GenerationConfig()
+            found = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+        ids = found.sequences[0, prompt.shape[1] :].tolist()
+        logps = [logits[0].log_softmax(-1)[one].item() for logits, one in zip(found.logits, ids, strict=True)]
+        reason = "stop" if ids[-1] in asked["stop_token_ids"] else "length"
+        choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason}
+        return {"choices": [choice | {"logprobs": {"token_logprobs": logps}}]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "a model", "root": self.server.folder}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["model"] != "a model":
+            self._send(404, {"error": {"message": f"The model `{asked['model']}` does not exist."}})
+        elif (answer := self.server.spoil(self.server.complete(asked))) is None:
+            self.close_connection = True
+        else:
+            self._send(500 if "error" in answer else 200, answer)
+
+    def _send(self, status: int, values: dict[str, Any]) -> None:
+        content = json.dumps(values).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    _, verb, folder, *options = sys.argv
+    assert verb == "serve"
+    started = StandIn(int(options[options.index("--port") + 1]))
+    started.serve(folder)
+    started.serve_forever()
