@@ -11,11 +11,12 @@ from xml.dom import minidom
 
 import pytest
 
-from benchmarks.forecast_accuracy import frameworks, published
+from benchmarks.forecast_accuracy import frameworks, frameworks_fit, published
 from benchmarks.forecast_accuracy.memory_rows import read_facts, setup_of
 from benchmarks.forecast_accuracy.published_page import BANDS, EXPLAINED, within
 from benchmarks.forecast_accuracy.unsaid_rows import UNSAID, place
 from cookbook.forecast.memory import GIB
+from cookbook.forecast.step_time import EFFICIENCY
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,38 @@ def test_every_row_of_a_framework_is_forecast():
         (fact["id"], float(fact["tokens_per_second"])) for fact in facts
     ]
     assert all(fact["url"].startswith("https://") for fact in facts)
-    assert len(rows) > 30 and sum(row["memory_error"] is not None for row in rows) > 10
+    assert len(rows) > 70 and sum(row["memory_error"] is not None for row in rows) > 10
+    assert len({fact["url"].split("/")[3] for fact in facts}) >= 4, "owners of repositories"
+
+
+def test_the_shares_of_the_peak_are_those_that_a_fit_left_or_made_better():
+    found = json.loads(frameworks.RESULTS.read_text(encoding="utf-8"))
+    rows = [row for row in found["rows"] if "gpt-oss" not in row["model"]]
+    assert json.loads(json.dumps(frameworks_fit.report(rows))) == found["fit"]
+    for one in found["fit"]:
+        assert EFFICIENCY[one["kind"]] == tuple(one["shares" if one["is_taken"] else "before"])
+        before, after = one["now"], one["then"]
+        assert one["is_taken"] == (
+            after["score"] < before["score"]
+            and after["median"] <= before["median"]
+            and after["inside"] >= before["inside"]
+        )
+    assert [one["is_taken"] for one in found["fit"]] == [False, False, True]
+    for row in rows:
+        low, high = frameworks_fit.range_of(row, EFFICIENCY[row["kind"]])
+        assert (low, high) == pytest.approx((row["forecast"][0], row["most"]), rel=0.01), row["id"]
+    of_hopper = [row for row in rows if row["kind"] == "hopper"]
+    best = frameworks_fit.fitted(of_hopper, "hopper")
+    for worse in (0.5, 2.0):  # the score would show it
+        assert frameworks_fit.score(of_hopper, (best[0] * worse, best[1] * worse)) > frameworks_fit.score(
+            of_hopper, best
+        )
+
+
+def test_a_row_s_half_is_that_of_its_name():
+    halves = [frameworks_fit.is_held_out(f"f{number:02}") for number in range(200)]
+    assert halves[14:20] == [False, True, False, False, False, False]  # sha256sum, by hand
+    assert 70 < sum(halves) < 130
 
 
 @pytest.mark.slow

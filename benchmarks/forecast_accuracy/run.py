@@ -7,7 +7,7 @@
     python benchmarks/forecast_accuracy/run.py simulated     memory, of every strategy on simulated GPUs: the table of
                                                              docs/simulated_gpus.md
 
-In two minutes, four, one, and half an hour and more on two cores. Each writes its figures into the folder `results`,
+In two minutes, eight, one, and half an hour and more on two cores. Each writes its figures into the folder `results`,
 and then its page; with `--page` the page alone, from the figures that are there.
 """
 

@@ -29,6 +29,7 @@ EFFICIENCY = {
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
+    "blackwell card": (0.35, 0.78),
     "cdna3": (0.20, 0.40),
     "cdna4": (0.20, 0.40),
 }
@@ -40,7 +41,9 @@ H100 (1,039 tokens/s, 56 %). Ampere: torchtitan, Llama-3-8B before its fused opt
 fms-fsdp, Llama-2-70B with checkpointing under FSDP1 on 128 A100 (380 tokens/s, 69.5 %). Volta: Megatron-LM (Shoeybi et
 al. 2019: 39 TFLOP/s a V100, with room below) and DeepSpeed's BERT (64); Turing is taken like it. Ada: torchtune,
 Llama-3.1-8B on an RTX 4090 (1,650 tokens/s, 62 %), with room below. Blackwell: torchtitan on GB200 (21,919 tokens/s,
-41 %), with room: of B200 the only record is of limited power. CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X
+41 %), with room: of B200 the only record is of limited power. Its cards, GeForce and RTX PRO: the slow end is Ada's;
+the fast one was fitted to three runs of Unsloth on an RTX 5090, and a fourth lies inside (docs/plan_accuracy.md, with
+what became of fits of the other ends). CDNA 3: torchao's float8 README, Llama-3-8B on 8 MI300X
 (5,377 tokens/s, 21 %), with room above; CDNA 4 is taken like it."""
 
 NVLINK_SHARE, PCIE_PEER_SHARE, FABRIC_SHARE = (0.50, 0.82), (0.30, 0.80), (0.50, 0.90)
@@ -134,15 +137,25 @@ class Range:
         return low * per_gpu_hour * num_gpus, high * per_gpu_hour * num_gpus
 
 
+def kind_of(gpu: Gpu) -> str:
+    """Which of `EFFICIENCY` is its: its generation's, but for Blackwell's cards, which have no NVLink."""
+    return "blackwell card" if gpu.generation == "blackwell" and gpu.nvlink is None else gpu.generation
+
+
+def share_of_peak(gpu: Gpu) -> tuple[float, float]:
+    """Share of its dense peak that products reach, at worst and at best."""
+    return EFFICIENCY[kind_of(gpu)]
+
+
 def caveat(sizes: ModelSizes) -> str | None:
-    """What a forecast of time omits of a mixture: of 12 published runs of Qwen3-30B-A3B on B300, with grouped products
-    and equal loads, one was slower than the range and one faster (docs/plan_accuracy.md).
+    """What a forecast of time omits of a mixture: of 15 published runs of Qwen3-30B-A3B with grouped products three
+    were slower than the range and two faster (docs/plan_accuracy.md).
     """
     if sizes.num_experts == 1:
         return None
     return (
         f"{sizes.num_experts} experts: only active weights are counted, not routing, uneven loads and small products;"
-        " with equal loads 10 of 12 published runs lay inside such a range"
+        " of 15 published runs 10 lay inside such a range"
     )
 
 
@@ -195,7 +208,7 @@ def step_seconds(
     if trace and not (gpu.has_grouped_products and step.precision == "bf16"):
         launches += num_traced * trace.total("looped")
     parts = [
-        _over("compute", (flops, flops), gpu.half_flops, EFFICIENCY[gpu.generation], is_kernel=True),
+        _over("compute", (flops, flops), gpu.half_flops, share_of_peak(gpu), is_kernel=True),
         # One after another with the products, also those of FSDP2 and DDP.
         _over(
             "GPU memory",
