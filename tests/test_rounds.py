@@ -5,7 +5,9 @@ python -m pytest -q tests/test_rounds.py -m "slow or not slow"
 
 import contextlib
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import prompt_rows, scoring, served
+from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.served import Client, Served
 from cookbook.config.json_text import BadRow
 from cookbook.config.objectives import Objective
@@ -479,6 +482,25 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with pytest.raises(RecipeError, match=r"does not answer \(no answer within 0.2 s\)"):
             Client(address, address).models()
+
+
+def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
+    (one := Round(tmp_path, 1)).folder.mkdir(parents=True)
+    command = os.fork()
+    if not command:
+        try:
+            with served._started(["sh", "-c", "echo $$; exec sleep 600"], Client("http://127.0.0.1:9", "vllm"), one):
+                pass
+        finally:
+            os._exit(1)
+    log, deadline = one.folder / served.LOG, time.monotonic() + 30
+    while not (log.is_file() and log.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server = psutil.Process(int(log.read_text()))
+    os.kill(command, signal.SIGKILL)
+    os.waitpid(command, 0)
+    assert psutil.wait_procs([server], timeout=10)[1] == []
 
 
 @pytest.mark.slow
