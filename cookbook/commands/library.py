@@ -35,6 +35,9 @@ def library_page() -> str:
         "|" + " --- |" * 10,
         *("| " + " | ".join(cells) + " |" for cells in rows),
         "",
+        "Rounds that two CPU cores run in minutes, without a download: [grpo.yaml](../tests/rounds/grpo.yaml), after",
+        "[sft.yaml](../tests/rounds/sft.yaml).",
+        "",
         f"{len(rows)} recipes. `recipes/offline_facts.json` has what a rehearsal without network needs to know about"
         " their models and data.",
     ]
