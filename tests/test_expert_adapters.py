@@ -405,16 +405,37 @@ def test_what_is_a_linear_layer_by_its_class_alone_is_not_adapted(model_type, ot
         adapters.check_names(tiny_config(model_type), AdapterSection(name="qlora"))
 
 
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "jamba", "longcat_flash", "rwkv"])
+def test_each_layer_that_all_linear_adapts_computes_in_the_forward(model_type: str, monkeypatch):
+    """Also those whose weights the model's code reads past an adapter, as without the table some would be."""
+    model = new_model(model_type)
+    adapters.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
+    assert not without_gradient(model)
+    if model_type == "rwkv":  # which calls its layers, and then scales their weights alone
+        return
+    monkeypatch.delitem(adapters.READ_APART, model_type)
+    model = new_model(model_type)
+    adapters.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
+    assert without_gradient(model)
+
+
+def without_gradient(model: PreTrainedModel) -> set[str]:
+    """Trained weights that a step of training does not reach."""
+    ids = torch.randint(0, 100, (1, 16), generator=torch.Generator().manual_seed(1))
+    model.train()(input_ids=ids, use_cache=False).logits.square().sum().backward()
+    return {name for name, one in trained(model).items() if one.grad is None}
+
+
 @pytest.mark.parametrize(("model_type", "kept"), [("bamba", {"in_proj", "q_proj"}), ("mamba", {"in_proj"})])
 def test_what_kernels_of_a_model_read_by_themselves_is_left_out_of_all_linear_and_refused_by_name(model_type, kept):
     config, asked = tiny_config(model_type), AdapterSection(name="lora", rank=4)
     (note, *_) = adapters.check_names(config, asked)
-    assert "all-linear leaves out" in note and "out_proj, which kernels read by themselves" in note
+    assert "all-linear leaves out" in note and "out_proj, whose weights the model's code reads by itself" in note
     model = new_model(model_type)
     adapters.add_adapter(model, asked, seed=0)
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained(model)}
     assert kept <= adapted and adapted.isdisjoint({"out_proj", "x_proj", "dt_proj"})
-    with pytest.raises(RecipeError, match=f"kernels of {model_type} read out_proj by themselves, past an adapter"):
+    with pytest.raises(RecipeError, match=f"the code of {model_type} reads out_proj by itself, past an adapter"):
         adapters.check_names(config, AdapterSection(name="lora", targets=["out_proj"]))
-    with pytest.raises(RecipeError, match=r"read .*out_proj by themselves.* write adapter.name: lora"):
+    with pytest.raises(RecipeError, match=r"reads .*out_proj by itself.* write adapter.name: lora"):
         adapters.check_names(config, AdapterSection(name="qlora"))

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
-from cookbook.planning.score_head import empty_model, head_of
+from cookbook.planning.score_head import backbone_of, empty_model, head_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import examine, experts_in_4_bits, inject
 
@@ -103,7 +103,7 @@ def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:
     """The part of each parameter outside the layers, by id; missing ones are `rest`."""
     found: dict[int, Part] = {}
     # The final norm is the last norm among the direct children (accelerate 1.15, fsdp_utils.py, _find_final_norm).
-    norms = [module for module in model.base_model.children() if "Norm" in type(module).__name__]
+    norms = [module for module in backbone_of(model).children() if "Norm" in type(module).__name__]
     of_parts: list[tuple[Part, Any]] = [("norm", norms[-1] if norms else None), ("head", last), ("embedding", first)]
     for part, module in of_parts:
         if module is not None:

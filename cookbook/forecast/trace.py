@@ -27,7 +27,7 @@ from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import STATEFUL, stops_compiling
-from cookbook.planning.score_head import empty_model, head_of, is_scored
+from cookbook.planning.score_head import backbone_of, empty_model, head_of, is_scored
 from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
@@ -423,7 +423,7 @@ def _dispatched(
 def _cast_at_ends(model: PreTrainedModel, unit: Unit) -> None:
     """Adds FSDP2's casts to the units outside the layers: embedding, final norm and head."""
     ends = [model.get_input_embeddings(), head_of(model)]
-    ends += [module for module in model.base_model.children() if "Norm" in type(module).__name__][-1:]
+    ends += [module for module in backbone_of(model).children() if "Norm" in type(module).__name__][-1:]
     for module in ends:
         module.register_forward_pre_hook(lambda _, args, options: unit.taken((args, options)), with_kwargs=True)
         module.register_forward_hook(lambda _, args, result: unit.returned(result))
@@ -475,7 +475,7 @@ def _trace_phases(
         with counted:
             ledger.begin("embed")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                backbone = model.base_model
+                backbone = backbone_of(model)
                 hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
                 hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
                 loss = nll_of_targets(model, hidden, targets).sum()

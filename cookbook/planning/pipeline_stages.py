@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain, count
 from typing import Any
 
-from cookbook.planning.score_head import head_of
+from cookbook.planning.score_head import backbone_of, head_of
 
 
 def head_layers(head: int, layer: int) -> int:
@@ -18,7 +18,7 @@ def head_layers(head: int, layer: int) -> int:
 
 def head_in_layers(model: Any) -> int:
     """`head_layers` of a transformers model; 0 if its layers or head are not found."""
-    layers, head = getattr(model.base_model, "layers", None), head_of(model)
+    layers, head = getattr(backbone_of(model), "layers", None), head_of(model)
     if not layers or head is None:
         return 0
     return head_layers(head.weight.numel(), sum(parameter.numel() for parameter in layers[0].parameters()))

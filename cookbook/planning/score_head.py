@@ -76,6 +76,18 @@ def head_of(model: Any) -> Any:
     return getattr(model, HEAD) if is_scored(model.config) else model.get_output_embeddings()
 
 
+def backbone_of(model: Any) -> Any:
+    """The module of a model before its head; the model itself if that is all in one."""
+    # Llama 4's class for text names another prefix than that of its backbone (transformers 5.23).
+    return getattr(model, "model", model) if model.base_model is model else model.base_model
+
+
+def backbone_name(model: Any) -> str:
+    """The name of `backbone_of` in the model."""
+    found = backbone_of(model)
+    return next((name for name, module in model.named_children() if module is found), model.base_model_prefix)
+
+
 def why_no_score(config: Any) -> str | None:
     """Why a model cannot be given such a head, or None."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING

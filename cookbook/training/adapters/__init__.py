@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.planning.language_part import has_tower, language_config
-from cookbook.planning.score_head import HEAD, ScoreHead, empty_model, head_of, is_scored
+from cookbook.planning.score_head import HEAD, ScoreHead, backbone_name, empty_model, head_of, is_scored
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack
@@ -38,20 +38,25 @@ if TYPE_CHECKING:
 
 LINEAR = (torch.nn.Linear, Conv1D)
 """What peft takes for a linear layer: GPT-2's have their weight the other way round."""
-NO_4_BITS = {"rwkv": "its own code scales the weights in place, in which transformers 5.23 fails on 4 bits"}
-READ_BY_KERNELS = {
+READ_APART = {
     "bamba": ("out_proj",),
     "falcon_h1": ("out_proj",),
     "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
+    "gemma3n_text": ("correction_coefs", "prediction_coefs"),
     "granitemoehybrid": ("out_proj",),
+    "jamba": ("dt_proj",),
+    "longcat_flash": ("classifier",),
     "mamba": ("x_proj", "dt_proj", "out_proj"),
     "mamba2": ("out_proj",),
     "nemotron_h": ("out_proj",),
+    "rwkv": ("output", "value"),
     "zamba2": ("out_proj",),
 }
-"""Linear layers whose weights a kernel of the model reads by itself on a GPU, past an adapter (transformers 5.23,
-modeling_*.py); peft 0.21.2 refuses out_proj of some of these types (tuners_utils.py,
-_check_lora_target_modules_mamba)."""
+"""Linear layers whose weights a model's code reads or changes by itself, past an adapter: for a kernel on a GPU, as a
+router, to clamp or to scale them (transformers 5.23, modeling_*.py); peft 0.21.2 refuses out_proj of some of these
+types (tuners_utils.py, _check_lora_target_modules_mamba)."""
+CALLED_IN_4_BITS = ("jamba",)
+"""Those of them whose code calls the layer where the model is quantized."""
 BASE_RECORD = "base_model.json"
 NO_ROWS = range(0)
 
@@ -142,7 +147,7 @@ def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[st
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
     """What peft calls `target_modules` and `target_parameters`."""
     stacked = stacked_experts(model)
-    outside = READ_BY_KERNELS.get(model.config.model_type, ())
+    outside = READ_APART.get(model.config.model_type, ())
     if targets == [ALL_LINEAR] and not stacked and not outside and not _other_products(model):
         return ALL_LINEAR, []
     linear = _linear_names(model)
@@ -289,8 +294,8 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
             )
         elif target != ALL_LINEAR and (passed := _passed_by(model, target)):
             mistakes.append(
-                f"adapter.targets has {target!r}, but kernels of {model.config.model_type} read"
-                f" {', '.join(passed)} by themselves, past an adapter; leave it out"
+                f"adapter.targets has {target!r}, but the code of {model.config.model_type} reads"
+                f" {', '.join(passed)} by itself, past an adapter; leave it out"
             )
         elif target != ALL_LINEAR and not _matching([*linear, *stacked], target):
             mistakes.append(
@@ -314,19 +319,16 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
 
 
 def _passed_by(model: PreTrainedModel, target: str) -> list[str]:
-    outside = READ_BY_KERNELS.get(model.config.model_type, ())
+    outside = READ_APART.get(model.config.model_type, ())
     return [name for name in _last_parts(_matching(_linear_names(model), target)) if name in outside]
 
 
 def _no_4_bits(model: PreTrainedModel) -> str | None:
-    if outside := READ_BY_KERNELS.get(model.config.model_type):
-        return f"kernels of {model.config.model_type} read {', '.join(outside)} by themselves, as 16 bits"
+    kind = model.config.model_type
+    if kind not in CALLED_IN_4_BITS and (outside := READ_APART.get(kind)):
+        return f"the code of {kind} reads {', '.join(outside)} by itself, as 16 bits"
     others = ", ".join(_other_products(model))
-    return (
-        f"{others} of this model would no longer compute its own product"
-        if others
-        else NO_4_BITS.get(model.config.model_type)
-    )
+    return f"{others} of this model would no longer compute its own product" if others else None
 
 
 def _note_on_experts(
@@ -337,18 +339,25 @@ def _note_on_experts(
     notes = [_note_on_4_bits(left)] if settings.is_quantized and left else []
     if ALL_LINEAR in settings.targets and (others := _other_products(model)):
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
-    if ALL_LINEAR in settings.targets and (outside := READ_BY_KERNELS.get(model.config.model_type)):
-        notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(outside)}, which kernels read by themselves")
+    if ALL_LINEAR in settings.targets and (outside := READ_APART.get(model.config.model_type)):
+        what = f"{', '.join(outside)}, whose weights the model's code reads by itself"
+        notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {what}")
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
     if not frozen:
         return notes
     share = sum(one.numel() for one in frozen.values()) / sum(one.numel() for one in model.parameters())
-    names = ", ".join(_last_parts(frozen, 2))
-    return [
-        *notes,
-        f"adapter.targets: the experts' {names}, {share:.0%} of the weights, stay frozen; to adapt them write"
-        f" adapter.targets: [{', '.join([*settings.targets, *_last_parts(frozen, 2)])}]",
-    ]
+    what = f"the experts' {', '.join(_last_parts(frozen, 2))}, {share:.0%} of the weights, stay frozen"
+    served = _last_parts((name for name in frozen if _is_multiplied(model, name)), 2)
+    if not served:
+        return [*notes, f"adapter.targets: {what}: no implementation of experts that is served multiplies them"]
+    some = "them" if len(served) == len(_last_parts(frozen, 2)) else ", ".join(served)
+    way = f"to adapt {some} write adapter.targets: [{', '.join([*settings.targets, *served])}]"
+    return [*notes, f"adapter.targets: {what}; {way}"]
+
+
+def _is_multiplied(model: torch.nn.Module, name: str) -> bool:
+    """Whether transformers' own implementations of experts multiply a parameter of stacked experts."""
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed")
 
 
 def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
@@ -392,11 +401,11 @@ def _check_parameters(model: PreTrainedModel, settings: AdapterSection, config: 
     Raises:
         RecipeError: everything that it does not serve for these.
     """
-    experts = {name: model.get_submodule(name.rpartition(".")[0]) for name in stacked_experts(model)}
-    targeted = {name: experts[name] for one in config.target_parameters or () for name in _matching(experts, one)}
+    experts = stacked_experts(model)
+    targeted = list(dict.fromkeys(name for one in config.target_parameters or () for name in _matching(experts, one)))
     what = _last_parts(targeted, 2) or _renamed(model, config.target_modules)
     mistakes = []
-    if others := _last_parts((name for name, one in targeted.items() if not hasattr(one, "is_transposed")), 2):
+    if others := _last_parts((name for name in targeted if not _is_multiplied(model, name)), 2):
         mistakes.append(
             f"adapter.targets: {', '.join(others)} of {type(model).__name__} are not multiplied by transformers' own"
             " implementations of experts, the only ones that are served; write all-linear"
@@ -643,7 +652,7 @@ def write_adapter(
     if whole is not None:
         roots = module_roots(whole)
         named = {in_whole(name, roots): tensor for name, tensor in named.items()}
-        peft_config.target_modules = _in_language_part(peft_config, weights, roots[empty.base_model_prefix])
+        peft_config.target_modules = _in_language_part(peft_config, weights, roots[backbone_name(empty)])
         rows: Any = peft_config.trainable_token_indices or {}
         peft_config.trainable_token_indices = {in_whole(name, roots): of for name, of in rows.items()} or None
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cookbook.planning.language_part import language_config, language_key, whole_config
+from cookbook.planning.score_head import backbone_name, backbone_of
 from cookbook.training.checkpoint.tensors import Tensor, Weight, as_weight, files_of, room_for, write_tensors
 
 TOWER = "tower.safetensors"
@@ -38,7 +39,7 @@ class Tower(NamedTuple):
         with torch.device("meta"):
             text = language_config(whole)
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)](text)
-        own = {f"{model.base_model_prefix}.{name}" for name, _ in model.base_model.named_children()} | {"lm_head"}
+        own = {f"{backbone_name(model)}.{name}" for name, _ in backbone_of(model).named_children()} | {"lm_head"}
         tensors, roots = {}, {}
         for key, file in files_of(folder).items():
             name = language_key(key)

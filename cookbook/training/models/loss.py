@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from cookbook.planning.score_head import head_of, is_scored
+from cookbook.planning.score_head import backbone_of, head_of, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
 from cookbook.training.models.mixers import packed_row
@@ -535,7 +535,7 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     stage = getattr(model, "_pp_stage", None)  # of transformers/distributed/pipeline_parallel.py
     model.has_head = stage is None or stage.pp_is_last_stage
     head: Any = head_of(model)
-    if model.has_head and (not isinstance(head, torch.nn.Linear) or model.base_model is model):
+    if model.has_head and (not isinstance(head, torch.nn.Linear) or backbone_of(model) is model):
         raise RecipeError(f"model {type(model).__name__}: not a backbone with a linear head, which is not served yet")
     model.scores = is_scored(model.config)
     model.per_target = (model.config.num_labels,) if model.scores else ()
@@ -582,7 +582,7 @@ def _forward(
         whole = input_ids.shape[1] * (1 if mesh is None else mesh.size())
         assert (len(input_ids), whole) == (1, sum(lengths)), f"{tuple(input_ids.shape)} is not one row of {lengths}"
         options["segments"] = Segments(offsets, max(lengths), Lengths(lengths))
-    backbone = self.base_model
+    backbone = backbone_of(self)
     inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
     stage = getattr(self, "_pp_stage", None)
     is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
