@@ -53,7 +53,8 @@ padded rows of uneven length, without dropout. A number is the largest error of 
   that it could not trace them.
 
 Windows and the tokens that sparse attention selects are fewer than a row's. Dropout, where a configuration has it,
-depends on the number of processes, which a run notes at its start.
+depends on the number of processes, which a run notes at its start. Cells were filled at different times, some by older
+code.
 
 ## Trained
 
@@ -61,10 +62,7 @@ depends on the number of processes, which a run notes at its start.
 
 {table}
 {footnote}
-`-`: no result on record. QLoRA was tried for some types only; others failed or lay above the limit in a version since
-changed, and were not run again. Cells of some types are of an earlier record, of older code.
-
-`no`: the run is refused at its start, with exit code 2, for the reason of this number:
+{dash}`no`: the run is refused at its start, with exit code 2, for the reason of this number:
 
 {reasons}
 
@@ -79,6 +77,10 @@ changed, and were not run again. Cells of some types are of an earlier record, o
 FOOTNOTE = """
 `*`: with `adapter.targets` as the note on `all-linear` names them: experts are one tensor each, and get adapters too.
 Under QLoRA they are in 4 bits; cells of older code had them in full precision.
+"""
+DASH = """\
+`-`: no result on record.
+
 """
 
 
@@ -125,6 +127,7 @@ def page(record: dict[str, Any]) -> str:
         table="\n".join(
             [f"| model type | {' | '.join(HEADINGS.values())} |", "|---" * (1 + len(HEADINGS)) + "|", *lines]
         ),
+        dash=DASH if any("-" in words for words in cells.values()) else "",
         footnote=FOOTNOTE if any(" *" in word for words in cells.values() for word in words) else "",
         reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
         refused="\n".join(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in refused),
@@ -144,7 +147,10 @@ def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
     ]
     listed = ", ".join(f"`{name}` (`{part}`)" for name, part in parts.items())
     words.append(f"\n\n[By their language part](recipes.md#a-model-with-an-image-or-audio-tower): {listed}.")
-    for what, names in (("Not tried", untried), ("Differ or fail", faulty)):
+    for what, names in (
+        ("Not tried, since a run of transformers' own code for its layers takes minutes at this size", untried),
+        ("Differ or fail", faulty),
+    ):
         words += [f"\n\n{what}: {', '.join(f'`{name}`' for name in names)}."] if names else []
     return "".join(words)
 

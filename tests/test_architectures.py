@@ -84,14 +84,26 @@ def test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run():
 def test_a_type_trains_as_the_record_says(lab: Lab, model_type: str):
     """A twentieth of them by turn."""
     found, expected = architectures.try_type(lab, model_type, ("fsdp2", "zero3", "plan")), RECORD["rows"][model_type]
+    assert_as_recorded(found, expected)
+
+
+NOISE = 5e-7
+"""By how much an error of a run may exceed that on record. An error is a difference of two sums in float32, whose last
+bits depend on the machine: of 80 types tried again on another one 79 differed, by 3.8e-7 at most."""
+
+
+def assert_as_recorded(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """All that is no error of a sum, to equality: what is served, refused with which words, traced, and adapted."""
     assert architectures_page.faults(found) == []
     assert said(found) == said({name: expected.get(name, cell) for name, cell in found.items()})
+    errors = {name: cell["loss"] for name, cell in found.items() if isinstance(cell, dict) and "loss" in cell}
+    assert {name: error for name, error in errors.items() if error > expected[name]["loss"] + NOISE} == {}
 
 
 def said(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without its figures, and without how far its plan was traced, which the test of the record has."""
+    """A row without its figures."""
     return {
-        name: cell if isinstance(cell, str) else cell | {key: "" for key in ("loss", "forecast") if key in cell}
+        name: cell if isinstance(cell, str) else {key: of for key, of in cell.items() if key != "loss"}
         for name, cell in row.items()
     }
 
@@ -234,9 +246,7 @@ TRIED = [
 
 @pytest.mark.parametrize(("model_type", "column"), TRIED)
 def test_an_architecture_does_what_the_record_says(lab: Lab, model_type: str, column: str):
-    found, expected = architectures.try_type(lab, model_type, (column,)), RECORD["rows"][model_type]
-    assert architectures_page.faults(found) == []
-    assert said(found) == said({name: expected.get(name, cell) for name, cell in found.items()})
+    assert_as_recorded(architectures.try_type(lab, model_type, (column,)), RECORD["rows"][model_type])
 
 
 @pytest.mark.parametrize("is_same", [False, True])
