@@ -476,6 +476,19 @@ def test_a_server_that_fails_is_told_in_a_line(model, server, message, spoil):
     assert again == [answer._replace(logps=None) for answer in group]
 
 
+def test_a_round_that_has_its_answers_needs_no_server(lab, model, tmp_path):
+    values = settings(tmp_path, model, rounds=ROUNDS | {"sampler": "http://127.0.0.1:9"})
+    recipe = load_recipe(lab.folder / "recipe.yaml", [f"{key}={value}" for key, value in values.items()])
+    for number, name in ((1, "samples"), (2, "unscored")):
+        with pytest.raises(RecipeError, match="does not answer"):
+            served.check(recipe)
+        folder = (one := Round(tmp_path / "out", number)).run
+        folder.mkdir(parents=True)
+        getattr(one, name).touch()
+        served.check(recipe)
+        (folder / "status.json").write_text('{"state": "finished"}')
+
+
 def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(served, "CONNECT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:

@@ -51,17 +51,19 @@ NOTHING_ELSE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_p
 
 
 def check(recipe: Recipe) -> None:
-    """Before anything is sampled.
+    """Before anything is sampled; a server is not asked if the round to go on with has its answers.
 
     Raises:
         RecipeError: vLLM is not installed, no server answers, or an adapter that cannot be merged.
     """
     rounds, adapter = recipe.rounds, recipe.adapter
     assert rounds is not None
-    if is_address(rounds.sampler):
-        Client(rounds.sampler, rounds.sampler).models()
-    else:
+    numbered = (Round(Path(recipe.run.output_dir), number) for number in range(1, rounds.num_rounds + 1))
+    begun = next((one for one in numbered if not one.is_over), None)
+    if not is_address(rounds.sampler):
         _executable()
+    elif begun is not None and not begun.samples.is_file() and not begun.unscored.is_file():
+        Client(rounds.sampler, rounds.sampler).models()
     if adapter is not None and adapter.path is not None and not (Path(adapter.path) / BASE_RECORD).is_file():
         raise RecipeError(
             f"adapter.path is {adapter.path!r}, another project's, which does not say what its base was, and vLLM would"
@@ -90,7 +92,7 @@ def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
-        dtype = "bfloat16" if recipe.compute_precision == "bf16" else "float32"
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
         own = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
         own += ["--max-model-len", str(recipe.data.max_length)]
         started = _started([_executable(), "serve", str(folder), *own, *shlex.split(rounds.sampler)[1:]], client, one)
