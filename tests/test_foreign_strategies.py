@@ -549,6 +549,13 @@ def test_fsdp_without_synchronized_weights_needs_each_process_to_read_them(tmp_p
     load_strategy(yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block | {"fsdp_cpu_ram_efficient_loading": False}))
 
 
+@pytest.mark.parametrize("key", ["fsdp_use_orig_params", "fsdp_sync_module_states"])
+def test_a_key_of_fsdp1_in_a_file_of_fsdp2_is_told_once(key: str, tmp_path: Path):
+    mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=FSDP2 | {key: False}))
+    assert len(mistakes) == 2 and "convert" in mistakes[1]
+    assert mistakes[0].endswith(f"fsdp_config.{key}: would be ignored with fsdp_version 2; take it out")
+
+
 def test_the_layer_that_is_named_must_be_the_model_s(lab: Lab, tmp_path: Path):
     block = FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
     path = yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block)

@@ -265,7 +265,8 @@ def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
     worst = 0.0
     for key, weight in weights.items():
         worst = max(worst, float((exported[key.replace(".default", "")].double() - weight).abs().max()))
-    assert len(exported) == len(weights) and worst < WEIGHT * setup.peak, worst
+    rounded = setup.steps * 2**-24  # in float32, of a weight near 1
+    assert len(exported) == len(weights) and worst < WEIGHT * setup.peak + rounded, worst
 
 
 @pytest.mark.parametrize(

@@ -344,10 +344,10 @@ def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
     for key, value in NEEDED[version].items():
         if key not in given:
             yield f"{place('fsdp_config')}: {key} is missing; write {value}"
-    if block.fsdp_sync_module_states is False and block.fsdp_cpu_ram_efficient_loading:
+    if version == 1 and block.fsdp_sync_module_states is False and block.fsdp_cpu_ram_efficient_loading:
         where = place("fsdp_config", "fsdp_sync_module_states")
         yield f"{where} is false: fsdp_cpu_ram_efficient_loading, on unless it is false, needs it; write true"
-    if block.fsdp_use_orig_params is False:
+    if version == 1 and block.fsdp_use_orig_params is False:
         where = place("fsdp_config", "fsdp_use_orig_params")
         yield f"{where} is false: weight decay could not tell norms from weights; write true"
     if version == 1 and block.fsdp_offload_params:
