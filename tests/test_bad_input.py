@@ -130,7 +130,10 @@ def test_a_process_that_is_not_the_first_of_its_machine_lets_that_one_speak(book
         (["recipes/nope.yaml"], "recipes/nope.yaml: no such file (looked in ...)"),
         (["recipes"], "recipes: a folder, not a file (looked in ...)"),
         ([RECIPE, "--set", "max_steps"], "--set max_steps: write it as section.key=value"),
-        ([RECIPE, "--set", "optim.lr=1e-3"], "--set optim.lr: does not belong here; write it as optim.learning_rate"),
+        (
+            [RECIPE, "--set", "optim.lr=1e-3"],
+            "--set optim.lr: does not belong here; write it as optim.learning_rate",
+        ),
         (
             [RECIPE, "--set", "optim.learning_rate=fast"],
             "--set optim.learning_rate is 'fast' (text); it must be a number",
@@ -899,7 +902,13 @@ STRATEGY_MISTAKES = {
         '"round_robin_gradients": true,\n    "overlap_comm"',
         ":14: zero_optimization.round_robin_gradients: stage 3 does not read it; take it out",
     ),
-    "forced optimizer": ("zero2_offload", JSON, "false", "true", ":12: zero_force_ds_cpu_optimizer is true; use false"),
+    "forced optimizer": (
+        "zero2_offload",
+        JSON,
+        "false",
+        "true",
+        ":12: zero_force_ds_cpu_optimizer is true: DeepSpeedCPUAdam is not the ...; write false",
+    ),
     "NaN": (
         "zero3",
         JSON,

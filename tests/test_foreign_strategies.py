@@ -279,6 +279,49 @@ def test_a_guess_is_not_judged_as_if_it_were_written(tmp_path: Path):
     assert "use false" not in text and "zero_force_ds_cpu_optimizer is" not in text
 
 
+def test_a_comment_at_the_top_of_a_json_is_passed_over(lab: Lab, tmp_path: Path, capsys):
+    path = with_json(tmp_path, {"_comment": "of mine", "//": "theirs"} | PAGES["zero3"])
+    assert check(lab, path) == 0
+    assert "page.json" not in capsys.readouterr().err
+    assert {"_comment", "//"} <= {*load_strategy(path).passed}
+    within = PAGES["zero3"]["zero_optimization"] | {"_comment": "DeepSpeed would stop at this one"}
+    (first, *_) = mistakes_of(with_json(tmp_path, PAGES["zero3"] | {"zero_optimization": within}))
+    assert "zero_optimization._comment: unknown key" in first
+
+
+def test_a_refusal_says_where_the_meaning_goes(tmp_path: Path):
+    mesh = {"parallelism_config_cp_size": 2}
+    path = yaml_of_accelerate(tmp_path, "zero3", parallelism_config=mesh, dynamo_config={"dynamo_backend": "INDUCTOR"})
+    text = "\n".join(mistakes_of(path))
+    assert "dynamo_backend is 'INDUCTOR': write model.compile: true, and take this out" in text
+    assert "write parallelism_config_sp_size, and take this out" in text
+    mesh = {"parallelism_config_sp_size": 2, "parallelism_config_dp_replicate_size": 2}
+    path = yaml_of_accelerate(tmp_path, "zero3", num_processes=4, parallelism_config=mesh)
+    assert mistakes_of(path)[0].endswith("take parallelism_config_dp_replicate_size out")
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "fast_init": False}
+    values = PAGES["zero3"]["zero_optimization"] | {"offload_param": nvme, "offload_optimizer": nvme}
+    text = "\n".join(mistakes_of(with_json(tmp_path, PAGES["zero3"] | {"zero_optimization": values})))
+    assert "zero_optimization.offload_param.fast_init: does not belong here; take it out" in text
+
+
+OF_SEQUENCES = {"zero3": "shard", "fsdp2": "shard", "ddp": "replicate"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_data_parallel_sizes_beside_sequence_parallel_are_the_processes_that_are_left(
+    name: str, lab: Lab, tmp_path: Path
+):
+    """As TRL's file for sequence parallel over 4 GPUs has them."""
+    sizes = {"parallelism_config_sp_size": 2, f"parallelism_config_dp_{OF_SEQUENCES[name]}_size": 2}
+    path = yaml_of_accelerate(tmp_path, name, num_processes=4, parallelism_config=sizes)
+    curve = lab.run(str(path), SGD, processes=4)
+    found = distance(curve, lab.run("single", SGD))
+    assert found.loss < LOSS and found.norm < NORM, found
+    shipped = load_strategy(ROOT / f"accelerate_configs/{name}_sp.yaml")
+    assert load_strategy(path).mesh(4) == shipped.mesh(4)
+
+
 FSDP_NAMES = {
     "without the prefix": ("fsdp2", {key.removeprefix("fsdp_"): value for key, value in FSDP2.items()}),
     "by both names": ("fsdp1", FSDP1 | {"fsdp_sharding_strategy": "FULL_SHARD"}),

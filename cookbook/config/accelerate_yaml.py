@@ -260,8 +260,11 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
         return "ep_size goes with distributed_type FSDP and with dp_shard_size only; take the other sizes out"
     if pipeline > 1:
         return _pipeline_problem(family, block, sequence, replicate, shard)
-    if sequence > 1 and max(tensor, replicate, shard) > 1:
-        return "sp_size goes with no other size; the processes beyond it see other samples"
+    own = "replicate" if family == "MULTI_GPU" else "shard"  # what processes beyond the mesh extend, see Strategy.mesh
+    others = {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tensor}
+    wrong = [f"parallelism_config_{name}" for name, size in others.items() if size > 1 and name != f"dp_{own}_size"]
+    if sequence > 1 and wrong:
+        return f"sp_size goes with dp_{own}_size only under {family}; take {' and '.join(wrong)} out"
     if block is not None and block.fsdp_version == 1:
         return "needs fsdp_version: 2; write it in fsdp_config"
     if tensor > 1 and family == "DEEPSPEED":
@@ -272,8 +275,8 @@ def _mesh_problem(parsed: AccelerateFile, mesh: ParallelismBlock) -> str | None:
         return "dp_shard_size goes with distributed_type FSDP; write that, or take it out"
     if family == "FSDP" and replicate > 1 and shard == 1:
         return "dp_replicate_size with distributed_type FSDP needs a dp_shard_size from 2 on, or auto"
-    if family != "FSDP" and replicate > 1 and tensor == 1:
-        return "dp_replicate_size goes with distributed_type FSDP or with tp_size"
+    if family != "FSDP" and replicate > 1 and max(tensor, sequence) == 1:
+        return "dp_replicate_size goes with distributed_type FSDP, or with tp_size or sp_size; take it out"
     return None
 
 

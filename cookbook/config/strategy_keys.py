@@ -15,6 +15,8 @@ from cookbook.system.files import Document, show
 
 AUTO = "auto"
 SWITCH = "enabled"
+COMMENT = ("_", "//")
+"""Beginnings of names at the top of a JSON under which people write comments, which DeepSpeed passes over too."""
 OWNED_BY_THE_RECIPE = {
     "mixed_precision": "the recipe owns it (mixed_precision)",
     "bf16": "the recipe owns it (mixed_precision)",
@@ -98,13 +100,17 @@ def _settle(
         section = None if info is None else _section(info.annotation)
         if info is not None and section is None:
             continue
+        if not path and project is PROJECTS["deepspeed"] and here[0].startswith(COMMENT):
+            found.passed.append(here[0])
+            del values[name]
+            continue
         if isinstance(value, dict) and value.get("device") == "none":
             found.passed.append(f"{'.'.join(here)}.device: none")
         elif isinstance(value, dict) and value and (section or _knows(project, here) or value.get(SWITCH) is False):
             _settle(value, section, here, document, project, found)
             key = project.keys.get(".".join(here))
             if value and section is None and key is not None and key.ours is None:
-                found.mistakes.append(f"{document.place(*here)} is {show(value)}: {key.answer}; take it out")
+                found.mistakes.append(_refusal(document.place(*here), value, key.answer))
             elif value and section is None and model is not None:
                 found.mistakes += [] if _has_no_kind(here, document, found) else _unknown(here, value, document)
             elif value:  # a key of a strategy, or for the section around it
@@ -169,13 +175,17 @@ def _judge(
     elif key is None:
         return False
     elif key.ours is None or key.ours.startswith("strategy."):
-        found.mistakes.append(f"{place} is {show(value)}: {key.answer}; take it out")
+        found.mistakes.append(_refusal(place, value, key.answer))
     else:
         try:
             found.claims.append(Claim(place, key.ours, value, key.translate(value)))
         except NoCounterpart as error:
             found.mistakes.append(f"{place} is {show(value)}: {error}; take it out")
     return True
+
+
+def _refusal(place: str, value: Any, answer: str) -> str:
+    return f"{place} is {show(value)}: {answer}{', and take this out' if 'write ' in answer else '; take it out'}"
 
 
 def _is_open(value: Any) -> bool:

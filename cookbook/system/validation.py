@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from cookbook.system.files import Document, KeyPath, nearest, show, type_name
+from cookbook.system.files import Document, KeyPath, flatten, nearest, show, type_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -136,7 +136,10 @@ def _word(
         homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
         here = _fields(model, path[:-1], document.values)
         if len(homes) == 1 and not difflib.get_close_matches(key, here):
-            return f"{place}: does not belong here; write it as {'.'.join(homes[0])}"
+            home = ".".join(homes[0])
+            is_said = home in (there := flatten(document.values)) and there[home] == value
+            way = "take it out" if is_said else f"write it as {home}"
+            return f"{place}: does not belong here; {way}"
         return f"{place}: unknown key; {nearest(key, list(here))}"
     if kind == "missing" and isinstance(path[-1], int):
         return f"{document.place(*path[:-1])} has too few values"
