@@ -446,7 +446,10 @@ def test_an_operation_is_run_again_for_what_it_tells_apart():
             part = run(cut, (whole, 0, 1, 3), {})
             assert (part.storage_offset(), part.shape) == (6, (2, 6))
             assert part.untyped_storage() is whole.untyped_storage()
+            assert [run(cut, (whole[rows:], 0, 1, 2), {}).storage_offset() for rows in (0, 2)] == [6, 18]
+            assert run(torch.ops.aten.as_strided.default, (whole[2:], (2,), (1,), 5), {}).storage_offset() == 5
             assert run(torch.ops.aten.add_.Tensor, (whole, 1), {}) is whole
+            assert run(torch.ops.aten.unsqueeze_.default, (torch.zeros(3), 0), {}).shape == (1, 3)
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

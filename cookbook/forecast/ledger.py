@@ -38,6 +38,8 @@ FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empt
 GROUPED = torch.ops.aten._grouped_mm.default
 """torch 2.13 multiplies float32 too, but knows the shapes in bf16 alone (torch/_meta_registrations.py,
 `_meta_grouped_mm_common`)."""
+DEVICE = torch.ops.prim.device.default
+"""Two thirds of all that is dispatched: autograd asks each tensor where it lies."""
 WHERE, VALUE = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
 AROUND_EXPERTS = {
     "forward": "experts forward",
@@ -77,8 +79,14 @@ class Ledger(TorchDispatchMode):
         for tensor in known:
             self._known.add(tensor.untyped_storage())
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._operations += 1
+        if function is DEVICE:
+            return args[0].fake_device
         if (
             self._operations > MOST_OPERATIONS
             and self._may_end
