@@ -170,7 +170,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     work = traces.work(strategy, micro_batch_of(recipe))
     if traces.untraceable is not None:
         raise Untraceable(traces.untraceable)
-    return _gpu_memory(traces, strategy, held, plan, work, gpu)
+    return _gpu_memory(traces, strategy, held, plan, gpu)(work)
 
 
 def time_of_run(
@@ -270,11 +270,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
     plan, held, host, disk = placed.plan, placed.held, placed.host, placed.disk
-    outside = outside_of(strategy, machines, count)
-
-    def memory_of(work: ActivationTrace) -> Memory:
-        return _gpu_memory(traces, strategy, held, plan, work, machines.gpu, outside)
-
+    memory_of = _gpu_memory(traces, strategy, held, plan, machines.gpu, outside_of(strategy, machines, count))
     memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=placed.offloaded)
     if traces.untraceable is not None and verdict in ("fits", *UNKNOWN):
@@ -368,21 +364,30 @@ def _gpu_memory(
     strategy: Strategy,
     held: States,
     plan: Plan,
-    work: ActivationTrace,
     gpu: Gpu | None,
     outside: tuple[int, int] = (CONTEXT, CONTEXT),
-) -> Memory:
+) -> Callable[[ActivationTrace], Memory]:
+    """The memory of a process by the trace of its micro-batch; what no trace changes is reckoned once."""
     if strategy.pp_size > 1:
-        stages = tuple(_stage(traces, strategy, plan, work, stage, gpu) for stage in range(strategy.pp_size))
-        i, most = max(enumerate(stage.memory for stage in stages), key=lambda pair: pair[1].allocated)
-        return replace(most, moment=f"{most.moment} of stage {i}", outside=outside, stages=stages)
+        of_stages = [_stage(traces, strategy, plan, stage, gpu) for stage in range(strategy.pp_size)]
+
+        def of_heaviest(work: ActivationTrace) -> Memory:
+            stages = tuple(stage(work) for stage in of_stages)
+            i, most = max(enumerate(stage.memory for stage in stages), key=lambda pair: pair[1].allocated)
+            return replace(most, moment=f"{most.moment} of stage {i}", outside=outside, stages=stages)
+
+        return of_heaviest
     is_sharded = plan.num_processes > 1 and (strategy.kind in ("fsdp1", "fsdp2") or strategy.zero_stage == 3)
     accumulates = plan.gradient_accumulation_steps > 1
     inputs = cost_inputs(traces.recipe, strategy, plan.num_processes, num_local=plan.num_local)
-    start = loading_of(traces.skeleton, inputs, held, local=1)
+    loading = loading_of(traces.skeleton, inputs, held, local=1).gpu
     held = _with_buffers(held, workspaces(gpu))
-    found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=start.gpu)
-    return replace(found, outside=outside)
+
+    def of_step(work: ActivationTrace) -> Memory:
+        found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=loading)
+        return replace(found, outside=outside)
+
+    return of_step
 
 
 def _with_buffers(held: States, size: int) -> States:
@@ -390,8 +395,8 @@ def _with_buffers(held: States, size: int) -> States:
 
 
 def _stage(
-    traces: TraceCache, strategy: Strategy, plan: Plan, work: ActivationTrace, stage: int, gpu: Gpu | None
-) -> Stage:
+    traces: TraceCache, strategy: Strategy, plan: Plan, stage: int, gpu: Gpu | None
+) -> Callable[[ActivationTrace], Stage]:
     """A stage and the memory of its process. At the beginning of a step torch allocates a message for each micro-batch
     (torch 2.13, pipelining/stage.py, `_setup_forward_recv_info` and `_create_grad_recv_info`).
     """
@@ -407,11 +412,16 @@ def _stage(
     each = FLOAT32 if strategy.has_autocast else inputs.low_bytes
     both = (weight.num_elements for weight in whole.weights if weight.part == "embedding" and weight.is_trained)
     tied = each * sum(both) // strategy.tp_size if whole.is_tied else 0
-    start = loading_of(skeleton, inputs, held, local=1)
+    loading = loading_of(skeleton, inputs, held, local=1).gpu
 
-    kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
     sends = [layers.stop < whole.num_layers for layers in chunks]
     received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
+    # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
+    moments = list(begun(count, stage, num_stages, strategy.pp_chunks))
+    of_both = [[one for one in moments if one.is_first == is_first] for is_first in (True, False)]
+    most = in_flight(count, stage, num_stages, strategy.pp_chunks)
+    holds = [f"layers {one.start} to {one.stop - 1}" if len(one) > 1 else f"layer {one.start}" for one in chunks]
+    holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
 
     def sent(one: Begun) -> int:
         """What was sent of each micro-batch whose backward is still to come; with several chunks all of a step, as many
@@ -421,24 +431,23 @@ def _stage(
             return received
         return message * sum(number for number, is_sent in zip(one.counts, sends, strict=True) if is_sent)
 
-    def waiting(one: Begun) -> int:
-        return sent(one) + sum(number * each for number, each in zip(one.waiting, kept, strict=True))
+    def of_work(work: ActivationTrace) -> Stage:
+        kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
 
-    def at(one: Begun) -> Memory:
-        own = work.of_stage(chunks, whole.num_layers, waiting=one.waiting, message=message, tied=tied)
-        with_all = _with_buffers(held, received + sent(one) + workspaces(gpu))
-        return peak(
-            skeleton, with_all, own, accumulates=not one.is_first, is_sharded=bool(held.units), loading=start.gpu
-        )
+        def waiting(one: Begun) -> int:
+            return sent(one) + sum(number * each for number, each in zip(one.waiting, kept, strict=True))
 
-    # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
-    moments = begun(count, stage, num_stages, strategy.pp_chunks)
-    of_both = ([one for one in moments if one.is_first == is_first] for is_first in (True, False))
-    memory = max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
-    most = in_flight(count, stage, num_stages, strategy.pp_chunks)
-    holds = [f"layers {one.start} to {one.stop - 1}" if len(one) > 1 else f"layer {one.start}" for one in chunks]
-    holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
-    return Stage(holds=holds, in_flight=most, memory=memory)
+        def at(one: Begun) -> Memory:
+            own = work.of_stage(chunks, whole.num_layers, waiting=one.waiting, message=message, tied=tied)
+            with_all = _with_buffers(held, received + sent(one) + workspaces(gpu))
+            return peak(
+                skeleton, with_all, own, accumulates=not one.is_first, is_sharded=bool(held.units), loading=loading
+            )
+
+        memory = max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
+        return Stage(holds=holds, in_flight=most, memory=memory)
+
+    return of_work
 
 
 LARGEST = 2**20
