@@ -5,7 +5,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache, partial, wraps
 from importlib.machinery import PathFinder
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -19,6 +21,34 @@ def imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def load_peft() -> None:
+    """Imports peft, and with it bitsandbytes, which asks torch to compile functions as it is imported. For that torch
+    loads its compiler, a second and more; here it waits for the first call of such a function, if ever there is one.
+    """
+    if "peft" in sys.modules:
+        return
+    import torch
+
+    def compile_later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(compile_later, **options)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        compiled = cache(partial(torch_compile, function, **options))
+        return call
+
+    torch_compile = torch.compile
+    torch.compile = compile_later  # type: ignore[assignment]
+    try:
+        with imports():
+            import peft  # noqa: F401
+    finally:
+        torch.compile = torch_compile
 
 
 def quiet_deepspeed() -> None:
