@@ -114,6 +114,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32},
     "granite": {"logits_scaling": 8.0},  # as published models have it
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
