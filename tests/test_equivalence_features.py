@@ -286,8 +286,10 @@ def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy:
 
 
 @pytest.mark.slow
-def test_packed_preferences_are_those_of_padded_ones(lab: Lab):
-    found = distance(lab.run("fsdp2", preferences(lab) | PACKED, processes=2), lab.run("single", preferences(lab)))
+@pytest.mark.parametrize("objective", others_by_turn(["dpo", "grpo"], ["grpo"]))
+def test_packed_answers_are_those_of_padded_ones(lab: Lab, objective: str):
+    settings = preferences(lab, objective)
+    found = distance(lab.run("fsdp2", settings | PACKED, processes=2), lab.run("single", settings))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
