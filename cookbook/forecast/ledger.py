@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -178,6 +178,13 @@ class Ledger(TorchDispatchMode):
         assert parameter.grad is not None
         self.made += -(-parameter.grad.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         parameter.grad = None
+
+    def add_in_place(self, size: int) -> None:
+        """Counts the last phase as if it added a gradient of `size` bytes to one that it began with in place: autograd
+        does, unless they are fake (torch 2.13, csrc/autograd/input_buffer.cpp, can_accumulate_inplace).
+        """
+        last = self.phases[-1]
+        self.phases[-1] = replace(last, peak=max(last.held + size, last.peak - size))
 
     def forget(self) -> None:
         """Discards all phases, to trace again."""

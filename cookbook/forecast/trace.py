@@ -499,6 +499,9 @@ def _trace_phases(
             micro_batch(nullcontext())
             ledger.forget()
         micro_batch(ledger)
+    embedding = model.get_input_embeddings().weight
+    if embedding.requires_grad and embedding is head_of(model).weight:
+        ledger.add_in_place(embedding.nbytes)
     return ledger
 
 

@@ -228,11 +228,15 @@ class _Units:
     ) -> Moment:
         """The end of a phase: the unit's weights and activations are freed, and its gradients copied to a new buffer.
 
-        The previous buffer is freed first. FSDP1 keeps the low-precision gradients until the reduction is done.
+        The previous buffer is freed first. FSDP1 keeps the low-precision gradients until the reduction is done, FSDP2
+        the last of them.
         """
-        gathered += sum(unit.gradients_made for unit in units) + max(unit.gradients for unit in units)
+        made = sum(unit.gradients_made for unit in units)
         if self.is_flat:
-            gathered += _shard_grads(units)
+            gathered += made + max(unit.gradients for unit in units) + _shard_grads(units)
+        else:
+            left = max(unit.gradients_kept + unit.gradients_left + unit.gradients for unit in units)
+            gathered += max(made + max(unit.gradients for unit in units), left)
         return Moment(
             what=f"the reduction of {of}'s gradients",
             phase=phase,

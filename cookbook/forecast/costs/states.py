@@ -91,6 +91,8 @@ class Unit:
     """Whether it stays gathered until its gradients are reduced; else it is freed after the forward."""
     is_experts: bool = False
     """Whether it holds the experts of a layer, inside the unit of the rest of it (expert parallel)."""
+    gradients_kept: int = 0
+    """Those of `gradients_made` that live until the reduced shard is there too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +239,14 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         # A shard that needs no cast is gathered as it lies (_fsdp_collectives.py, _get_param_all_gather_inputs).
         return fsdp.fsdp_offload_params or _bytes_per_number(weight, inputs) != low
 
+    def kept(weights: list[Weight]) -> int:
+        """Numbers of a unit's last gradient: a loop's variable holds it through the reduction (torch 2.13,
+        _fsdp_collectives.py, foreach_reduce). The last of several ends is the embedding or the head.
+        """
+        trained = [weight for weight in weights if weight.is_trained and shards(weight) > 1]
+        ends = [weight for weight in trained if weight.layer is None and weight.part != "rest"]
+        return max((weight.num_elements for weight in ends or trained[-1:]), default=0)
+
     low = inputs.low_bytes
     gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
     weights = sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights)
@@ -254,6 +264,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
             sent=low * sum(padded(weight) for weight in found if is_copied(weight)),
             stays=stays or (not is_experts and not fsdp.fsdp_reshard_after_forward),
             is_experts=is_experts,
+            gradients_kept=low * kept(found),
         )
         for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
