@@ -15,10 +15,13 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from cookbook.commands.shared.auto_settings import KINDS, even
 from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.ranking import fitting, forecast_all
 from cookbook.forecast.verdict import MAY_RUN, Forecast
+from cookbook.planning.run_plan import autos
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, Machines, parse_machines
 
@@ -27,6 +30,7 @@ LONG = 16384
 FITS = r"(?m)^# Fits:.*\n(?:# {12}.*\n)*"
 """The lines of a label that this program writes."""
 HEADER = "GiB of each GPU at the peak + of a machine's memory + of its disk. Forecast by plan, not measured."
+AUTO = "With the least that it can take; in brackets micro-batch and checkpointing by auto, under the first."
 
 
 def fits(path: Path) -> str:
@@ -37,7 +41,8 @@ def fits(path: Path) -> str:
         raise RecipeError([f"{path}: no `# Fits:` in its label, with lines such as `#            8x80GB`"])
     names = re.findall(r"(?m)^# {12}(\S+GB)\b", found[0])
     rows = [(name, ", ".join(_of(recipe, parse_machines(name), str(path)))) for name in names]
-    lines = [f"# {'Fits:':10} {HEADER}", *(f"#{'':12}{name:9} {text}" for name, text in rows)]
+    header = [f"# {'Fits:':10} {HEADER}", *([f"#{'':12}{AUTO}"] if autos(recipe) else [])]
+    lines = [*header, *(f"#{'':12}{name:9} {text}" for name, text in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -54,7 +59,24 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
     own = [one for one in able if one.strategy.path == recipe.strategy]
     shown = own + ([one for one in able if not one.strategy.offloads] or able)
-    yield from dict.fromkeys(map(_entry, shown)) if shown else ["nothing"]
+    if not shown:
+        yield "nothing"
+        return
+    first, *others = dict.fromkeys(map(_entry, shown))
+    yield from (first + _by_auto(recipe, shown[0], machines, name), *others)
+
+
+def _by_auto(recipe: Recipe, one: Forecast, machines: Machines, name: str) -> str:
+    """What `launch` would take there for the recipe's `auto`, in brackets."""
+    if not autos(recipe) or one.plan is None:
+        return ""
+    is_auto = isinstance(recipe.model.gradient_checkpointing, Auto)
+    kinds = KINDS if is_auto else [recipe.model.gradient_checkpointing]
+    sizes = even(recipe.batch.global_batch_size // one.plan.data_parallel_size)
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
+    best = next(iter(fitting(recipe, one.strategy, machines, name, batches, kinds)), None)
+    kind = f", {str(best.checkpointing).lower()}" if best and is_auto else ""
+    return f" ({best.batch.micro_batch_size}{kind})" if best else ""
 
 
 def _spreads(strategy: Strategy, machines: Machines) -> bool:

@@ -21,6 +21,8 @@ class Asked(NamedTuple):
     sizes: list[int]
     peer: int
     batch: int
+    begun: int = 0
+    done: int = 0
 
     def agrees(self, rank: int, other: "Asked", other_rank: int) -> bool:
         """Whether NCCL would have these two meet: messages alone and those of a batch go by different communicators."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import modeling_utils
 
 from cookbook.run import shortage
@@ -61,6 +62,17 @@ def told_before_it_waits() -> None:
         return plain(error, recipe, *others)
 
     shortage.end_run = end_run
+
+
+def gathers_in_turn() -> None:
+    """FSDP2 gathers a layer when the one before has computed, and on its stream: the same numbers, and slower."""
+
+    def streams(self: Any, *unused: Any) -> tuple[Any, Any]:
+        current = self.device_handle.current_stream()
+        return current, current
+
+    _fsdp_param_group.FSDPCommContext.get_all_gather_streams = streams
+    _fsdp_param_group.FSDPParamGroup._backward_prefetch = lambda self: None
 
 
 def host_tensor_beside_the_loss() -> None:

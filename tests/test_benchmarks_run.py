@@ -32,7 +32,7 @@ from tests.needs import need_chromium, need_simulated_gpus, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
-TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "vs_peers"}
+TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "speed_goals", "vs_peers"}
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run"}
 LED = {
@@ -87,7 +87,9 @@ def test_every_program_is_tried():
 FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published", "at-scale", "simulated")]
 
 
-@pytest.mark.parametrize("program", ["architectures.py", "on_gpu.py", "vs_peers.py", *FORECAST_ACCURACY])
+@pytest.mark.parametrize(
+    "program", ["architectures.py", "on_gpu.py", "speed_goals.py", "vs_peers.py", *FORECAST_ACCURACY]
+)
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
     run(lab, copy, *program.split(), "--page")
     assert changed(copy) == []

@@ -52,7 +52,7 @@ def strategy(name):
 BY_HAND = {
     "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
     "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
-    "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "4 = 32 / (2 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
+    "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "8 = 32 / (1 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
     "one GPU": ("recipes/llama31_8b/sft_qlora.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
     "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
     "mesh of 4": (

@@ -11,7 +11,7 @@ import pytest
 
 from tests.exchanges import Asked, stuck
 from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
-from tests.step_messages import assert_sends_what_is_forecast
+from tests.step_messages import assert_sends_what_is_forecast, step_2
 from tests.test_equivalence import DISTRIBUTED
 from tests.test_gpu_features import SIGTERM_IN_STEP_1
 from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve, settings_for
@@ -19,6 +19,8 @@ from tests.turns import others_by_turn
 
 pytestmark = pytest.mark.simulated
 PAIR = {"0": [0, 1]}
+A_LAYER = 100
+"""Uses of memory in the forward of a layer, or more."""
 
 
 def asked(name: str, size: int = 4, peer: int = -1, batch: int = -1, group: str = "0", **others: Any) -> Asked:
@@ -115,6 +117,30 @@ def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab
     for other in ("fsdp2_grad_op", "fsdp2_tp", "ddp", "zero3"):
         with pytest.raises(AssertionError):
             assert_sends_what_is_forecast(run, other)
+
+
+def gathers_run_beside_layers(run: GpuRun, num_units: int = 3) -> bool:
+    """Whether in each micro-batch of step 2 under FSDP2 a unit's gather need not wait for what the unit before computes
+    in the forward; and is asked for before the unit that comes first in the backward has reduced its gradients.
+    """
+    found = []
+    for report in run.reports():
+        log = [one for one in step_2(report) if one.name.startswith(("all_gather", "reduce_scatter"))]
+        of_micro_batch = 3 * num_units - 1  # what comes last in the forward stays gathered
+        for start in range(0, len(log), of_micro_batch):
+            found += [one.begun - one.done > A_LAYER / 2 for one in log[start + 2 : start + num_units]]
+            of_backward = log[start + num_units : start + of_micro_batch]
+            found.append([one.name[:3] for one in of_backward] == ["all"] * (num_units - 1) + ["red"] * num_units)
+    assert len(found) == 2 * 2 * 2, "two processes of two micro-batches"
+    return all(found)
+
+
+def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
+    """As the fast end of the forecast has it; a gather of its own time has the same curve."""
+    settings = settings_for("fsdp2", "bf16", True)
+    run, in_turn = (gpu_lab.run("fsdp2", settings, sabotage=name) for name in (None, "gathers_in_turn"))
+    assert gathers_run_beside_layers(run) and not gathers_run_beside_layers(in_turn)
+    assert in_turn.losses == run.losses
 
 
 def test_a_result_that_is_read_before_its_wait_is_found_though_the_curve_is_right(gpu_lab: GpuLab):

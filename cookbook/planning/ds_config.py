@@ -18,7 +18,7 @@ def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str
     if strategy.deepspeed is None:
         return None
     accumulation, config = plan.gradient_accumulation_steps, copy.deepcopy(strategy.deepspeed)
-    micro_batch_size = recipe.batch.micro_batch_size or 1  # under a token budget it varies
+    micro_batch_size = int(recipe.batch.micro_batch_size or 1)  # under a token budget it varies
     precision, gradient_dtype, scale = recipe.compute_precision, recipe.optim.gradient_dtype, recipe.loss_scaling
     fp16: dict[str, Any] = {"enabled": scale is not None}
     if scale is not None:

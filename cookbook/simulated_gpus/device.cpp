@@ -260,6 +260,8 @@ void used(const at::Tensor& tensor, bool is_write, const std::string& by) {
   used(history, tensor.storage_offset() * size, (last + 1) * size, stream_here(), is_write, by);
 }
 
+std::pair<int64_t, int64_t> progress() { return progress(stream_here()); }
+
 void called(const std::string& name) {
   std::lock_guard<std::mutex> guard(ops_lock);
   ops[name]++;

@@ -19,9 +19,10 @@
 #include <map>
 #include <mutex>
 
-namespace simulated {
-void __attribute__((weak)) used(const at::Tensor& tensor, bool is_write, const std::string& by);  // no real GPU has it
-}
+namespace simulated {  // which no real GPU has
+void __attribute__((weak)) used(const at::Tensor& tensor, bool is_write, const std::string& by);
+std::pair<int64_t, int64_t> __attribute__((weak)) progress();
+}  // namespace simulated
 
 namespace {
 
@@ -42,6 +43,7 @@ struct Asked {
   std::vector<int64_t> sizes;  // elements of each tensor; of all_to_all those for each rank, then those from each
   int64_t peer;                // rank of the root, or of the other end of a message; else -1
   int64_t batch;               // equal for those that NCCL begins at once; else -1
+  int64_t begun, done;         // uses of memory by the default stream: all, and those that it comes after
 };
 constexpr size_t kMostAsked = 100000;
 std::vector<Asked> asked;
@@ -328,7 +330,8 @@ class SimulatedNCCL : public c10d::Backend {
     if (asked.size() == kMostAsked) return;
     const auto& ranks = options_->global_ranks_in_group;
     const int64_t other = peer < 0 || ranks.empty() ? peer : static_cast<int64_t>(ranks[peer]);
-    asked.push_back({options_->group_name, name + operation, type, std::move(sizes), other, batch_});
+    const auto [begun, done] = is_shared() ? std::pair<int64_t, int64_t>() : simulated::progress();
+    asked.push_back({options_->group_name, name + operation, type, std::move(sizes), other, batch_, begun, done});
   }
 
   static std::string told(const c10d::ReduceOp& op) { return " " + std::to_string(static_cast<int>(op.op_)); }
@@ -451,8 +454,10 @@ PYBIND11_MODULE(simulated_nccl, m) {
   });
   m.def("asked", [] {
     std::lock_guard<std::mutex> guard(counts_lock);
-    std::vector<std::tuple<std::string, std::string, std::string, std::vector<int64_t>, int64_t, int64_t>> found;
-    for (const auto& [group, name, type, sizes, peer, batch] : asked) found.push_back({group, name, type, sizes, peer, batch});
+    py::list found;
+    for (const auto& one : asked) {
+      found.append(py::make_tuple(one.group, one.name, one.type, one.sizes, one.peer, one.batch, one.begun, one.done));
+    }
     return found;
   });
   m.def("ranks_of", [] {

@@ -144,6 +144,11 @@ void used(History* history, int64_t begin, int64_t end, int stream, bool is_writ
   tell(race);
 }
 
+std::pair<int64_t, int64_t> progress(int stream) {
+  std::lock_guard<std::mutex> guard(lock);
+  return {clocks[0][0], now(stream)[0]};
+}
+
 }  // namespace simulated
 
 extern "C" void simulated_on_race(simulated::OnRace told) { simulated::on_race = told; }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace simulated {
 
@@ -22,5 +23,8 @@ History* allocated(int stream);
 void recorded(History* history, int stream);  // freed later, when that stream is done with it
 void freed(History* history);
 void used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by);
+
+// How often the default stream has used memory, and how many of these uses must be over before what begins on a stream.
+std::pair<int64_t, int64_t> progress(int stream);
 
 }  // namespace simulated

@@ -222,6 +222,7 @@ def _what(recipe: Recipe, document: Document) -> Section:
         found["rows"] = of(data.packing, text, "data.packing")
     what = "all" if model.recompute is True else "what is cheap"
     where = ", from inputs in host memory" if model.gradient_checkpointing == "offload" else ""
+    where = "; launch takes the fastest that fits" if isinstance(model.gradient_checkpointing, Auto) else where
     layers = {
         "gradient_checkpointing": f"{what} computed again in the backward pass{where}",
         "compile": "compiled",
@@ -267,7 +268,7 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
         text = f"{several(int(micro), unit)} on each process"
         text += "; launch takes the most that fits" if isinstance(micro, Auto) else ""
         found["forward"] = of(int(micro), text, "batch.micro_batch_size")
-        text = f"{accumulation} = {batch.global_batch_size} / ({micro} x {size})"
+        text = f"{accumulation} = {batch.global_batch_size} / ({int(micro)} x {size})"
         split = of(accumulation, text, "batch.global_batch_size", "batch.micro_batch_size")
         found["accumulation"] = replace(split, sources=split.sources + processes.sources[:1])
     else:

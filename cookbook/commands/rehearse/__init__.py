@@ -33,7 +33,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.chat_templates import template_path
 from cookbook.config.recipe import Recipe, dump_recipe
-from cookbook.config.sections import Source
+from cookbook.config.sections import Auto, Source
 from cookbook.config.strategy import Strategy
 from cookbook.planning.packing import decide
 from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
@@ -177,7 +177,8 @@ def _write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     own.write_text(dump_recipe(recipe), encoding="utf-8")
     values = read_document(own).values
     ranks = max(1, strategy.data_parallel_size(rehearsal.num_processes))
-    micro = min(recipe.batch.micro_batch_size or 2, 2)
+    size = recipe.batch.micro_batch_size
+    micro = 2 if size is None or isinstance(size, Auto) else min(size, 2)
     values["batch"] = {"global_batch_size": ranks * micro * 2, "micro_batch_size": micro}
     length = _put_small_data(rehearsal, recipe, values, NUM_STEPS * ranks * micro * 2)
     if recipe.batch.micro_batch_tokens is not None:

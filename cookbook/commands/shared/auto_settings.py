@@ -27,7 +27,7 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
         path: of the recipe.
     """
     keys, micro = autos(recipe), recipe.batch.micro_batch_size
-    sizes = list(_even(recipe.batch.global_batch_size // plan.data_parallel_size))
+    sizes = list(even(recipe.batch.global_batch_size // plan.data_parallel_size))
     earlier = _earlier(recipe)
     kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
     found = {key: (earlier[key], "as the run that it goes on with") for key in keys if earlier.get(key) in kept[key]}
@@ -84,7 +84,7 @@ def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Pla
         return None
     from cookbook.forecast.ranking import fitting
 
-    sizes = [one for one in _even(recipe.batch.global_batch_size // plan.data_parallel_size) if one > size]
+    sizes = [one for one in even(recipe.batch.global_batch_size // plan.data_parallel_size) if one > size]
     batches = [recipe.batch.model_copy(update={"micro_batch_size": one}) for one in sizes]
     kinds = [recipe.model.gradient_checkpointing]
     try:
@@ -110,7 +110,7 @@ def _words(time: Any) -> str:
     return f"{time.low:.2g} to {time.high:.2g} s"
 
 
-def _even(share: int) -> Iterator[int]:
+def even(share: int) -> Iterator[int]:
     """Micro-batches that split a process's share of the global batch."""
     return (size for size in range(1, share + 1) if share % size == 0)
 
