@@ -59,6 +59,7 @@ def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: torch
             torch._foreach_copy_(parts, bucket)
             dist.all_reduce(flat, group=group)
             torch._foreach_copy_(bucket, parts)
+            del flat, parts  # else the next bucket is allocated beside this one
 
 
 class Collectives:
