@@ -256,7 +256,7 @@ def test_the_formula_counts_the_dropout_of_an_adapter():
 
 
 def trace_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_layers(config: PreTrainedConfig) -> Few:
+    def all_layers(config: PreTrainedConfig, start: int = 0) -> Few:
         layers = [*range(config.num_hidden_layers)]
         return Few(config, layers, layers)
 
@@ -304,6 +304,19 @@ def test_a_few_layers_tell_of_all(model_type, checkpointing, monkeypatch):
     assert len(few_layers(config).layers) == count
     trace_all_layers(monkeypatch)
     assert of_few == traced(settings, config)
+
+
+def test_layers_before_the_first_with_an_adapter_keep_nothing_and_those_like_them_behind_it_do(monkeypatch):
+    """Of qwen3_next's layers the fourth and the eighth have attention, whose projections alone are adapted."""
+    settings = recipe(precision="bf16", adapter={"name": "lora", "rank": 8, "targets": ["q_proj", "v_proj"]})
+    count, sizes = MIXED["qwen3_next"]
+    config = config_of(model_type="qwen3_next", **sizes | {"num_hidden_layers": 12})
+    of_few = traced(settings, config)
+    assert len(few_layers(config).layers) == count and few_layers(config, 3).layers == [0, 1, 3, 4, 7, 11]
+    trace_all_layers(monkeypatch)
+    assert of_few == traced(settings, config)
+    reached = {one.layer for one in of_few.phases if one.name == "backward"}
+    assert reached == {*range(3, 12)}
 
 
 def test_all_layers_are_run_where_a_few_would_be_another_model():

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cookbook.forecast.activations import Phase
 from cookbook.planning.score_head import empty_model
 
-FOUND: dict[tuple[type, str], "Few"] = {}
+FOUND: dict[tuple[type, str, int], "Few"] = {}
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,29 @@ class Few:
     """The layer here that tells of each layer of the whole."""
 
 
-def few_layers(config: PreTrainedConfig) -> Few:
+def few_layers(config: PreTrainedConfig, start: int = 0) -> Few:
     """The shortest model with a layer of each kind that is neither the first nor the last, and whose first and last
     layers are as those of the whole. All layers if there is none, or the model does not tell which are alike.
+
+    Args:
+        start: the first layer that a backward reaches, which is of a kind of its own, as are those before it.
     """
-    key = type(config), config.to_json_string()
+    key = type(config), config.to_json_string(), start
     if key not in FOUND:
-        FOUND[key] = _few_layers(config)
+        FOUND[key] = _few_layers(config, start)
     return FOUND[key]
 
 
-def _few_layers(config: PreTrainedConfig) -> Few:
-    kinds, rest = _kinds_of(config)
-    count = len(kinds)
+def _few_layers(config: PreTrainedConfig, start: int) -> Few:
+    made_of, rest = _kinds_of(config)
+    count = len(made_of)
     if count == config.num_hidden_layers:
+        kinds = [(kind, (i > start) - (i < start)) for i, kind in enumerate(made_of)]
         inner = {kind: i for i, kind in reversed(list(enumerate(kinds[:-1]))[1:])}
         ends = (end for end in range(3, count) if {*kinds[1 : end - 1]} == {*inner} and kinds[end - 1] == kinds[-1])
         for layers in (sorted({0, count - 1, *inner.values()}), list(range(next(ends, count)))):
             shorter = _with_layers(config, layers)
-            if len(layers) < count and _kinds_of(shorter) == ([kinds[i] for i in layers], rest):
+            if len(layers) < count and _kinds_of(shorter) == ([made_of[i] for i in layers], rest):
                 places = {kind: layers.index(i) for kind, i in inner.items()}
                 return Few(shorter, layers, [0, *(places[kind] for kind in kinds[1:-1]), len(layers) - 1])
     return Few(_with_layers(config, range(config.num_hidden_layers)), [*range(count)], [*range(count)])
@@ -104,6 +108,16 @@ def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
     return tuple(pair for pair in settings if "idx" not in pair[0])  # a layer's number
 
 
+def first_reached(phases: Sequence[Phase], few: Few) -> int:
+    """The first layer of the whole model that a backward reaches; 0 if it reaches all. An adapter with targets in some
+    layers only leaves those before the first of them out.
+    """
+    reached = {one.layer for one in phases if one.name == "backward"}
+    if len(reached) == len(few.layers) or len(few.sources) == len(few.layers):
+        return 0
+    return next((layer for layer, place in enumerate(few.sources) if place in reached), 0)
+
+
 def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
     """The phases of the whole model, from those of a shorter one: each layer's are those of the layer that tells of it,
     above what the other layers hold then.
@@ -114,8 +128,9 @@ def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
     alone = {one.name: one for one in phases if one.layer is None}
     groups = {key: list(found) for key, found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward")))}
     forward = [one.held for one in phases if one.name in ("forward", "head")]
-    first = {one.layer: one.held for one in reversed(phases) if one.name == "backward"}
-    backward = [first[layer] for layer in range(len(few.layers))]
+    of_layers = [(one.layer, one.held) for one in reversed(phases) if one.name == "backward" and one.layer is not None]
+    first = dict(of_layers)  # without those that a backward does not reach
+    backward = [first.get(layer, first[min(first)]) for layer in range(len(few.layers))]
     kept = [after - before for before, after in pairwise(forward)]
     # Less waits for a layer's backward than it kept: autocast's copies of weights have been freed by then.
     waits = [0, *(after - before for before, after in pairwise(backward))]
@@ -127,7 +142,7 @@ def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
     yield from _raised([alone["head"]], None, before[-1] - forward[-1])
     yield from _raised([alone["head backward"]], None, below[-1] - sum(waits))
     for layer, place in reversed(list(enumerate(few.sources))):
-        yield from _raised(groups[place, False], layer, backward[0] + below[layer] - backward[place])
+        yield from _raised(groups.get((place, False), []), layer, backward[0] + below[layer] - backward[place])
     yield from [alone["end"]] if "end" in alone else []
 
 

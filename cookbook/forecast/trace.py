@@ -22,7 +22,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
-from cookbook.forecast.layer_kinds import decoder_layers, few_layers, lengthened
+from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, lengthened
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.attention_layers import first_of, layer_configs
@@ -85,20 +85,18 @@ def trace(
     Raises:
         Untraceable: use `by_formula` instead.
     """
-    low, few = COMPUTE_DTYPES[recipe.compute_precision], few_layers(config)
-    config = _share_of(few.config, tp_size)
+    low = COMPUTE_DTYPES[recipe.compute_precision]
     is_low = low != torch.float32
     # See `_zero3` in costs/states.py.
     trained = torch.float32 if autocast or (is_zero3 and recipe.adapter is not None) else low
     cast = low if (autocast or (fsdp and not is_sharded_while_read)) and is_low else None
     unit = Unit(low, None if is_sharded_while_read else torch.float32) if fsdp == 2 and is_low else None
     alone = TRACED if is_low or not recipe.data.is_packed else JOINED
-    ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
     samples = _samples(length * sp_size, recipe.data.max_length)
     for name, function in ATTENTION.items():
         AttentionInterface.register(name, partial(function, samples))
 
-    def run(attention: str, compiling: Callable[..., None] | None) -> Ledger:
+    def run(config: PreTrainedConfig, attention: str, compiling: Callable[..., None] | None) -> Ledger:
         # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
         model = _fake_model(config, recipe, trained, low, attention)
         if ep_size > 1:
@@ -110,15 +108,23 @@ def trace(
             offloads = recipe.model.gradient_checkpointing == "offload"
             return _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
 
-    for attention, compiling in ways:
-        try:
-            if compiling is not None and config.model_type in STATEFUL:
-                run(attention, None)  # TooLong, before the compiler unrolls a loop over all tokens
-            ledger = run(attention, compiling)
-            break
-        except Exception as error:  # a model's code may fail in any way without data
-            if attention == ways[-1][0] or isinstance(error, TooLong):
-                raise Untraceable(f"{config.model_type}: {type(error).__name__}: {first_line(error)}") from error
+    def run_first_that_works(config: PreTrainedConfig) -> Ledger:
+        ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
+        for attention, compiling in ways:
+            try:
+                if compiling is not None and config.model_type in STATEFUL:
+                    run(config, attention, None)  # TooLong, before the compiler unrolls a loop over all tokens
+                return run(config, attention, compiling)
+            except Exception as error:  # a model's code may fail in any way without data
+                if attention == ways[-1][0] or isinstance(error, TooLong):
+                    raise Untraceable(f"{config.model_type}: {type(error).__name__}: {first_line(error)}") from error
+        raise AssertionError("no way")
+
+    few = few_layers(config)
+    ledger = run_first_that_works(_share_of(few.config, tp_size))
+    if start := first_reached(ledger.phases, few):
+        few = few_layers(config, start)
+        ledger = run_first_that_works(_share_of(few.config, tp_size))
     return ActivationTrace(phases=tuple(lengthened(ledger.phases, few)), keeps_inputs=ledger.keeps_inputs)
 
 

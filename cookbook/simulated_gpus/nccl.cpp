@@ -358,9 +358,12 @@ class SimulatedNCCL : public c10d::Backend {
       TORCH_CHECK(tensor.scalar_type() != at::kShort && tensor.scalar_type() != at::kUInt16,
                   "Unsupported data type for NCCL process group");
       meet(tensor.device().index());
+      // gloo's thread lets go of its operation at some moment after the wait: a collective is over by then, and held by it
+      // a tensor would be freed late.
+      const at::Tensor owner = peer < 0 ? at::Tensor() : tensor;
       on_host.push_back(is_shared() ? tensor.cpu()
                                     : at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(),
-                                                    tensor.strides(), [tensor](void*) {},
+                                                    tensor.strides(), [owner](void*) {},
                                                     tensor.options().device(at::kCPU), at::Device(at::kCPU)));
       bytes += tensor.nbytes();
       if (!has_sizes) sent.push_back(tensor.numel());

@@ -230,9 +230,20 @@ class Zero(Engine):
     def _update(self, shares: dict[str, torch.Tensor], values: tuple[float, ...]) -> StepResult:
         self._numbers = shares, values
         self.model.step()  # skips the update itself if the norm is not finite
+        self._let_gathers_wait()
         if not self._swap_seen and not self.model.optimizer.overflow:
             self._assert_swapped()
         return self._stepped
+
+    def _let_gathers_wait(self) -> None:
+        """Let the next step's gathers of stage 3, which have a stream of their own, wait for the update: DeepSpeed
+        0.19.8 does where it gathers small weights that stay whole (stage3.py, `_post_step`), and nowhere else.
+        """
+        if self._is_stage3:
+            coordinator = self.model.optimizer.parameter_offload.param_coordinator
+            gathers = coordinator._PartitionedParameterCoordinator__allgather_stream
+            if gathers is not None:
+                gathers.wait_stream(torch.cuda.current_stream())
 
     def _assert_swapped(self) -> None:
         """Check after the first step that state meant for NVMe is there.
@@ -359,6 +370,7 @@ class Zero(Engine):
             if zero.persistent_parameters:
                 zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
             zero.invalidate_secondary_tensor()
+            self._let_gathers_wait()
             return
         from deepspeed.runtime.utils import all_gather_dp_groups
 
