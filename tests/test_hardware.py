@@ -187,6 +187,7 @@ def test_the_peak_of_a_gpu_without_bf16_is_none():
         ("dgx-spark", 1, 1, "GB10", 119.0),
         ("8xH100-PCIe", 1, 8, "H100-PCIe", 78.9),
         ("RTX PRO 6000 Max-Q", 1, 1, "RTX-PRO-6000-Max-Q", 94.8),
+        ("RTXPRO6000MAXQ", 1, 1, "RTX-PRO-6000-Max-Q", 94.8),
         ("18x4xGB200", 18, 4, "GB200", 184.3),
     ],
 )

@@ -202,7 +202,7 @@ NOT_SERVED = {
 
 def _tokens(name: str) -> list[str]:
     """`A100-SXM4-80GB` -> A 100 SXM 4 80 GB: letters and digits apart, so that an A1000 is no A100."""
-    return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO"))
+    return re.findall(r"[A-Z]+|\d+", name.upper().replace("RTXPRO", "RTX PRO").replace("MAXQ", "MAX Q"))
 
 
 def _is_word(word: str, tokens: list[str]) -> bool:
