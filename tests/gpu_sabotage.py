@@ -75,6 +75,10 @@ def gathers_in_turn() -> None:
     _fsdp_param_group.FSDPParamGroup._backward_prefetch = lambda self: None
 
 
+def gathers_beside_the_update() -> None:
+    Zero._let_gathers_wait = lambda self: None  # type: ignore[method-assign]
+
+
 def host_tensor_beside_the_loss() -> None:
     plain = Engine._backward
     Engine._backward = lambda self, loss: plain(self, loss * torch.ones(1))  # type: ignore[method-assign]

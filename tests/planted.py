@@ -871,7 +871,7 @@ FAULTS = (
             "check=check_chat_completion,\n"
             '        chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))]'
         ),
-        'check=_check_chat_completion,\n        chats=lambda row: [(row["prompt"] + row["completion"], 0)]',
+        'check=check_chat_completion,\n        chats=lambda row: [(row["prompt"] + row["completion"], 0)]',
         "answers in the prompt of a completion carry loss",
         "tests/test_data_keys.py::test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_template",
     ),

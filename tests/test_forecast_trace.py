@@ -307,7 +307,7 @@ def test_a_few_layers_tell_of_all(model_type, checkpointing, monkeypatch):
 
 
 def test_layers_before_the_first_with_an_adapter_keep_nothing_and_those_like_them_behind_it_do(monkeypatch):
-    """Of qwen3_next's layers the fourth and the eighth have attention, whose projections alone are adapted."""
+    """Attention, whose projections alone are adapted, is in the fourth and the eighth of qwen3_next's layers."""
     settings = recipe(precision="bf16", adapter={"name": "lora", "rank": 8, "targets": ["q_proj", "v_proj"]})
     count, sizes = MIXED["qwen3_next"]
     config = config_of(model_type="qwen3_next", **sizes | {"num_hidden_layers": 12})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.forecast_accuracy.simulated import settings_of
 from tests.exchanges import Asked, stuck
 from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
 from tests.step_messages import assert_sends_what_is_forecast, step_2
@@ -141,6 +142,15 @@ def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
     run, in_turn = (gpu_lab.run("fsdp2", settings, sabotage=name) for name in (None, "gathers_in_turn"))
     assert gathers_run_beside_layers(run) and not gathers_run_beside_layers(in_turn)
     assert in_turn.losses == run.losses
+
+
+@pytest.mark.slow
+def test_an_adapter_is_gathered_after_its_update(gpu_lab: GpuLab):
+    """Where no weight stays whole, DeepSpeed's stream of gathers waits for nothing after a step."""
+    settings = settings_of("zero3_hpz", "qlora", "false", accumulates=True)
+    gpu_lab.run("zero3_hpz", settings, recipe="memory")
+    races = gpu_lab.run("zero3_hpz", settings, recipe="memory", sabotage="gathers_beside_the_update").races()
+    assert len(races) == 1 and "aten::cat.out reads what aten::copy_ wrote on another stream" in races.pop()
 
 
 def test_a_result_that_is_read_before_its_wait_is_found_though_the_curve_is_right(gpu_lab: GpuLab):

@@ -5,6 +5,7 @@ python -m pytest -q tests/test_mutants.py
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,17 @@ def test_a_fault_can_be_planted_and_the_test_that_notices_it_is_there(fault: Fau
         compile(planted, fault.file, "exec")
     file, name = fault.test.split("::")
     assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_a_planted_program_knows_its_names(tmp_path: Path):
+    """Else any test would notice the NameError."""
+    for number, fault in enumerate(FAULTS):
+        if fault.file.endswith(".py"):
+            planted = fault.planted_in((ROOT / fault.file).read_text(encoding="utf-8"))
+            (tmp_path / f"{number}.py").write_text(planted, encoding="utf-8")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_no_fault_is_there_twice():

@@ -42,7 +42,7 @@ text's token are one."""
 WHOLE_ONLY = {
     "aya_vision": "its own class leaves out the logit_scale of its language part",
     "cohere2_vision": "its own class leaves out the logit_scale of its language part",
-    "gemma3n": "transformers builds its image tower with timm, which is not among our packages, to compare it with",
+    "gemma3n": "transformers builds its image tower with timm, which we do not install, to compare it with",
     "mllama": "its language part attends to images in layers of its own",
     "paligemma": "its attention looks ahead in the prompt",
 }

@@ -115,6 +115,9 @@ def _reopen(export: Path, small: dict[str, Any], num_scores: int | None) -> tupl
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
     bases = [_opened(base, num_scores, **options) for _ in range(2)]
+    for module in (module for model in bases for module in model.modules()):
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # such kernels want widths that small models have not
     if options:
         for model in bases:
             round_experts(model)
