@@ -97,7 +97,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "least": 0.03, "clip": 0.3},
     "cpt, packed": {"objective": "cpt", "schedule": "inverse_sqrt", "warmup": 3, "packing": True, "model": "untied"},
     "dpo": {"objective": "dpo", "peak": 1e-4, "clip": 0.5},
-    "dpo, smoothed, packed": {"objective": "dpo", "peak": 1e-4, "label_smoothing": 0.1, "packing": True},
+    "dpo, smoothed, packed": {
+        "objective": "dpo",
+        "optimizer": "sgd",
+        "peak": 0.01,
+        "label_smoothing": 0.1,
+        "packing": True,
+    },
     "ipo": {"objective": "ipo", "peak": 1e-4, "beta": 0.2},
     "orpo": {"objective": "orpo", "peak": 1e-4, "beta": 0.3, "weight_decay": 0.01},
     "cpo": {"objective": "cpo", "optimizer": "sgd", "peak": 0.01, "beta": 0.2, "nll_weight": 1.0},
@@ -265,8 +271,7 @@ def test_a_run_is_the_plain_loop(name: str, lab: Lab, shelf: Path):
     worst = 0.0
     for key, weight in weights.items():
         worst = max(worst, float((exported[key.replace(".default", "")].double() - weight).abs().max()))
-    rounded = setup.steps * 2**-24  # in float32, of a weight near 1
-    assert len(exported) == len(weights) and worst < WEIGHT * setup.peak + rounded, worst
+    assert len(exported) == len(weights) and worst < WEIGHT * setup.peak, worst
 
 
 @pytest.mark.parametrize(
