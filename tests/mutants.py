@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":  # not in a process that a test spawns: its tree is the copy
+    sys.path.insert(0, str(ROOT))
 from tests.planted import FAULTS, Fault  # noqa: E402
 
 PARTS = 40

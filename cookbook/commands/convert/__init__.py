@@ -77,30 +77,14 @@ def convert(
     source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
     if training is not None:
         files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
-    if taken := [path for path in files_to_write if path.exists() or path.is_symlink()]:
-        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
-    for path, text in files_to_write.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new_file(path, text)
-        except OSError as error:
-            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
-        say(f"{path}: written")
+    _write(files_to_write)
     say(f"from {source}")
     if training is None:
         say("no recipe: the file has no model and no data; for a recipe:")
         say(dump_yaml(recipe).rstrip())
     else:
         say(f"strategy: {name}")
-    same, others = compare_sizes(found.sizes, name, files_to_write)
-    if others:
-        found.notes.append(f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file")
-    if found.changes:
-        say("not in the recipe, and trains otherwise, or may:", *found.changes, sep="\n  ")
-    if found.notes:
-        say("to know, or to decide:", *found.notes, sep="\n  ")
-    if idle := list(dict.fromkeys([*found.idle, *same])):
-        say(f"needs nothing: {', '.join(idle)}")
+    _say_what_is_left(found, *compare_sizes(found.sizes, name, files_to_write))
     mistakes: list[str] = []
     with gathered(mistakes):
         if training is None:
@@ -111,6 +95,36 @@ def convert(
     if mistakes:
         say("to correct before it runs:", *mistakes, sep="\n  ")
     return 0
+
+
+def _write(files: dict[Path, str]) -> None:
+    """All of them or, if one is there already, none."""
+    if taken := [path for path in files if path.exists() or path.is_symlink()]:
+        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new_file(path, text)
+        except OSError as error:
+            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+        say(f"{path}: written")
+
+
+def _say_what_is_left(found: Conversion, same: list[str], others: list[str]) -> None:
+    """What the recipe does not have of the files, the most harmful first.
+
+    Args:
+        same: sizes of the files that the strategy has too.
+        others: those that it has otherwise.
+    """
+    if others:
+        found.notes.append(f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file")
+    if found.changes:
+        say("not in the recipe, and trains otherwise, or may:", *found.changes, sep="\n  ")
+    if found.notes:
+        say("to know, or to decide:", *found.notes, sep="\n  ")
+    if idle := list(dict.fromkeys([*found.idle, *same])):
+        say(f"needs nothing: {', '.join(idle)}")
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
