@@ -505,27 +505,9 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     trained = sum(map(sum, subgroup_parts))
     gradients = gradient_bytes(inputs) * trained
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
-    live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
     released = [numel(weight) for weight in others] if is_gathered else []
-    # A prefetch gathers into one buffer. The first use copies the weights out of it; the others keep it alive
-    # (partition_parameters.py, AllGatherCoalescedHandle.wait). Nothing is prefetched from NVMe
-    # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
-    whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
-    is_cast = inputs.exchange != inputs.mixed_precision
-    ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
-    transient: dict[str, Any] = {
-        "gathered_weights": low * min(sum(released), live + max(released, default=0)),
-        "sent": 0 if strategy.offload_param == "nvme" else low * min(sum(released), ahead + max(released, default=0)),
-        "is_sent_again": sum(released) > live,
-        # The second copy is made as weights are released: in the backward, if all can stay until then.
-        "buffers_late": sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
-        * (sum(released) <= live and strategy.offload_param is None),
-        "bucket": bucket,
-        "gradients_before": 0 if strategy.offload_optimizer else gradients,
-        "whole_gradients": whole,
-        # The gradients in the bucket are cast, and concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
-        "reduction": min(bucket, whole) // low * inputs.exchange_bytes * (1 + is_cast),
-    }
+    late = sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
+    passing = _zero3_passing(skeleton, inputs, released, late=late, gradients=gradients, bucket=bucket)
     gpu = ResidentBytes(
         weights=gathered, buffers=bucket + _buffers(skeleton) + second * (strategy.offload_param is None)
     )
@@ -537,8 +519,8 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     if strategy.offload_optimizer is None:
         gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
         update = _flat_gradients(max(map(sum, subgroup_parts)), gradient_bytes(inputs))
-        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **transient)
-    transient |= {"gradients_at_first": 0, "gradients_between": 0}
+        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **passing)
+    passing |= {"gradients_at_first": 0, "gradients_between": 0}
     # In addition to the accumulation buffer, each float32 shard has its own gradient.
     host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
     if strategy.offload_optimizer == "nvme":
@@ -552,7 +534,41 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     else:
         kept, buffers, swapped = _weights_on_disk(skeleton, inputs, subgroups, part, size)
         host, disk = replace(host, weights=kept, buffers=host.buffers + buffers), replace(disk, weights=swapped)
-    return States(gpu=gpu, host=host, disk=disk, **transient)
+    return States(gpu=gpu, host=host, disk=disk, **passing)
+
+
+def _zero3_passing(
+    skeleton: Skeleton, inputs: CostInputs, released: list[int], *, late: int, gradients: int, bucket: int
+) -> dict[str, Any]:
+    """What a step holds for a time only, as fields of `States`.
+
+    Args:
+        released: elements of each weight that is gathered for its use.
+        late: bytes of second copies that are made as trained weights are released.
+        gradients: bytes of this process's shards.
+        bucket: bytes of gradients that are sent at once.
+    """
+    strategy, zero, low = inputs.strategy, inputs.strategy.zero, inputs.low_bytes
+    live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
+    ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
+    total, largest = sum(released), max(released, default=0)
+    whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+    is_cast = inputs.exchange != inputs.mixed_precision
+    return {
+        "gathered_weights": low * min(total, live + largest),
+        # A prefetch gathers into one buffer. The first use copies the weights out of it; the others keep it alive
+        # (partition_parameters.py, AllGatherCoalescedHandle.wait). Nothing is prefetched from NVMe
+        # (partitioned_param_coordinator.py, _fetch_sub_module_impl).
+        "sent": 0 if strategy.offload_param == "nvme" else low * min(total, ahead + largest),
+        "is_sent_again": total > live,
+        # In the backward, if all can stay until then.
+        "buffers_late": late * (total <= live and strategy.offload_param is None),
+        "bucket": bucket,
+        "gradients_before": 0 if strategy.offload_optimizer else gradients,
+        "whole_gradients": whole,
+        # The gradients in the bucket are cast, and concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
+        "reduction": min(bucket, whole) // low * inputs.exchange_bytes * (1 + is_cast),
+    }
 
 
 def _weights_on_disk(
