@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import yaml
 from filelock import FileLock
 from safetensors.numpy import load_file
 
+from cookbook.system import signals
 from tests.needs import need_builds_of
 from tests.warm_parent import WarmParent
 
@@ -187,10 +189,15 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **extra}
 
 
+ENDED = (signals.EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of the processes that are ended because another failed."""
+
+
 def done_of(job: dict[str, Any], answer: dict[str, Any]) -> subprocess.CompletedProcess:
-    """A run of a warm parent: its first exit code that is not 0, and what its processes printed, one after another."""
+    """A run of a warm parent: the exit code with which it failed, and what its processes printed, one after another."""
     printed = [path.read_text(errors="replace") for path in sorted(Path(job["folder"]).glob("log_*"))]
-    code = next((code for code in answer["codes"] if code), 0)
+    codes = [code for code in answer["codes"] if code]
+    code = next((code for code in codes if code not in ENDED), codes[0] if codes else 0)
     return subprocess.CompletedProcess(job["words"], code, "".join(printed), "")
 
 
@@ -321,7 +328,7 @@ class Lab:
             options: of `WarmParent.run`.
 
         Returns:
-            its first exit code that is not 0; what its processes printed, one after the other.
+            the exit code with which it failed, or 0; what its processes printed, one after the other.
         """
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
             job = self.job(Path(logs), strategy, settings, processes, program=program, launched=launched, limit=limit)

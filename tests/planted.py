@@ -1796,6 +1796,14 @@ FAULTS = (
         "tests/test_submit.py::test_a_job_of_kubernetes_ends_at_a_mistake_and_has_memory_for_its_processes",
     ),
     Fault(
+        "launch",
+        "cookbook/system/signals.py",
+        "    sys.unraisablehook = _end_again\n",
+        "",
+        "under a refusal stands another process's traceback, and half a minute passes",
+        "tests/test_signals.py::test_a_signal_ends_the_run_without_a_traceback_where_python_would_go_on",
+    ),
+    Fault(
         "hangs",
         "cookbook/system/watchdog.py",
         'if psutil.Process(beat["pid"]).create_time() == beat["process_started"]:',

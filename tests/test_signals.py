@@ -176,6 +176,48 @@ def test_a_signal_whose_exit_was_swallowed_ends_the_run_when_training_would_begi
     assert (run.returncode, printed) == (75, "swallowed\n")
 
 
+DROPPED = """
+import atexit, os, signal, sys, time, weakref
+from cookbook.system import signals
+
+def receive(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.001)
+
+class Thing:
+    pass
+
+signals.install()
+if sys.argv[2:]:
+    sys.unraisablehook = sys.__unraisablehook__
+if sys.argv[1] == "as it is deleted":
+    Thing.__del__ = receive
+thing = Thing()
+if sys.argv[1] == "in a callback":
+    watched = weakref.ref(thing, receive)
+if sys.argv[1] == "at the end":
+    atexit.register(receive)
+    sys.exit(2)
+try:
+    del thing
+    time.sleep(0.5)
+    print("goes on")
+finally:
+    print("released")
+"""
+
+
+@pytest.mark.parametrize("when", ["in a callback", "as it is deleted", "at the end"])
+def test_a_signal_ends_the_run_without_a_traceback_where_python_would_go_on(tmp_path, when):
+    """As in the import of a library, which has callbacks: an exception in one is printed, and dropped."""
+    run = start(tmp_path, DROPPED, when)
+    assert run.communicate(timeout=10) == ("" if when == "at the end" else "released\n", "")
+    assert run.returncode == (2 if when == "at the end" else 75)
+    run = start(tmp_path, DROPPED, when, "as python does")
+    printed, errors = run.communicate(timeout=10)
+    assert "Traceback" in errors and run.returncode != 75 and ("goes on" in printed) == (when != "at the end")
+
+
 def orphan(tmp_path: Path, phase: str) -> psutil.Process:
     """A run in training whose launcher was killed."""
     (tmp_path / "run.py").write_text(RUN)

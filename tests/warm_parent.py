@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cookbook import simulated_gpus
+from cookbook.system import signals
 
 ROOT = Path(__file__).parents[1]
 INHERITED = dict(os.environ)
@@ -345,6 +346,8 @@ def end_as_rank(job: dict, rank: int) -> None:
         code = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
+    for number in signals.HANDLED:  # a program that has ended is not interrupted by one that ends it
+        signal.signal(number, signal.SIG_IGN)
     report(rank, folder)
     sys.stdout.flush()
     sys.stderr.flush()

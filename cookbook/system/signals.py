@@ -8,6 +8,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from _thread import start_new_thread
 from types import FrameType
 from typing import Any, TextIO, cast
 
@@ -21,10 +24,19 @@ PR_SET_PDEATHSIG = 1
 REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
 """All results of `requested`; processes exchange the index."""
 
+AGAIN_SECONDS = 0.01
+"""After which a signal comes again if Python dropped the exception that was to end the process."""
+
+
+class Ended(SystemExit):
+    """A signal ends this process."""
+
+
 _parent: int | None = None
 _received: str | None = None
 _is_deferring = False
 _is_ending = False
+_num_raised = 0
 
 
 def install() -> None:
@@ -38,6 +50,7 @@ def install() -> None:
     _parent = os.getppid() if is_launched else None
     for number in HANDLED:
         signal.signal(number, _handle)
+    sys.unraisablehook = _end_again
     sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
 
 
@@ -107,9 +120,32 @@ def requested() -> str | None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    global _received, _is_ending
+    global _received, _is_ending, _num_raised
     _received = _received or signal.Signals(number).name
     if _is_deferring or _is_ending:  # a second signal must not interrupt the shutdown
         return
     _is_ending = True
-    raise SystemExit(EXIT_CODE)  # not os._exit: finally blocks must remove worker processes and partial files
+    _num_raised += 1
+    raise Ended(EXIT_CODE)  # not os._exit: finally blocks must remove worker processes and partial files
+
+
+def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """For exceptions in a weak reference's callback, in a `__del__` or at the interpreter's end: Python prints them and
+    goes on. A process that a signal should end, as where another refused the recipe, would show a traceback and stay.
+    """
+    global _is_ending
+    if not isinstance(dropped.exc_value, Ended):
+        sys.__unraisablehook__(dropped)
+        return
+    with contextlib.suppress(RuntimeError):  # no thread starts at the interpreter's end, which is what is asked for
+        start_new_thread(_send_again, (_num_raised,))
+    _is_ending = False  # last: what a signal raised in here would be printed
+
+
+def _send_again(num_raised: int) -> None:
+    """Sends signals until one raises."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while num_raised == _num_raised:
+        time.sleep(AGAIN_SECONDS)
+        signal.pthread_kill(main, signal.SIGTERM)
