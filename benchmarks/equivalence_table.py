@@ -20,19 +20,30 @@ RESULTS = ROOT / "benchmarks" / "results" / "equivalence.json"
 PAGE = ROOT / "docs" / "equivalence.md"
 PICTURE = ROOT / "docs" / "equivalence.svg"
 BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
-COLUMNS = {
-    "sgd": "SGD",
-    "adamw": "AdamW",
-    "packed": "packed",
-    "lora": "LoRA",
-    "dora": "DoRA",
-    "qlora": "QLoRA",
-    "dpo": "DPO",
-    "orpo": "ORPO",
-    "kto_zero": "KTO",
-    "grpo": "GRPO",
-    "muon": "Muon",
-}
+TABLES = (
+    {
+        "sgd": "SGD",
+        "adamw": "AdamW",
+        "muon": "Muon",
+        "packed": "packed",
+        "lora": "LoRA",
+        "dora": "DoRA",
+        "qlora": "QLoRA",
+    },
+    {
+        "dpo": "DPO",
+        "orpo": "ORPO",
+        "cpo": "CPO",
+        "simpo": "SimPO",
+        "kto_zero": "KTO",
+        "reward": "reward",
+        "classify": "classify",
+        "grpo": "GRPO",
+        "gspo": "GSPO",
+        "distill": "distill",
+    },
+)
+"""Columns of each table of the page, one of optimizers, rows and adapters, one of objectives."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 
 
@@ -54,7 +65,7 @@ def collect(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("matrix-*.json")):
         row = json.loads(path.read_text())
         entry = rows.setdefault(row["strategy"], {"processes": row["processes"]})
-        entry[row["column"]] = {key: row[key] for key in ("loss", "norm", "weight")}
+        entry[row["column"]] = {key: row[key] for key in ("loss", "norm", "weight", "measured")}
         if row["column"] == "sgd":
             curves[row["strategy"]] = {"losses": row["losses"], "reference": row["reference"]}
     mistakes = {
@@ -80,19 +91,32 @@ def added(results: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The table in Markdown."""
-    lines = [
-        f"| strategy | processes | {' | '.join(COLUMNS.values())} |",
-        f"|---|---{'|---' * len(COLUMNS)}|",
-    ]
-    for name, row in sorted(results["strategies"].items()):
-        cells = [
-            f"{row[column]['loss']:.0e}, {row[column]['norm']:.0e}" if column in row else "-" for column in COLUMNS
-        ]
-        lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
+    """The tables in Markdown."""
+    lines: list[str] = []
+    for columns in TABLES:
+        lines += [f"| strategy | processes | {' | '.join(columns.values())} |", f"|---|---{'|---' * len(columns)}|"]
+        for name, row in sorted(results["strategies"].items()):
+            cells = [
+                f"{row[column]['loss']:.0e}, {row[column]['norm']:.0e}" if column in row else "-" for column in columns
+            ]
+            lines.append(f"| `{name}` | {row['processes']} | {' | '.join(cells)} |")
+        lines.append("")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    lines += ["", f"`{results['command']}` on {results['hardware']}; {versions}."]
+    lines.append(f"`{results['command']}` on {results['hardware']}; {versions}. {measured(results)}")
     return "\n".join(lines)
+
+
+def measured(results: dict[str, Any]) -> str:
+    """The day of each column, and of the cells of one that was measured on several."""
+    days: dict[str, list[str]] = {}
+    for column, title in (item for columns in TABLES for item in columns.items()):
+        of_column: dict[str, list[str]] = {}
+        for name, row in sorted(results["strategies"].items()):
+            if column in row:
+                of_column.setdefault(row[column]["measured"], []).append(f"`{name}`")
+        for day, names in of_column.items():
+            days.setdefault(day, []).append(title if len(of_column) == 1 else f"{title} under {', '.join(names)}")
+    return " ".join(f"On {day}: {'; '.join(titles)}." for day, titles in sorted(days.items()))
 
 
 WIDTH, HEIGHT, TOP, BOTTOM = 420, 300, 46, 44

@@ -6,6 +6,7 @@ pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also wr
 
 import json
 import sys
+from datetime import date
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, reference:
     """How far the curve lies from its reference, which `make matrix` writes into the pages."""
     found = distance(curve, reference)
     row = {"strategy": strategy, "column": column, "processes": curve.record["strategy"]["processes"], **vars(found)}
-    row |= {"losses": curve.losses, "reference": reference.losses}
+    row |= {"losses": curve.losses, "reference": reference.losses, "measured": date.today().isoformat()}
     (lab.folder / f"matrix-{strategy}-{column}.json").write_text(json.dumps(row))
     return found
 

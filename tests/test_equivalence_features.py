@@ -96,6 +96,18 @@ def test_what_is_not_compared_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPat
     assert main([*words[:3], "ddp", *words[4:]]) == 0  # the last column under another strategy
 
 
+def test_every_column_is_in_the_tables_of_the_page_with_all_its_strategies():
+    from benchmarks.equivalence_table import RESULTS, TABLES
+
+    recorded = json.loads(RESULTS.read_text())["strategies"]
+    assert {column for columns in TABLES for column in columns} == {"sgd", "adamw", *COLUMNS}
+    for column, (_, strategies) in COLUMNS.items():
+        cells = {name: row[column] for name, row in recorded.items() if column in row}
+        assert sorted(cells) == sorted(strategies), column
+        limit = (10 if column in SCORED else 1) * SGD_NORM
+        assert all(cell["loss"] < SGD_LOSS and cell["norm"] < limit for cell in cells.values()), column
+
+
 def write_pairs(path: Path, num_rows: int = 53) -> None:
     """Preferences of ragged lengths."""
     chance = random.Random(1)
