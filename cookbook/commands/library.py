@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import write_page
-from cookbook.commands.shared.labels import read_label, recipe_files
+from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.config.optim import number
 from cookbook.config.recipe import RECIPES, Recipe, load_recipe
 
@@ -17,7 +17,9 @@ def library() -> int:
 
 def library_page() -> str:
     """recipes/README.md, generated from the recipes."""
-    rows = [_row(path, load_recipe(path)) for path in recipe_files()]
+    files = recipe_files()
+    rows = [_row(path, load_recipe(path)) for path in files]
+    anywhere = [path.relative_to(RECIPES) for path in files if read_needs(read_label(path)).num_gpus is None]
     lines = [
         "# The library",
         "",
@@ -30,13 +32,12 @@ def library_page() -> str:
         "model is here for its published or measured numbers, or as the only one of its kind:",
         "[the rule](../CONTRIBUTING.md#a-recipe-for-the-library).",
         "",
+        f"On any machine, without a download, in minutes: {', '.join(f'[{name}]({name})' for name in anywhere)}.",
+        "",
         "| Recipe | Model | Objective | Adapter | Default strategy | Global batch | Learning rate | Needs | Measured |"
         " Run |",
         "|" + " --- |" * 10,
         *("| " + " | ".join(cells) + " |" for cells in rows),
-        "",
-        "Rounds that two CPU cores run in minutes, without a download: [grpo.yaml](../tests/rounds/grpo.yaml), after",
-        "[sft.yaml](../tests/rounds/sft.yaml).",
         "",
         f"{len(rows)} recipes. `recipes/offline_facts.json` has what a rehearsal without network needs to know about"
         " their models and data.",

@@ -47,6 +47,8 @@ from cookbook.training.data.rows import row_bytes
 
 NUM_STEPS = 3
 NUM_EVAL_ROWS = 4
+MADE_UP_TOKENS = 256
+"""For a made-up prompt and answer, even where a character is a token."""
 LEARNING_RATE = 1e-2
 """Far above any recipe's, so that three steps change the loss by more than rounding: then equal losses mean that the
 trained weights were saved, and not the initial ones."""
@@ -162,7 +164,8 @@ def _of_one_round(rehearsal: Rehearsal) -> Rehearsal:
         return rehearsal
     path = rehearsal.folder / "groups.jsonl"
     write_jsonl(path, synthetic_rows(recipe.objective.rows[0], recipe.rounds.prompts_per_round))
-    data = recipe.data.model_copy(update={"train": [Source(path=str(path))], "columns": None, "ignore": None})
+    others = {"columns": None, "ignore": None, "max_length": max(recipe.data.max_length, MADE_UP_TOKENS)}
+    data = recipe.data.model_copy(update={"train": [Source(path=str(path))], **others})
     rehearsal.notes.missing.append("sampling and rewards: made-up rows stood in for a round's answers")
     return replace(rehearsal, recipe=recipe.model_copy(update={"rounds": None, "data": data}))
 

@@ -1,4 +1,4 @@
-"""The reward of tests/rounds/grpo.yaml: whether an answer is the sum."""
+"""The reward of recipes/sums/grpo.yaml: whether an answer is the sum."""
 
 from cookbook.config.reward_functions import reward
 
