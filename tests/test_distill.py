@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Answer, Objective
@@ -348,3 +349,9 @@ def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path)
     size = round((tmp_path / "kept.safetensors").stat().st_size / 1000)  # with a header
     assert f"its 5 likeliest tokens, {size} bytes in the cache for each trained token" in kept
     assert "each process holds the whole teacher" in takes and "take a smaller one" not in takes
+    assert "million" not in takes  # 80 GB have no rate
+    teacher = AutoModelForCausalLM.from_pretrained(shelf / "teacher")
+    in_bf16 = recipe.model_copy(update={"mixed_precision": "bf16"})
+    _, takes = _teacher_notes(in_bf16, parse_machines("8xA100-80GB"))
+    fastest = 2 * teacher.num_parameters() * 1e6 / (8 * 312e12)  # of a data sheet's dense rate 40 to 70% are reached
+    assert f", {fastest / 0.7:.2g} to {fastest / 0.4:.2g} s for a million tokens" in takes

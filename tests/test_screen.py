@@ -36,6 +36,10 @@ def test_without_a_terminal_lines_stay_every_so_many_steps_with_the_numbers_of_t
     assert [line[:10] for line in steps] == ["step  1/24", "step 10/24", "step 20/24", "step 24/24"]
     assert all(numbers in line for line in steps)
     assert "step 24: held-out loss 1.2500 (7 tokens)" in shown.splitlines()
+    scored = RunLog(tmp_path / "scored", is_main=True, max_steps=24, counted="scores")
+    scored.write({"step": 24, "eval_loss": 1.25, "eval_reward_accuracy": 0.666, "eval_num_tokens": 30})
+    scored.close()
+    assert "step 24: held-out loss 1.2500, accuracy 0.67 (30 scores)" in capsys.readouterr().err.splitlines()
     assert "\r" not in shown and "\x1b" not in shown, "a file gets no bar and no colours"
 
 

@@ -10,6 +10,9 @@ from cookbook.commands.shared.history import History, read_history
 from cookbook.system.console import page, say, several
 from cookbook.system.shipped import short
 
+JUDGED = ("reward_accuracy", "accuracy", "absolute_error")
+"""Metrics of steps and evaluations that say how often, or how far, a model is wrong."""
+
 
 def summary(folder: Annotated[Path, run_folder()]) -> int:
     """Show what a run did: losses, speed, memory, its model."""
@@ -33,7 +36,11 @@ def summarize(run: History) -> dict[str, str]:
         of_set = [line for line in evaluations if line.get("eval_set", "") == name]
         shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]
         rows[f"held-out loss{name and f' of {name}'}"] = ", ".join(dict.fromkeys(shown))
-    for key in ("reward_accuracy", "accuracy", "absolute_error"):
+        for key in JUDGED:
+            if f"eval_{key}" in of_set[-1]:
+                text = f"{of_set[-1][f'eval_{key}']:.2f} at step {of_set[-1]['step']}"
+                rows[f"held-out {key.replace('_', ' ')}{name and f' of {name}'}"] = text
+    for key in JUDGED:
         if key in last:
             found = mean(line[key] for line in tail)
             rows[key.replace("_", " ")] = f"{found:.2f} (mean of the last {len(tail)} steps)"

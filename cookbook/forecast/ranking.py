@@ -12,7 +12,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.skeleton import num_parameters
-from cookbook.forecast.step_time import Range, caveat, no_forecast
+from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
@@ -168,8 +168,18 @@ def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
     notes.append(
         f"before the student is loaded, each process holds the whole teacher, {count / 1e9:.3g} B parameters in"
         f" {in_gib(size)} GiB{fits}; its one pass computes {2 * count / 1e9:.3g} GFLOP a token"
+        + _seconds_of_pass(2 * count, recipe, machines)
     )
     return notes
+
+
+def _seconds_of_pass(flops: int, recipe: Recipe, machines: Machines) -> str:
+    """The time of a million tokens, where the GPU's rate is known; each GPU computes its own part of them."""
+    gpu = machines.gpu
+    if gpu is None or gpu.half_flops is None or bytes_of(recipe.compute_precision) != 2:
+        return ""
+    low, high = (1e6 * flops / (share * gpu.half_flops * machines.num_gpus) for share in reversed(share_of_peak(gpu)))
+    return f", {low:.2g} to {high:.2g} s for a million tokens, less attention and padding"
 
 
 def rung_below(

@@ -105,6 +105,7 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
         is_evaluated=run.progress.is_evaluated,
         is_sampled=run.progress.is_sampled,
         log_every_steps=run.recipe.run.log_every_steps,
+        counted="tokens" if run.recipe.objective.num_scores is None else "scores",
     )
     log.write_text("recipe.yaml", dump_recipe(run.recipe))
     if engine.is_main:

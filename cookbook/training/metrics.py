@@ -156,6 +156,7 @@ class RunLog:
         is_evaluated: bool = True,
         is_sampled: bool = True,
         log_every_steps: int = 1,
+        counted: str = "tokens",
     ) -> None:
         """Set an earlier run aside, or continue its log.
 
@@ -164,8 +165,9 @@ class RunLog:
             is_evaluated: False if the evaluation after that step runs again, so that its lines are removed too.
             is_sampled: likewise of the continuations.
             log_every_steps: see `RunSection`.
+            counted: what `num_tokens` counts, in words.
         """
-        self.folder, self.is_main = folder, is_main
+        self.folder, self.is_main, self.counted = folder, is_main, counted
         self.followers: list[Follower] = []
         self.monitor: Monitor | None = None
         if not is_main:
@@ -202,7 +204,9 @@ class RunLog:
             self.screen.step(finite, hardware=self.monitor.words if self.monitor else str)
         else:
             name = f"{line['eval_set']}: " if "eval_set" in line else ""
-            text = f"held-out loss {line['eval_loss']:.4f} ({line['eval_num_tokens']} tokens)"
+            accuracy = line.get("eval_reward_accuracy", line.get("eval_accuracy"))
+            shown = "" if accuracy is None else f", accuracy {accuracy:.2f}"
+            text = f"held-out loss {line['eval_loss']:.4f}{shown} ({line['eval_num_tokens']} {self.counted})"
             self.say(f"step {line['step']}: {name}{text}", "bold green")
 
     def samples(self, lines: list[dict[str, Any]]) -> None:
