@@ -1,7 +1,7 @@
 """Plants faults that a user would suffer from, one at a time, in a copy of the tree: a quick test must notice each.
 
     python tests/mutants.py [AREA ...]        says what became of each; exit code 1 if one is not noticed
-    python tests/mutants.py --part 3          the same of every 40th fault, from this one on
+    python tests/mutants.py --part 3          the same of every 20th fault, from this one on
 
 The faults are in tests/planted.py. The tests of each run in a process forked from one that has imported the libraries;
 it imports the project anew.
@@ -25,7 +25,7 @@ if __name__ == "__main__":  # not in a process that a test spawns: its tree is t
     sys.path.insert(0, str(ROOT))
 from tests.planted import FAULTS, Fault  # noqa: E402
 
-PARTS = 40
+PARTS = 20
 LIBRARIES = (
     "accelerate",
     "datasets",
