@@ -22,7 +22,7 @@ from cookbook.config.sections import AdapterSection, DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.data.stream import Stream
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models import folder_facts, train_tokenizer, weights_digest
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from tests.curves import ROOT, Lab
 from tests.experts import experts, needs_experts
@@ -186,6 +186,28 @@ def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):
     change(folder)
     found = facts(folder)
     assert found == FolderFacts(len(AutoTokenizer.from_pretrained(folder)), [])
+
+
+def test_tied_matrices_are_compared_to_the_last_row(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(folder_facts, "ROWS_AT_ONCE", 7)
+    other_head(folder, like_embedding=True)
+    assert facts(folder)
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[HEAD][-1] += 1
+
+    tensors(folder, change)
+    (mistake,) = mistakes(folder)
+    assert "with other values" in mistake
+
+
+def test_the_first_id_without_a_row_is_beyond(folder: Path):
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    write(folder, "config.json", bos_token_id=rows - 1)
+    assert not facts(folder).notes
+    write(folder, "config.json", bos_token_id=rows)
+    (note,) = facts(folder).notes
+    assert f"bos_token_id {rows} of config.json is beyond the {rows:,} rows of its embedding" in note
 
 
 def test_an_embedding_may_have_more_rows_than_the_tokenizer(folder: Path):

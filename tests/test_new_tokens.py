@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, PhiConfig
 
 from cookbook.commands.evaluate import evaluate_model
 from cookbook.commands.merge import merge_run
@@ -169,6 +170,47 @@ def test_a_grown_folder_is_what_transformers_resizes_with_each_new_row_the_mean(
     assert grown_folder(str(base), tokenizer, ids, cache=tmp_path / "cache") == str(folder)
 
 
+def test_a_folder_that_was_grown_for_other_tokens_or_weights_is_not_taken(tmp_path: Path):
+    base = write_base(tmp_path / "base")
+
+    def grown(new: list[str]) -> tuple[str, torch.Tensor]:
+        tokenizer = load_tokenizer(str(base), None, new)
+        ids = {token: tokenizer.convert_tokens_to_ids(token) for token in new}
+        folder = grown_folder(str(base), tokenizer, ids, cache=tmp_path / "cache")
+        return folder, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.detach()
+
+    first, head = grown(NEW)
+    many, larger = grown([*NEW, *(f"<|{number}|>" for number in range(64))])
+    assert many != first and len(larger) == len(head) + 64
+    (path,) = (one for one in base.glob("*.safetensors") if "lm_head.weight" in load_file(one))
+    found = load_file(path)
+    save_file(found | {"lm_head.weight": found["lm_head.weight"] + 1}, path, metadata={"format": "pt"})
+    again, other = grown(NEW)
+    assert again != first
+    torch.testing.assert_close(other, head + 1)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma3TextConfig])
+def test_trained_rows_are_embedded_as_the_model_embeds_its_own(kind: type, tmp_path: Path):
+    """Gemma multiplies what it looks up."""
+    base = write_base(tmp_path / "base", kind=kind, tie_word_embeddings=True, head_dim=8)
+    plain, ours = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval() for _ in range(2))
+    new, ids = range(40, 42), torch.tensor([[41, 5, 6, 40, 39, 42]])
+    row = torch.linspace(-1, 1, 32)
+    with torch.no_grad():
+        plain.get_input_embeddings().weight[new.start : new.stop] = row
+        expected = plain(input_ids=ids).logits
+        adapters.add_adapter(
+            ours,
+            AdapterSection(name="lora", rank=4, targets=["q_proj"]),
+            seed=7,
+            new_rows=new,
+            first={"model.embed_tokens.weight": row},
+        )
+        found = ours(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def losses_of(model: Any, tokenizer: Any, chats: list[dict[str, Any]], num_steps: int, rate: float) -> list[float]:
     """The curve of plain gradient descent over all rows at once, the loss a mean over the assistants' tokens."""
     found = []
@@ -276,6 +318,12 @@ def test_tokens_that_cannot_be_new_are_refused(tmp_path: Path):
     for written, words in wrong.items():
         with pytest.raises(RecipeError, match=words):
             load_recipe(ROOT / "recipes/quickstart.yaml", [f"model.new_tokens={written}"])
+
+
+def test_a_head_with_a_bias_trains_no_rows_beside_an_adapter(tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(write_base(tmp_path / "base", kind=PhiConfig))
+    with pytest.raises(RecipeError, match="the head of PhiForCausalLM has a bias"):
+        adapters.add_adapter(model, AdapterSection(name="lora", targets=["q_proj"]), seed=7, new_rows=range(40, 42))
 
 
 def test_a_run_is_not_resumed_with_other_tokens():
