@@ -283,6 +283,18 @@ def test_stages_of_tensor_parallel_groups_by_hand():
     assert (gradients.ranks, gradients.stride, gradients.num_bytes) == (2, 2, 4 * 1000 / 4)
 
 
+@pytest.mark.parametrize(("key_heads", "sent_heads"), [(8, 8), (4, 4), (1, 2)])
+def test_a_sequence_s_parts_exchange_heads_by_hand(key_heads: int, sent_heads: int):
+    """Queries, outputs, keys and values of two ranks, in bf16: 20 tokens, 3 layers, heads of 5, forward and backward.
+    A single head of keys is sent to both."""
+    sizes, sequence = replace(SMALL, num_heads=8, num_key_heads=key_heads), shipped("fsdp2_sp")
+    of_a_pass = 3 * (2 * 8 + 2 * sent_heads) * 5 * 2 * 20 / 4
+    found = {again: transfers(sequence, sizes, replace(STEP, recompute=again), 4)[-1] for again in (False, True)}
+    assert [one.kind for one in found.values()] == ["all-to-all"] * 2 and found[False].ranks == 2
+    assert {again: one.num_bytes for again, one in found.items()} == {False: 2 * of_a_pass, True: 3 * of_a_pass}
+    assert {again: one.calls for again, one in found.items()} == {False: 2 * 3 * 4, True: 3 * 3 * 4}
+
+
 def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
     """By hand: 20 tokens of width 4 in float32, forward and back, over two pipelines of two stages."""
     step = replace(STEP, micro_batches=3)

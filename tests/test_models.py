@@ -322,6 +322,7 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path):
         (AutoConfig.for_model("t5"), "t5 is not a causal language model"),
         (AutoConfig.for_model("bert"), "attention looks ahead"),
         (AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True), "attention looks ahead"),
+        (LlamaConfig(**SIZES, unpadded_vocab_size=SIZES["vocab_size"] - 1), "leaves logits of the head out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
