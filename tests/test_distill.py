@@ -5,6 +5,7 @@ python -m pytest -q tests/test_distill.py
 
 import json
 import math
+import random
 import shutil
 import uuid
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cookbook.commands.cli import main
@@ -335,6 +337,35 @@ def test_a_teacher_is_asked_once_and_its_own_student_starts_at_no_divergence(she
     (own / "config.json").write_text((own / "config.json").read_text().replace("this test", "that test"))
     code, said, _ = run(**{"run.resume": "auto", "run.max_steps": "3"})
     assert code == 2 and "the teacher is not what the checkpoint was made with" in said, said
+
+
+@pytest.mark.slow
+def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, lab: Lab, monkeypatch):
+    """Whatever changes an answer: its temperature and number, the dtype of the forward, the weights; not the loss."""
+    monkeypatch.chdir(ROOT)
+    own = shutil.copytree(shelf / "teacher", tmp_path / "own")
+
+    def scale(factor: float) -> None:
+        weights = load_file(own / "model.safetensors")
+        weights["model.norm.weight"] *= factor
+        save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
+
+    def run(*, mixed_precision: str = "no", **asks: Any) -> tuple[int, bool, str]:
+        sections = sections_of(shelf, **({"teacher": str(own)} | asks))
+        settings = {name: json.dumps(one) for name, one in sections.items()}
+        more = {"run.output_dir": str(tmp_path / "out"), "run.max_steps": "1", "mixed_precision": mixed_precision}
+        done = lab.start("single", settings | more)
+        return done.returncode, "the teacher answered for" in done.stdout, done.stdout
+
+    scale(1 + random.random())  # answers are kept from one pytest to the next
+    questions: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"loss_top_k": 4}, {"mixed_precision": "bf16"}]
+    assert [run(**one)[:2] for one in questions] == [(0, True)] * 4
+    assert run(beta=1.0, kd_ratio=0.2)[:2] == (0, False)
+    scale(2)
+    assert run()[:2] == (0, True)
+    scale(math.nan)
+    code, _, said = run()
+    assert code == 2 and "log-probabilities are not finite" in said and "Traceback" not in said
 
 
 def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path):
