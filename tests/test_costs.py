@@ -30,7 +30,7 @@ from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import inject
-from cookbook.training.models.structure import find_config
+from cookbook.training.models.structure import config_of, find_config
 from tests.experts import needs_experts
 from tests.turns import others_by_turn
 
@@ -454,6 +454,21 @@ def test_flops_are_those_that_torch_counts(recipe: Recipe, name: str, adapter: s
     by_mask = sum(seen(window) - (window or LENGTH) / (2 * LENGTH) for window in windows)
     assert attention == pytest.approx(3 * 4 * found.width * LENGTH * by_mask, rel=1e-6)
     assert (WINDOW in windows) == ("window" in name)
+
+
+def test_a_score_is_counted_once_a_sequence_and_not_as_the_words_of_a_head():
+    """By hand: the layers' products with 6 FLOPs a weight and token, and 6 for each label's weights."""
+    recipe = load_recipe(
+        ROOT / "recipes/quickstart.yaml",
+        ["objective={name: classify, classes: [bad, fair, good]}"],
+    )
+    config, _ = config_of(recipe)
+    found = sizes_of(config, skeleton(config, recipe))
+    assert found.vocab == 3
+    step = Step(num_tokens=2 * LENGTH, num_labelled=2, length=LENGTH)
+    attention = 3 * 2 * LENGTH * attention_flops(found, LENGTH)
+    by_hand = 6 * found.num_matrix * 2 * LENGTH + 6 * 3 * config.hidden_size * 2
+    assert work(found, step).total - attention == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_a_ruler_that_counts_everything_would_be_found(recipe: Recipe):

@@ -982,6 +982,17 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
 
 
+def test_a_stage_launches_the_kernels_of_its_layers_and_waits_for_one_turn():
+    """Of four micro-batches five turns, each of half of the layers: two and a half times a whole model's kernels."""
+    phases = (Phase(name="forward", layer=0, held=0, peak=0, kernels=1000, moved=0, streamed=0),)
+    sizes = decoder(**LLAMA_8B)
+    step = Step(num_tokens=4 * 4096, num_labelled=4, length=4096, micro_batches=4)
+    trace = ActivationTrace(phases=phases)
+    found = step_seconds(shipped("pp"), sizes, step, parse_machines("2xH100"), trace=trace)
+    (launches,) = (part for part in found.parts if part.name == "kernel launches")
+    assert launches.low == pytest.approx(2500 * 5e-6, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("gpus", "precision", "kernels"),
     [
@@ -1042,11 +1053,11 @@ def test_the_norm_of_gradients_is_part_of_the_update():
     """AdamW's 28 bytes, and the gradient once more; 8 if it is clipped."""
     machines = parse_machines("4xH100")
     assert machines.gpu is not None
-    for name, share in {"ddp": 1, "fsdp2": 4}.items():
-        found = step_seconds(shipped(name), SMALL, STEP, machines)
+    for name, sizes, own in (("ddp", SMALL, 1000), ("fsdp2", SMALL, 1000 / 4), ("ddp", FROZEN, 10)):
+        found = step_seconds(shipped(name), sizes, STEP, machines)
         (update,) = (part for part in found.parts if part.name == "update")
         moved = machines.gpu.bandwidth * update.low * 0.9, machines.gpu.bandwidth * update.high * 0.6
-        assert moved == pytest.approx(((28 + 4) * 1000 / share, (28 + 4 + 8) * 1000 / share))
+        assert moved == pytest.approx(((28 + 4) * own, (28 + 4 + 8) * own))
 
 
 MEASURED = json.loads(Path("benchmarks/results/on_gpu.json").read_text())
