@@ -471,6 +471,17 @@ def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str,
     assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
 
 
+def test_a_block_in_place_of_a_json_may_offload_to_a_disk(tmp_path: Path):
+    """With DeepSpeed's own prefetching a run on a disk ends at the second step, so the block means none."""
+    block: dict[str, Any] = {"zero_stage": 3}
+    for name in ("offload_optimizer", "offload_param"):
+        block |= {f"{name}_device": "nvme", f"{name}_nvme_path": str(tmp_path)}
+    found = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block)).zero
+    on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    assert found["offload_optimizer"].items() >= on_disk.items() <= found["offload_param"].items()
+    assert found["stage"] == 3 and found["stage3_prefetch_bucket_size"] == 0
+
+
 @pytest.mark.parametrize(("vocabulary", "buffer", "share"), [(8192, 786431, 786432), (8192, 786432, 0), (2048, 9, 0)])
 def test_buffers_on_a_disk_must_hold_a_process_s_share_of_the_largest_weight(
     vocabulary, buffer, share, tmp_path, capsys
