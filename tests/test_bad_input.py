@@ -563,6 +563,13 @@ STRATEGY_MISTAKES = {
         "  parallelism_config_pp_size: 2\n  parallelism_config_ddp_bucket_cap_mb: 50",
         ":5: parallelism_config.parallelism_config_ddp_bucket_cap_mb: would be ignored: ...",
     ),
+    "buckets of DDP beside FSDP": (
+        "hsdp",
+        YAML,
+        "  parallelism_config_dp_shard_size: auto",
+        "  parallelism_config_ddp_bucket_cap_mb: 50\n  parallelism_config_dp_shard_size: auto",
+        ":9: parallelism_config.parallelism_config_ddp_bucket_cap_mb: would be ignored: ...",
+    ),
     "chunks without a pipeline": (
         "ddp_tp",
         YAML,

@@ -320,6 +320,33 @@ def test_accelerate_and_training_file_give_one_pair(folder, capsys):
     assert "needs nothing: " in printed and "deepspeed_config.zero3_init_flag" in printed
 
 
+@pytest.mark.parametrize(("arguments", "copies"), [((), 8 // 2), (("--processes", "16"), 16 // 2)])
+def test_processes_that_share_a_sample_count_once_and_the_command_line_comes_first(folder, arguments, copies):
+    mesh = "{parallelism_config_tp_size: 2}"
+    Path("acc.yaml").write_text(f"distributed_type: MULTI_GPU\nnum_processes: 8\nparallelism_config: {mesh}\n")
+    assert convert(TRL.replace("load_in_4bit: true\n", ""), "acc.yaml", *arguments) == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["batch"]["global_batch_size"] == 4 * 8 * copies
+
+
+@pytest.mark.parametrize(("written", "ours"), [("0.05", 0.05), ("12.0", 12)])
+def test_a_warm_up_below_one_is_a_share_of_the_steps(folder, written, ours):
+    """As transformers 5 reads warmup_steps."""
+    recipe = recipe_of(TRL.replace("warmup_ratio: 0.05", f"warmup_steps: {written}"))
+    assert recipe["schedule"]["warmup_steps"] == ours
+
+
+def test_a_limit_of_each_epoch_counts_for_all(folder):
+    recipe = recipe_of(TORCHTUNE.replace("epochs: 1\n", "epochs: 3\n") + "max_steps_per_epoch: 10\n")
+    assert recipe["run"]["max_steps"] == 30 and "num_epochs" not in recipe["run"]
+
+
+@pytest.mark.parametrize(("saves", "is_best"), [(200, True), (150, False)])
+def test_the_best_checkpoint_is_one_that_was_evaluated(folder, saves, is_best):
+    recipe = recipe_of(TRL + f"load_best_model_at_end: true\nsave_strategy: steps\nsave_steps: {saves}\n")
+    assert recipe["run"]["save_every_steps"] == saves and recipe["run"]["eval_every_steps"] == 100
+    assert (recipe["run"].get("export") == "best") == is_best == (recipe["run"].get("keep_best") == 1)
+
+
 DISTRIBUTIONS = {
     "zero2": {"zero_optimization": {"stage": 2}},
     "zero2_offload": {

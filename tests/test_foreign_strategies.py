@@ -610,6 +610,16 @@ def test_a_key_of_fsdp1_in_a_file_of_fsdp2_is_told_once(key: str, tmp_path: Path
     assert mistakes[0].endswith(f"fsdp_config.{key}: would be ignored with fsdp_version 2; take it out")
 
 
+@pytest.mark.parametrize(
+    ("reshards", "same", "other"), [(True, "FULL_SHARD", "SHARD_GRAD_OP"), (False, "SHARD_GRAD_OP", "FULL_SHARD")]
+)
+def test_fsdp1_s_word_for_what_fsdp2_does_may_stand_beside_it(reshards: bool, same: str, other: str, tmp_path: Path):
+    block = FSDP2 | {"fsdp_reshard_after_forward": reshards}
+    load_strategy(yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block | {"fsdp_sharding_strategy": same}))
+    mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block | {"fsdp_sharding_strategy": other}))
+    assert "fsdp_config.fsdp_sharding_strategy: would be ignored with fsdp_version 2" in mistakes[0]
+
+
 def test_the_layer_that_is_named_must_be_the_model_s(lab: Lab, tmp_path: Path):
     block = FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
     path = yaml_of_accelerate(tmp_path, "fsdp2", fsdp_config=block)
