@@ -881,6 +881,13 @@ STRATEGY_MISTAKES = {
         '"offload_param": {"device": "cpu"}, "offload_optimizer": {',
         ":19: zero_optimization.offload_param: needs stage 3, the stage is 2; take it out",
     ),
+    "prefetching from a disk": (
+        "zero3_nvme",
+        JSON,
+        '"stage3_prefetch_bucket_size": 0',
+        '"stage3_prefetch_bucket_size": 7',
+        ":19: zero_optimization.stage3_prefetch_bucket_size must be 0 with parameters on nvme: ...; write 0",
+    ),
     "NVMe at stage 2": (
         "zero2_offload",
         JSON,

@@ -260,8 +260,9 @@ def test_text_files_are_texts_and_a_long_one_is_broken_at_a_line_end(tmp_path):
     (tmp_path / "sub" / "b.md").write_text("# b\n\nc")
     rows = read_rows(Source(path=str(tmp_path)), "error", "cpt").rows
     assert sorted(row["text"] for row in rows) == ["# a", "# b\n\nc"]
-    lines = "\u00e4" * 99 + "\n"
-    (tmp_path / "long.txt").write_text(lines * (MAX_TEXT_CHARACTERS // 100 * 2 + 3))
+    line = "\u00e4" * 96 + "\n"
+    assert MAX_TEXT_CHARACTERS % len(line), "each part would end with a line in any case"
+    (tmp_path / "long.txt").write_text(line * (MAX_TEXT_CHARACTERS // len(line) * 2 + 3))
     long = [row["text"] for row in read_rows(Source(path=str(tmp_path / "long.txt")), "error", "cpt").rows]
     assert len(long) == 3 and "".join(long) == (tmp_path / "long.txt").read_text()
     assert all(text.endswith("\n") for text in long)
