@@ -881,6 +881,13 @@ STRATEGY_MISTAKES = {
         '"offload_param": {"device": "cpu"}, "offload_optimizer": {',
         ":19: zero_optimization.offload_param: needs stage 3, the stage is 2; take it out",
     ),
+    "float32 sums in stage 1": (
+        "zero1",
+        JSON,
+        '"zero_optimization": {',
+        '"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {',
+        ":12: data_types: with stage 1 DeepSpeed would run its BF16_Optimizer, not ZeRO-1; ...",
+    ),
     "prefetching from a disk": (
         "zero3_nvme",
         JSON,

@@ -456,6 +456,18 @@ CASES = {
         template="{%- if messages[0].content[0] != 'h' -%}{{ raise_exception('no') }}{%- endif -%}" + writes("''"),
         refused="leaves out `content`: message 1",
     ),
+    "a question twice": Case(
+        rows=[{"messages": CHAT}],
+        template=writes("message.content ~ message.content"),
+        refused="writes more than once `content`: message 1",
+    ),
+    "a question before an earlier one": Case(
+        rows=[{"messages": [user("A"), user("B"), assistant()]}],
+        template="{{ messages[1].content ~ messages[0].content ~ '<|im_start|>assistant\n' }}"
+        "{%- if not add_generation_prompt -%}{%- generation -%}{{ messages[2].content }}<|im_end|>{%- endgeneration -%}"
+        "{%- endif -%}",
+        refused="writes after a later message `content`: message 1",
+    ),
     "a description of a tool": Case(
         rows=[{"messages": CHAT, "tools": [DIG]}],
         template="{{ tools[0].function.name ~ (tools[0].function.parameters | tojson) }}" + CHATML,
