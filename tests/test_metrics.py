@@ -1,6 +1,7 @@
 """What a run writes about itself. pytest tests/test_metrics.py"""
 
 import json
+import math
 import resource
 import shutil
 from pathlib import Path
@@ -26,6 +27,26 @@ def test_numbers_are_written_at_full_precision(tmp_path: Path):
     log.write(line)
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == line
+
+
+def test_what_is_not_finite_is_null_in_json(tmp_path: Path):
+    log = RunLog(tmp_path, is_main=True, max_steps=1)
+    log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "tokens_per_second": 1.0})
+    log.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert found == {"step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 1.0}
+
+
+def test_a_write_that_takes_a_part_is_followed_by_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a disk that is nearly full."""
+    log = RunLog(tmp_path, is_main=True, max_steps=1)
+    file = log._lines._file
+    in_parts = SimpleNamespace(fileno=file.fileno, write=lambda text: file.write(text[:5]), close=file.close)
+    monkeypatch.setattr(log._lines, "_file", in_parts)
+    log.write({"step": 1, "loss": 1.0, "tokens_per_second": 1.0})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.0
 
 
 def test_only_the_main_process_writes(tmp_path: Path):

@@ -461,6 +461,11 @@ CASES = {
         template=writes("message.content ~ message.content"),
         refused="writes more than once `content`: message 1",
     ),
+    "a question within the answer": Case(
+        rows=[{"messages": CHAT}],
+        template=writes("''", "messages[0].content ~ message.content"),
+        refused="writes into a turn that carries loss `content`: message 1",
+    ),
     "a question before an earlier one": Case(
         rows=[{"messages": [user("A"), user("B"), assistant()]}],
         template="{{ messages[1].content ~ messages[0].content ~ '<|im_start|>assistant\n' }}"

@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from cookbook.planning.language_part import TOWERS, language_key
+from cookbook.planning.language_part import TOWERS, language_key, why_whole
 from cookbook.run.publish.merged import write_merged
 from cookbook.run.publish.reopen import Wrong, reopen
 from cookbook.system.files import RecipeError
@@ -208,6 +208,13 @@ def test_whose_language_part_is_another_model_alone_is_refused_with_the_reason(m
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=REASONS[model_type]):
         load_config(str(tmp_path), 64)
+
+
+def test_what_only_the_language_part_does_to_its_logits_is_refused_but_where_the_whole_does_it_too():
+    for model_type, why in (("gemma3", "its own class leaves out the final_logit_softcapping"), ("gemma4", None)):
+        config = whole_config(model_type)
+        config.text_config.final_logit_softcapping = 30.0
+        assert (why_whole(config) or "").startswith(why or "") and (why is None) == (why_whole(config) is None)
 
 
 def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tmp_path: Path):
