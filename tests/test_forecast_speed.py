@@ -983,7 +983,7 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
 
 
 def test_a_stage_launches_the_kernels_of_its_layers_and_waits_for_one_turn():
-    """Four micro-batches pass in five turns, each of half of the layers: two and a half times a whole model's kernels."""
+    """Four micro-batches pass in five turns of half of the layers: two and a half times a whole model's kernels."""
     phases = (Phase(name="forward", layer=0, held=0, peak=0, kernels=1000, moved=0, streamed=0),)
     sizes = decoder(**LLAMA_8B)
     step = Step(num_tokens=4 * 4096, num_labelled=4, length=4096, micro_batches=4)
