@@ -1,10 +1,10 @@
 """Plants faults that a user would suffer from, one at a time, in a copy of the tree: a quick test must notice each.
 
-    python tests/mutants.py [AREA ...]        says what became of each; exit code 1 if one is not noticed
-    python tests/mutants.py --part 3          the same of every 20th fault, from this one on
+    python tests/mutants.py [AREA ...]              says what became of each; exit code 1 if one is not noticed
+    python tests/mutants.py --part 3/20 --checked   the same of every 20th fault, from this one on
 
 The faults are in tests/planted.py. The tests of each run in a process forked from one that has imported the libraries;
-it imports the project anew.
+it imports the project anew. There are as many copies as cores, and as many such processes.
 """
 
 import argparse
@@ -25,7 +25,6 @@ if __name__ == "__main__":  # not in a process that a test spawns: its tree is t
     sys.path.insert(0, str(ROOT))
 from tests.planted import FAULTS, Fault  # noqa: E402
 
-PARTS = 20
 LIBRARIES = (
     "accelerate",
     "datasets",
@@ -143,21 +142,41 @@ def survivors(faults: list[Fault], *, checks_first: bool) -> list[Fault]:
     return alive
 
 
+def in_parallel(words: list[str], count: int) -> int:
+    """The exit code of this program for so many parts at a time."""
+    command = [sys.executable, __file__, *words]
+    parts = [subprocess.Popen([*command, "--part", f"{i}/{count}"]) for i in range(count)]
+    return max([one.wait() for one in parts])
+
+
+def part(text: str) -> tuple[int, int]:
+    """A part and the number of parts, from `3/20`."""
+    number, count = map(int, text.split("/"))
+    if not 0 <= number < count:
+        raise ValueError
+    return number, count
+
+
 def main() -> int:
     areas = sorted({fault.area for fault in FAULTS})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(areas)}; else all")
-    parser.add_argument("--part", type=int, choices=range(PARTS), help="these alone, whose tests have run without them")
+    parser.add_argument("--part", type=part, metavar="I/N", help="every Nth fault from I on, in this process")
+    parser.add_argument("--checked", action="store_true", help="their tests have passed without any fault")
     given = parser.parse_args()
     if unknown := sorted(set(given.areas) - set(areas)):
         parser.error(f"no area {', '.join(unknown)}; there are {', '.join(areas)}")
-    faults = [fault for fault in FAULTS if not given.areas or fault.area in given.areas]
-    faults = faults if given.part is None else faults[given.part :: PARTS]
+    if given.part is None:
+        return in_parallel(sys.argv[1:], os.cpu_count() or 1)
+    number, count = given.part
+    faults = [fault for fault in FAULTS if not given.areas or fault.area in given.areas][number::count]
+    if not faults:  # pytest without names would run all tests
+        return 0
     for name in [one for one in os.environ if one.startswith(OTHER_RUNS)]:
         del os.environ[name]
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
-    alive = survivors(faults, checks_first=given.part is None)
+    alive = survivors(faults, checks_first=not given.checked)
     print(f"{len(faults) - len(alive)} of {len(faults)} faults were noticed")
     return 1 if alive else 0
 

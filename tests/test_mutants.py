@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import PARTS
 from tests.planted import FAULTS, ROOT, Fault
 
 
@@ -43,14 +42,14 @@ def test_a_place_that_has_moved_is_named():
         gone.planted_in("import sys\n")
 
 
-TURNS = 10
-"""In each, two parts run, one for each worker."""
+PARTS, TURNS = 20, 10
+"""In each turn two parts run, one for each worker."""
 
 
 @pytest.mark.parametrize(
     "part", [pytest.param(i, marks=pytest.mark.thorough(turn=(i % TURNS, TURNS))) for i in range(PARTS)]
 )
 def test_the_tests_notice_a_part_of_the_faults(part: int):
-    command = [sys.executable, "tests/mutants.py", "--part", str(part)]
+    command = [sys.executable, "tests/mutants.py", "--part", f"{part}/{PARTS}", "--checked"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
