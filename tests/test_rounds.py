@@ -179,6 +179,9 @@ def _is_shown_as_one_run(lab, out, capsys):
     page = (out / "report.html").read_text()
     assert "Mean reward of a round" in page and "(reward " in page and "finished" in page
     assert f"{rounds[0]['reward']:.3f} in round 1, {rounds[1]['reward']:.3f} in round 2" in capsys.readouterr().out
+    assert main(["sample", str(out), "--max-new-tokens", "2"]) == 0
+    (first,) = read(out / "rounds/0001/samples.jsonl")[0]["prompt"]
+    assert f"\nuser: {first['content']}\n" in capsys.readouterr().out
 
 
 def test_padding_changes_no_answer(lab, model, tmp_path):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.shared.arguments import MODEL, positive, run_folder
 from cookbook.commands.shared.find_model import find_model, find_run, quiet_without_gpus
 from cookbook.config.messages import Chat
@@ -15,6 +16,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.row_kinds import kinds
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError
+from cookbook.system.record_files import read_lines
 
 PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/training/data/stdlib.py words it
 
@@ -22,7 +24,7 @@ PROMPT = "Write `def get_name(self)`: Return the name."  # as cookbook/training/
 def sample(
     folder: Annotated[Path, run_folder(MODEL)],
     *,
-    prompt: Annotated[str | None, Option(help=f"default: {PROMPT}")] = None,
+    prompt: Annotated[str | None, Option(help=f"default: {PROMPT}, of rounds their first one")] = None,
     from_eval: Annotated[
         int | None, Option(callback=positive, help="the run's first N held-out rows, with their reference answers")
     ] = None,
@@ -43,11 +45,22 @@ def sample(
         generator.generate(asked, generation.Printer(generator.tokenizer), max_new_tokens=max_new_tokens, tools=tools)
         say(f"--- reference\n{shown(reference)}")
     if from_eval is None:
-        prompt = PROMPT if prompt is None else prompt
-        say(f"\n{shown(prompt)}\n")
-        chat = [{"role": "user", "content": prompt}] if generator.tokenizer.chat_template else prompt
+        chat = _prompt_of_rounds(folder) if prompt is None else None
+        if chat is None:
+            text = PROMPT if prompt is None else prompt
+            chat = [{"role": "user", "content": text}] if generator.tokenizer.chat_template else text
+            say(f"\n{shown(text)}\n")
+        else:
+            say(f"\n{shown(_as_text(chat))}\n")
         generator.generate(chat, generation.Printer(generator.tokenizer), max_new_tokens=max_new_tokens)
     return 0
+
+
+def _prompt_of_rounds(folder: Path) -> str | Chat | None:
+    """What the first round of a run asked first, as it was asked; None of a run without rounds."""
+    run = find_run(folder)
+    lines = [] if run is None else read_lines(Round(run, 1).samples, "round")
+    return lines[0]["prompt"] if lines else None
 
 
 def _held_out_prompts(folder: Path, count: int) -> Iterator[tuple[str | Chat, Any, str]]:

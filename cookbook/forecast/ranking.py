@@ -9,9 +9,10 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import AdapterSection, BatchSection, Checkpointing, ModelSection
 from cookbook.config.strategy import Strategy
+from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.skeleton import num_parameters
+from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
 from cookbook.system.files import RecipeError
@@ -158,22 +159,25 @@ def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
     if asked is None:
         return []
     notes = [f"teacher {asked.teacher}: {asked.words()}"]
+    model = ModelSection(name_or_path=asked.teacher)
     try:
-        count = num_parameters(find_config(ModelSection(name_or_path=asked.teacher))[0])
+        config, _ = find_config(model)
+        sizes = sizes_of(config, skeleton(config, recipe.model_copy(update={"model": model, "adapter": None})))
     except RecipeError as error:
         return [*notes, f"what the teacher itself takes is not known: {error}"]
+    count, flops = sizes.num_parameters, work(sizes, Step(num_tokens=1, num_labelled=1, length=0)).forward
     size = count * bytes_of(recipe.compute_precision)
     room = machines.usable_gib
     fits = "" if room is None or size / GIB < room else f", more than the {room:.0f} GiB there: take a smaller one"
     notes.append(
         f"before the student is loaded, each process holds the whole teacher, {count / 1e9:.3g} B parameters in"
-        f" {in_gib(size)} GiB{fits}; its one pass computes {2 * count / 1e9:.3g} GFLOP a token"
-        + _seconds_of_pass(2 * count, recipe, machines)
+        f" {in_gib(size)} GiB{fits}; its one pass computes {flops / 1e9:.3g} GFLOP a token"
+        + _seconds_of_pass(flops, recipe, machines)
     )
     return notes
 
 
-def _seconds_of_pass(flops: int, recipe: Recipe, machines: Machines) -> str:
+def _seconds_of_pass(flops: float, recipe: Recipe, machines: Machines) -> str:
     """The time of a million tokens, where the GPU's rate is known; each GPU computes its own part of them."""
     gpu = machines.gpu
     if gpu is None or gpu.half_flops is None or bytes_of(recipe.compute_precision) != 2:

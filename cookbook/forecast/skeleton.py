@@ -77,12 +77,6 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     )
 
 
-def num_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of the model of a configuration; raises as `skeleton`."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _on_meta(config).parameters())
-
-
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return empty_model(config)
