@@ -5,6 +5,7 @@ python -m pytest -q tests/test_samples.py -m "slow or not slow"
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cookbook.commands.cli import main
+from cookbook.config.recipe import load_recipe
+from cookbook.run.samples import continuations
+from cookbook.training import models
+from cookbook.training.data.batches import Layout
 from cookbook.training.data.prompts import awaiting, beginnings
 from cookbook.training.data.tokens import join
 from cookbook.training.metrics import RunLog
-from tests.curves import Curve, Lab
+from tests.curves import ROOT, Curve, Lab
 from tests.gpu_runs import GpuLab
 from tests.needs import need_compiler
+from tests.small_data import make_tokenizer
 from tests.test_equivalence_features import LORA, preferences
 
 TOKENS = 9
@@ -154,6 +160,28 @@ def test_prompts_by_hand():
     assert len(beginnings(join([chat] * 9))) == 4
     rows = awaiting([[5, 6], [7, 8, 9]], [4, 3], pad_id=0)
     assert rows.ids.tolist() == [5, 6, 0, 0, 7, 8, 9] and np.flatnonzero(rows.is_label).tolist() == [2, 6]
+
+
+def test_a_sample_ends_with_a_text_a_turn_or_the_longest_sample():
+    """By a model that always says the same: a letter, then the end of a text, of a turn, or more letters."""
+    tokenizer = make_tokenizer(specials=["<|endoftext|>"])
+    tokenizer.eos_token = "<|endoftext|>"
+    of_text, of_turn, letter = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "b"])
+    assert len({of_text, of_turn, letter}) == 3 and models.end_of_turn(tokenizer) == of_turn
+    says = iter([[letter] * 3, [of_text, of_turn, letter], *[[letter] * 3] * 9])
+    chat = np.array([letter] * 5), np.array([0, 0, 0, 1, 1], bool)
+    settings = ["run.sample_every_steps=1", "run.sample_tokens=20", "data.max_length=8"]
+    run: Any = SimpleNamespace(
+        inputs=SimpleNamespace(tokenizer=tokenizer, data=SimpleNamespace(eval={"": join([chat] * 3)})),
+        recipe=load_recipe(ROOT / "recipes/quickstart.yaml", settings),
+        layout=Layout(num_ranks=1, rank=0, pad_id=0, micro_batch_size=4),
+        engine=SimpleNamespace(collect=lambda *_, **__: np.array(next(says))),
+        progress=SimpleNamespace(step=1),
+    )
+    lines = continuations(run, lambda: None)
+    assert not isinstance(lines, str)
+    assert [line["num_tokens"] for line in lines] == [2, 2, 8 - 3]
+    assert [line["completion"] for line in lines] == ["b", "b", "bbbbb"]
 
 
 @pytest.mark.parametrize(
