@@ -1813,6 +1813,22 @@ FAULTS = (
     ),
     Fault(
         "rounds",
+        "cookbook/commands/rounds/rounds_folder.py",
+        "len(lines) != len(path.read_bytes().splitlines())",
+        "False",
+        "a round trains on what a full disk left of its samples",
+        "tests/test_rounds_go_on.py::test_samples_that_are_not_whole_are_named_and_not_trained_on",
+    ),
+    Fault(
+        "rounds",
+        "cookbook/commands/rounds/__init__.py",
+        "path.is_file() and not _is_whole(record)",
+        "path.is_file() and False",
+        "rounds whose record is damaged are set aside and begun again",
+        "tests/test_rounds_go_on.py::test_a_damaged_record_of_rounds_is_no_reason_to_begin_again",
+    ),
+    Fault(
+        "rounds",
         "cookbook/commands/rounds/__init__.py",
         'f"{recipe.seed} {one.number}".encode()',
         'f"{recipe.seed}".encode()',

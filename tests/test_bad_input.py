@@ -19,7 +19,9 @@ from conftest import RECIPE, ROOT, clean_environment
 
 from cookbook.commands.check.warnings import doubts
 from cookbook.commands.cli import main
-from cookbook.config.recipe import load_recipe
+from cookbook.config.accelerate_yaml import AccelerateFile
+from cookbook.config.deepspeed_json import DeepspeedFile, count_or_auto
+from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.planning.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
@@ -1154,6 +1156,29 @@ def test_a_slip_on_the_command_line_is_answered_with_what_to_write(book, words, 
 
 def test_on_the_command_line_a_bare_no_is_a_precision(book):
     assert load_recipe(Path(RECIPE), ["mixed_precision=no"]).mixed_precision == "no"
+
+
+@pytest.mark.parametrize("model", [Recipe, AccelerateFile, DeepspeedFile], ids=lambda model: model.__name__)
+def test_every_whole_number_has_a_limit_so_that_arithmetic_with_it_has_none(model):
+    """What only a schema limits; what a validator does, as with `auto`, is refused by it."""
+    checked = ["num_processes", "main_process_port", "zero_hpz_partition_size", "stage", "zero_stage", "fsdp_version"]
+
+    def without(part, place):
+        if isinstance(part, list):
+            part = dict(enumerate(part))
+        if not isinstance(part, dict) or {"maximum", "exclusiveMaximum"} & part.keys():
+            return []
+        rest = [found for key, one in part.items() for found in without(one, (*place, str(key)))]
+        return [".".join(place), *rest] if part.get("type") == "integer" else rest
+
+    found = without(model.model_json_schema(), ())
+    named = re.compile(rf"\.({'|'.join(checked)}|\w+_bucket_size|\w+_threshold|parallelism_config_\w+_size)(\.|$)")
+    assert [place for place in found if not named.search(f".{place}")] == []
+
+
+def test_a_count_beyond_all_machines_is_refused():
+    with pytest.raises(ValueError, match="a count from 1 to 1000000"):
+        count_or_auto(10**400)
 
 
 @pytest.mark.parametrize("name", ["config.json", "rows.jsonl", "other-run/run.json"])

@@ -19,6 +19,7 @@ import yaml
 
 from cookbook.commands import launch
 from cookbook.commands.cli import main
+from cookbook.config.recipe import recipe_schema
 
 ROOT = Path(__file__).parent.parent
 VERBS = [
@@ -522,13 +523,19 @@ def test_sample_continues_the_prompt_with_the_saved_model(tmp_path):
     assert answer.stdout == f"SAMPLE from {tmp_path / 'export'}\n\ndef\n\nreturn\n"
 
 
-def test_schema_on_disk_is_the_one_of_the_models(tmp_path, monkeypatch):
+def test_schema_on_disk_is_the_one_of_the_models():
+    written = (ROOT / "recipes/schema.json").read_text()
+    assert written == json.dumps(recipe_schema(), indent=2) + "\n", "run cookbook schema"
+
+
+@pytest.mark.parametrize("command", ["schema", "library", "combinations"])
+def test_a_page_of_the_repository_is_written_in_no_other_folder(command, tmp_path, monkeypatch, capsys):
+    for name in ("recipes", "docs"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    assert main(["schema"]) == 0
-    written = (tmp_path / "recipes/schema.json").read_text()
-    assert json.loads(written)["properties"]["batch"]
-    assert written == (ROOT / "recipes/schema.json").read_text(), "run cookbook schema"
+    assert main([command]) == 2
+    assert re.fullmatch(r"\S+ is a page of the repository, .*; write the command there\n", capsys.readouterr().err)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_launch_tells_broken_rows_before_any_process_starts(tmp_path: Path) -> None:
@@ -559,18 +566,17 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(command, mon
     def refuse(path: Path, *_, **__) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     assert main(command) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(r"\S+: cannot be written \(Read-only file system\); use a folder that you can write to\n", said)
 
 
-def test_a_full_disk_behind_a_file_is_not_taken_for_the_output(monkeypatch, tmp_path, capfd):
+def test_a_full_disk_behind_a_file_is_not_taken_for_the_output(monkeypatch, in_root, capfd):
     def refuse(*_, **__) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write to a file that is open
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     assert main(["schema"]) == 2
     assert capfd.readouterr().err.startswith("a file: cannot be written (No space left on device); make room")
 

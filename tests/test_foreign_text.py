@@ -19,7 +19,7 @@ from test_chat import save_model
 from cookbook.commands.cli import main
 from cookbook.commands.preview.sample_page import preview
 from cookbook.config.recipe import dump_recipe, load_recipe
-from cookbook.system.console import shown
+from cookbook.system.console import say, shown
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.tensors import StagedPiece
@@ -145,6 +145,11 @@ def test_rows_are_previewed_and_answers_printed_without_it(run: Path, tmp_path: 
     assert raw(found) == [] and found.count(r"\x1b]52;c;") == 3 and printer.text == EVIL
 
 
+def test_colours_are_the_commands_own(capsys):
+    say("\x1b[8mhidden", "\x1b[30m")
+    assert raw(capsys.readouterr().out) == []
+
+
 def test_a_run_shows_its_samples_and_notes_without_it():
     from cookbook.system.screen import Screen
 
@@ -156,8 +161,11 @@ def test_a_run_shows_its_samples_and_notes_without_it():
     assert raw(file.getvalue()) == [] and file.getvalue().count(r"\x1b]52;c;") == 5
 
 
-def test_commands_print_by_the_one_function():
-    texts = {path: path.read_text() for path in (ROOT / "cookbook/commands").rglob("*.py")}
+def test_the_package_prints_by_the_one_function():
+    sources = [path for path in (ROOT / "cookbook").rglob("*.py") if path.parent.name != "cookbook"]
+    texts = {path: path.read_text() for path in (*sources, ROOT / "train.py")}
     raws = {path.stem: found for path, text in texts.items() if (found := re.findall(r"(?<![\w.])print\((.*)", text))}
-    assert raws.keys() == {"generation", "probe", "chat", "submit"}, "say of cookbook.system.console"
+    of_no_others = {"child", "hang_guard", "nvml", "probe", "__init__"}
+    assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit"}, "say of system.console"
     assert set(raws["chat"]) == {")"} and raws["generation"][0].startswith("shown(text)")
+    assert raws["reopen"] == ["json.dumps(found))"]

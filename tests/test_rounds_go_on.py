@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from cookbook.commands import rounds as command
-from cookbook.commands.rounds import prompt_rows
+from cookbook.commands.rounds import prompt_rows, rounds_folder
+from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import encode
 from cookbook.config.recipe import load_recipe
+from cookbook.system.files import RecipeError
 from tests.curves import Lab
 from tests.test_rounds import ROUNDS, WORDS, are_of_their_tokens, read, settings, start
 
@@ -104,3 +107,44 @@ def test_a_text_is_asked_without_the_end_token_that_its_tokenizer_adds(model: Pa
     assert recipe.rounds is not None
     (ids,) = encode(prompt_rows.read_prompts(recipe.data, recipe.rounds), str(tmp_path / "model"), recipe)
     assert tokenizer.decode(ids) == "over"
+
+
+ANSWERS = {
+    "round": 1,
+    "row": 0,
+    "prompt": "add",
+    "completions": ["a"],
+    "ended": [True],
+    "num_tokens": [1],
+    "prompt_ids": [1],
+    "completion_ids": [[2]],
+}
+WRITTEN = json.dumps(ANSWERS) + "\n"
+
+
+@pytest.mark.parametrize("left", ["", "{", "5\n", "[]\n", '{"round": 1}\n', WRITTEN + WRITTEN[:20], WRITTEN + "{}\n"])
+def test_samples_that_are_not_whole_are_named_and_not_trained_on(tmp_path: Path, left: str):
+    one = Round(tmp_path, 1)
+    rounds_folder.write_lines(one.samples, [ANSWERS, ANSWERS])
+    assert len(one.lines) == 2
+    one.samples.write_text(left)
+    with pytest.raises(RecipeError, match=r"samples\.jsonl: is damaged; remove it"):
+        _ = one.lines
+
+
+def test_a_round_that_is_over_may_lose_its_samples(tmp_path: Path):
+    one, recipe = Round(tmp_path, 1), load_recipe(ROOT / "recipes/sums/grpo.yaml")
+    one.run.mkdir(parents=True)
+    (one.run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    assert rounds_folder.show_as_one_run(tmp_path, recipe, [one]) == 3
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("left", ["", "[]", "{}", '{"recipe": {}, "made_from": {}}', '{"recipe": 5, "made_from": 5}'])
+def test_a_damaged_record_of_rounds_is_no_reason_to_begin_again(tmp_path: Path, left: str):
+    recipe = load_recipe(ROOT / "recipes/sums/grpo.yaml", ["run.resume=auto"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/rounds.json").write_text(left)
+    with pytest.raises(RecipeError, match=r"rounds\.json: is damaged; put it back, or begin again"):
+        command._begin(tmp_path / "out", recipe, {"plugins": ""})
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -8,4 +8,4 @@ from cookbook.planning.refusals import page
 
 def combinations() -> int:
     """Write docs/combinations.md: what is refused, and why."""
-    return write_page(Path("docs/combinations.md"), page())
+    return write_page(Path("docs/combinations.md"), page)

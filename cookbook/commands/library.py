@@ -12,7 +12,7 @@ PAGE = RECIPES / "README.md"
 
 def library() -> int:
     """Write recipes/README.md from the recipes."""
-    return write_page(PAGE, library_page())
+    return write_page(PAGE, library_page)
 
 
 def library_page() -> str:

@@ -48,7 +48,7 @@ def plan(
     if as_json:
         say(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
     else:
-        say(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)))
+        say(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)), is_coloured=True)
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 

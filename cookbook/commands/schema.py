@@ -9,4 +9,4 @@ from cookbook.config.recipe import recipe_schema
 
 def schema() -> int:
     """Write recipes/schema.json, for editors to check recipes."""
-    return write_page(Path("recipes/schema.json"), json.dumps(recipe_schema(), indent=2) + "\n")
+    return write_page(Path("recipes/schema.json"), lambda: json.dumps(recipe_schema(), indent=2) + "\n")

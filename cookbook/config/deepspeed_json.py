@@ -20,9 +20,14 @@ def integer(value: Any, *, choices: str) -> Any:
     return value
 
 
+MOST_PROCESSES = 10**6
+
+
 def count_or_auto(value: Any, *, auto: str = "one per GPU") -> Any:
     if value != "auto" and (type(value) is not int or value < 1):
         raise ValueError(f"is {show(value)}; use auto ({auto}) or a count from 1")
+    if value != "auto" and value > MOST_PROCESSES:
+        raise ValueError(f"is {show(value)}; use auto ({auto}) or a count from 1 to {MOST_PROCESSES}")
     return value
 
 
@@ -86,7 +91,7 @@ class OffloadBlock(JsonBlock):
     device: Literal["cpu", "nvme"] = Field(examples=["cpu"])
     nvme_path: PathText | None = None
     pin_memory: bool = True
-    buffer_count: int | None = Field(default=None, gt=0)
+    buffer_count: int | None = Field(default=None, gt=0, le=10**15)
 
 
 class OffloadOptimizerBlock(OffloadBlock):
@@ -96,8 +101,8 @@ class OffloadOptimizerBlock(OffloadBlock):
 
 
 class OffloadParamBlock(OffloadBlock):
-    buffer_size: int | None = Field(default=None, gt=0)
-    max_in_cpu: int | None = Field(default=None, ge=0)
+    buffer_size: int | None = Field(default=None, gt=0, le=10**15)
+    max_in_cpu: int | None = Field(default=None, ge=0, le=10**15)
 
 
 class ZeroBlock(JsonBlock):
@@ -111,20 +116,20 @@ class ZeroBlock(JsonBlock):
     allgather_bucket_size: Elements = None
     allgather_partitions: bool | None = None
     round_robin_gradients: bool | None = None
-    sub_group_size: int | None = Field(default=None, gt=0)
+    sub_group_size: int | None = Field(default=None, gt=0, le=10**15)
     stage3_prefetch_bucket_size: Ahead = None
     stage3_param_persistence_threshold: Threshold = None
-    stage3_max_live_parameters: int | None = Field(default=None, ge=0)
-    stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
+    stage3_max_live_parameters: int | None = Field(default=None, ge=0, le=10**15)
+    stage3_max_reuse_distance: int | None = Field(default=None, ge=0, le=10**15)
     zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     offload_param: OffloadParamBlock | None = None
 
 
 class AioBlock(JsonBlock):
-    block_size: int | None = Field(default=None, gt=0)
-    queue_depth: int | None = Field(default=None, gt=0)
-    intra_op_parallelism: int | None = Field(default=None, gt=0)
+    block_size: int | None = Field(default=None, gt=0, le=10**15)
+    queue_depth: int | None = Field(default=None, gt=0, le=10**15)
+    intra_op_parallelism: int | None = Field(default=None, gt=0, le=10**15)
     single_submit: bool | None = None
     overlap_events: bool | None = None
     use_gds: bool | None = None

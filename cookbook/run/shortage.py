@@ -14,6 +14,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.run_plan import Plan, show_command
 from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.system import signals, status
+from cookbook.system.console import say
 from cookbook.system.machine import EXPANDABLE, allocator_settings
 
 NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
@@ -59,7 +60,7 @@ def end_run(
     lines = [f"rank {os.environ.get('RANK', '0')}: {first_sentence(str(error))}"]
     if fragments := fragments_gib(str(error)):
         lines.append(f"{fragments:.1f} GiB lie in fragments{remedy(allocator_settings())}.")
-    print("\n" + "\n  ".join(lines), file=sys.stderr, flush=True)
+    say("\n" + "\n  ".join(lines), file=sys.stderr, flush=True)
     on_gpu = "CUDA" in str(error) or "CUBLAS" in str(error)
     is_answered = recipe.run.on_out_of_memory != "stop" and (on_gpu or not plan.num_gpus)
     # Answered by `launch`: a strategy is chosen before processes start, and this one cannot save alone.
@@ -71,7 +72,7 @@ def end_run(
         advice = f"Next: {suggestion(recipe, strategy, plan, recipe_name)}."
     else:
         advice = f"cookbook plan {recipe_name} shows how much host memory each strategy takes."
-    print(f"  {advice}\n", file=sys.stderr, flush=True)
+    say(f"  {advice}\n", file=sys.stderr, flush=True)
     return 1
 
 

@@ -37,9 +37,21 @@ def shown(text: str) -> str:
     return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def say(*texts: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """`print` for commands: of what `shown` hides, the colours alone reach the terminal."""
-    parts = re.split(r"(\x1b\[[\d;]*m)", sep.join(map(str, texts)))
+def say(
+    *texts: object,
+    sep: str = " ",
+    end: str = "\n",
+    file: TextIO | None = None,
+    flush: bool = False,
+    is_coloured: bool = False,
+) -> None:
+    """`print` of what `shown` leaves, for all that the package prints.
+
+    Args:
+        is_coloured: the texts are of `page` or of a style, which had all texts of others shown: its colours remain.
+    """
+    text = sep.join(map(str, texts))
+    parts = re.split(r"(\x1b\[[\d;]*m)", text) if is_coloured else [text]
     print("".join(part if i % 2 else shown(part) for i, part in enumerate(parts)), end=end, file=file, flush=flush)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from cookbook.system import faults
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 
 RETRY_SECONDS = 0.1
@@ -46,7 +47,7 @@ def hold(folder: Path) -> None:
         raise RecipeError(f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another") from None
     except OSError as error:
         if error.errno in NO_LOCKS:
-            print(f"{path}: this file system has no locks; nothing keeps a second run out of {folder}", file=sys.stderr)
+            say(f"{path}: this file system has no locks; nothing keeps a second run out of {folder}", file=sys.stderr)
         else:
             problem = f"cannot write to {folder.parent} ({error.strerror})"
             raise RecipeError(f"run.output_dir {folder}: {problem}") from None

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from cookbook.system import signals
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, RUN, read_json, read_lines, replace_file
 
@@ -190,7 +191,7 @@ def _replace(folder: Path, record: dict[str, Any]) -> None:
     try:
         replace_file(folder / FILE, json.dumps(record, indent=2) + "\n", flush=True)
     except OSError as error:
-        print(f"{folder / FILE} could not be written: {error}", file=sys.stderr)
+        say(f"{folder / FILE} could not be written: {error}", file=sys.stderr)
 
 
 def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None:

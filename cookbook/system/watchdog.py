@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from cookbook.system import faults, lock
+from cookbook.system.console import say
 from cookbook.system.hang_guard import DUMP, HangGuard
 from cookbook.system.hang_report import PHASES, Record, hang_report, moment
 from cookbook.system.record_files import read_json, replace_file
@@ -362,7 +363,7 @@ def entered_collectives() -> dict[str, Record]:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the reader may be gone
-        print(text, file=sys.stderr, flush=True)
+        say(text, file=sys.stderr, flush=True)
 
 
 def _stacks(main: int | None) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from cookbook import simulated_gpus
+from cookbook.system.console import say
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
@@ -295,7 +296,7 @@ def record_nonfinite(
         except OSError as error:
             where = f"{path} could not be written: {error}"
         samples = batch.sample_numbers[i]
-        print(f"step {step}: the {what} of samples {samples} is not finite; {where}", file=sys.stderr)
+        say(f"step {step}: the {what} of samples {samples} is not finite; {where}", file=sys.stderr)
 
 
 def environment_record(device: torch.device) -> dict[str, Any]:

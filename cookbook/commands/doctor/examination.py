@@ -224,5 +224,5 @@ def report(findings: list[Finding], seconds: float, *, as_json: bool) -> int:
         listed = [asdict(finding) for finding in findings]
         say(json.dumps({"ready": code < 2, "seconds": round(seconds, 1), "findings": listed}, indent=1))
     else:
-        say(in_words(findings, seconds))
+        say(in_words(findings, seconds), is_coloured=True)
     return code

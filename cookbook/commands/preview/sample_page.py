@@ -85,7 +85,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
             say(_headline(train, sequence, recipe.objective))
-            say(marked(train, sequence, tokenizer, mark), end="\n\n")
+            say(marked(train, sequence, tokenizer, mark), end="\n\n", is_coloured=True)
     say(short(f"FIGURES of {recipe_path}"))
     for line in [
         figures(name, train, recipe.objective),
@@ -94,7 +94,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         padding(train, order, recipe, packing),
     ]:
         say(f"  {line}")
-    say("\n".join(histogram(train, recipe.data.max_length)))
+    say("\n".join(histogram(train, recipe.data.max_length)), is_coloured=True)
     for set_name, tokens in sets.eval.items():
         say(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
     num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)

@@ -25,7 +25,7 @@ from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
-from cookbook.system.record_files import ROUNDS, read_json, read_lines, replace_file
+from cookbook.system.record_files import ROUNDS, read_json, replace_file
 from cookbook.system.signals import EXIT_CODE
 from cookbook.system.status import Status
 
@@ -182,7 +182,10 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     from cookbook.training.checkpoint import resume
     from cookbook.training.metrics import set_aside
 
-    record = read_json(output_dir / ROUNDS)
+    path = output_dir / ROUNDS
+    record = read_json(path)
+    if recipe.run.resume == "auto" and path.is_file() and not _is_whole(record):
+        raise RecipeError(f"{path}: is damaged; put it back, or begin again with --set run.resume=never")
     if record and recipe.run.resume == "auto":
         # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
         found = {key: value for key, value in made_from.items() if key != "plugins"}
@@ -199,6 +202,12 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
+
+
+def _is_whole(record: dict[str, Any] | None) -> bool:
+    """Whether rounds.json has what `_begin` wrote."""
+    made_from = (record or {}).get("made_from")
+    return isinstance(made_from, dict) and "plugins" in made_from and isinstance((record or {}).get("recipe"), dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +233,7 @@ def _sample(one: Round, model: Path, how: _Sampling) -> None:
         rounds_folder.write_lines(one.unscored, _sampled(one, model, how))
     lines = []
     with _opened(how.judges, recipe) as models:
-        for line in read_lines(one.unscored, "round"):
+        for line in rounds_folder.read_answers(one.unscored):
             prompt, texts = how.asked[line["row"]], line["completions"]
             line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
             if rounds.reward_funcs:

@@ -20,6 +20,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.system import status
+from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, RUN, SAMPLES, read_json, read_lines, replace_file
 
 UNSCORED = "unscored.jsonl"
@@ -54,8 +55,28 @@ class Round:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of its samples; none before they are whole."""
-        return read_lines(self.samples, "round")
+        """The lines of its samples; none before they are whole.
+
+        Raises:
+            RecipeError: as `read_answers`.
+        """
+        return read_answers(self.samples) if self.samples.is_file() else []
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The lines of a round's samples, or of its answers that have no rewards yet.
+
+    Raises:
+        RecipeError: they are not what `write_lines` wrote.
+    """
+    lines = read_lines(path, "round")
+    lists = ("completions", "ended", "num_tokens", "prompt_ids", "completion_ids")
+    are_whole = all(
+        isinstance(line.get("row"), int) and all(isinstance(line.get(key), list) for key in lists) for line in lines
+    )
+    if not lines or not are_whole or len(lines) != len(path.read_bytes().splitlines()):
+        raise RecipeError(f"{path}: is damaged; remove it, and a round that is not over samples the same answers again")
+    return lines
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -118,7 +139,8 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
     step = 0
     for one in rounds:
         lines = one.lines
-        metrics.append({"step": step, **summary_of(one.number, lines)})
+        if lines:  # a user may have removed those of a round that is over
+            metrics.append({"step": step, **summary_of(one.number, lines)})
         shown += [_continuation(step, line) for line in lines[:NUM_SHOWN]]
         steps = read_lines(one.run / METRICS)
         metrics += [line | {"step": step + line["step"]} for line in steps]

@@ -1,5 +1,6 @@
 """Arguments that several commands share: type, check, help and completion."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,8 @@ from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, closest
-from cookbook.system.shipped import HOME, located
+from cookbook.system.record_files import replace_file
+from cookbook.system.shipped import HOME, in_repository, located
 
 QUICKSTART = RECIPES / "quickstart.yaml"
 MODEL = "the run.output_dir of a recipe, or a model's own folder"
@@ -84,7 +86,14 @@ Strategies = Annotated[
 AsJson = Annotated[bool, Option("--json", help="everything that is known, for programs")]
 
 
-def write_page(path: Path, text: str) -> int:
-    path.write_text(text, encoding="utf-8")
+def write_page(path: Path, text: Callable[[], str]) -> int:
+    """Write a generated page of the repository.
+
+    Raises:
+        RecipeError: the current folder is another.
+    """
+    if not in_repository():
+        raise RecipeError(f"{path} is a page of the repository, and this folder is another; write the command there")
+    replace_file(path, text())
     say(path)
     return 0

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from cookbook.system.console import page
+from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, first_line
 
 TOKEN = "HF_TOKEN"
@@ -39,8 +39,8 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
             )
         kind = "a new repository" if is_private is None else "an existing repository"
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        print(f"pushing to {repository}, {kind}, {'public' if public and not is_private else 'private'}:")
-        print(page(*((f"{path.stat().st_size:,} bytes", str(path.relative_to(folder))) for path in files)))
+        say(f"pushing to {repository}, {kind}, {'public' if public and not is_private else 'private'}:")
+        say(page(*((f"{path.stat().st_size:,} bytes", str(path.relative_to(folder))) for path in files)))
         if is_private is None:
             api.create_repo(repository, private=not public)
         commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")

@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from cookbook.planning.language_part import has_tower, open_config, whole_config
 from cookbook.planning.score_head import auto_class, is_scored
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import Base, in_whole, module_roots, name_in_file
 from cookbook.training.checkpoint.folder import open_checkpoint
@@ -292,7 +293,7 @@ def main() -> int:
     try:
         found = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
     except (Wrong, RecipeError) as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 1
     print(json.dumps(found))
     return 0

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from cookbook.config.objectives import Objective
+from cookbook.system.console import say
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet, digest_of
@@ -69,7 +70,7 @@ def _save_logps(path: Path, values: np.ndarray) -> None:
         unfinished.replace(path)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)
-        print(f"{path} could not be written: {error}", file=sys.stderr)
+        say(f"{path} could not be written: {error}", file=sys.stderr)
 
 
 def _load_logps(path: Path, size: int) -> np.ndarray | None:

@@ -25,6 +25,7 @@ from cookbook.config.row_checks import LOGPROBS, Row
 from cookbook.config.row_kinds import BadRow, RowKind, kinds
 from cookbook.config.sections import DataSection
 from cookbook.system import lock, signals
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
 from cookbook.system.record_files import seal_of
@@ -516,7 +517,7 @@ def cached_tokens(
             save_entry(folder, tokens, {"made_from": made_from, "num_dropped": num_dropped})
         except OSError as error:
             shutil.rmtree(folder.with_suffix(".unfinished"), ignore_errors=True)
-            print(f"{folder} could not be written: {error}; these tokens stay in memory", file=sys.stderr)
+            say(f"{folder} could not be written: {error}; these tokens stay in memory", file=sys.stderr)
         return load_entry(folder, made_from) or (tokens, num_dropped)
 
 
