@@ -219,6 +219,20 @@ def test_stream_of_long_texts_counts_their_pieces(tmp_path, tokenizer):
     assert shown(steps, tokenizer) == [sorted(order[i : i + 3]) for i in range(0, 18, 3)]
 
 
+@pytest.mark.parametrize("place", ["a.jsonl", ""], ids=["a file", "a folder"])
+def test_a_stream_whose_source_grew_is_other_data(tmp_path, tokenizer, place):
+    """A count of samples would resume it elsewhere, once its first pass is over."""
+    (tmp_path / "rows").mkdir()
+    first = Path(text_file(tmp_path / "rows/a.jsonl", *words(10)))
+    found = []
+    for num_words in (10, 10, 11):
+        grown = first if place else first.with_name("b.jsonl")
+        text_file(first, *words(10))
+        text_file(grown, *words(num_words if place else num_words - 9))
+        found.append(stream_of([str(tmp_path / "rows" / place)], tokenizer).fingerprint(tmp_path / "cache"))
+    assert found[0] == found[1] != found[2]
+
+
 def test_stream_holds_two_blocks_at_most(tmp_path, tokenizer, monkeypatch):
     path = text_file(tmp_path / "a.jsonl", *words(400))
     read, lock = [0], threading.Lock()

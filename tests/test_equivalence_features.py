@@ -313,6 +313,19 @@ def test_streamed_data_gives_the_same_curve_on_any_number_of_processes(lab: Lab)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", others_by_turn(["ddp", "fsdp2_offload", "pp", "zero3"], ["fsdp2_offload", "zero3"])
+)
+def test_fewer_held_out_rows_than_ranks_are_evaluated_as_by_one_process(lab: Lab, strategy: str):
+    """The matrix has 21 rows, which two ranks share unevenly too; here most ranks have none."""
+    rows = lab.folder / "chats.jsonl"
+    sets = f"{{one: {{path: {rows}, max_rows: 1}}, three: {{path: {rows}, max_rows: 3}}}}"
+    settings = {"data.eval": sets, "batch.micro_batch_size": "2"}
+    found = distance(lab.run(strategy, settings, processes=4), lab.run("single", settings))
+    assert found.loss < SGD_LOSS, found
+
+
+@pytest.mark.slow
 def test_modules_that_an_adapter_trains_whole_are_sharded_and_saved(lab: Lab):
     settings = LORA | {
         "adapter.modules_to_save": "[lm_head]",

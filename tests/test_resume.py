@@ -438,6 +438,21 @@ def test_a_run_that_resumes_does_not_change_its_length_without_consent():
         assert not mistakes and note.startswith(f"run.{key} was {was} ")
 
 
+@pytest.mark.slow
+def test_a_stream_whose_source_grew_meanwhile_does_not_go_on(lab: Lab, tmp_path: Path):
+    rows, before = tmp_path / "rows.jsonl", (lab.folder / "chats.jsonl").read_bytes()
+    rows.write_bytes(before)
+    settings = SGD_STEPS | {"data.train": str(rows), "data.streaming": "true", "data.shuffle_rows": "30"}
+    leg(lab, tmp_path / "run", "zero3:2", settings, num_steps=2)
+    with rows.open("ab") as file:
+        file.write(before.splitlines(keepends=True)[0])
+    done = start(lab, tmp_path / "run", "fsdp2", settings | {"run.resume": "auto"}, 2)
+    assert done.returncode == 2 and "the data is not what the checkpoint was made with; put back" in done.stdout
+    rows.write_bytes(before)
+    leg(lab, tmp_path / "run", "fsdp2:2", settings, num_steps=None)
+    assert [line["step"] for line in Curve(tmp_path / "run").steps] == [1, 2, 3, 4]
+
+
 def test_the_order_of_a_stream_may_not_change():
     """Its place in the stream is a number of rows, which in another order are others."""
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml")

@@ -141,7 +141,10 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
     same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
     verbs = {"plugins": "are"}
     mistakes = [
-        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with" for what in same if not same[what]
+        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with; put back what it was, or write"
+        " run.resume: never to start over"
+        for what in same
+        if not same[what]
     ]
     notes = []
     for key in sorted(was.keys() | now.keys()):
