@@ -15,13 +15,12 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cookbook.commands.shared.auto_settings import KINDS, even
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.forecast.ranking import fitting, forecast_all
 from cookbook.forecast.verdict import MAY_RUN, Forecast
-from cookbook.planning.run_plan import autos
+from cookbook.planning.run_plan import KINDS, autos, even
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, Machines, parse_machines
 

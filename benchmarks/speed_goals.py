@@ -15,13 +15,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transfor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.commands.shared.auto_settings import KINDS, even  # noqa: E402
 from cookbook.config.recipe import Recipe, load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy, strategy_path  # noqa: E402
 from cookbook.forecast.costs.flops import Step, sizes_of, work  # noqa: E402
 from cookbook.forecast.ranking import fitting  # noqa: E402
 from cookbook.forecast.skeleton import skeleton  # noqa: E402
 from cookbook.forecast.verdict import tokens_of_step  # noqa: E402
+from cookbook.planning.run_plan import KINDS, even  # noqa: E402
 from cookbook.system.hardware import parse_machines  # noqa: E402
 from cookbook.training.models.structure import find_config  # noqa: E402
 
@@ -56,7 +56,7 @@ def rows(case: Case) -> Iterator[str]:
     before = [f"batch.micro_batch_size={micro}", f"model.gradient_checkpointing={str(is_recomputed).lower()}"]
     plain = load_recipe(ROOT / f"recipes/{case.recipe}.yaml", before)
     strategy, machines = load_strategy(strategy_path(case.strategy)), parse_machines(case.machines)
-    sizes = list(even(plain.batch.global_batch_size // strategy.data_parallel_size(machines.num_gpus)))
+    sizes = even(plain.batch.global_batch_size // strategy.data_parallel_size(machines.num_gpus))
     batches = [plain.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     compiled = plain.model_copy(update={"model": plain.model.model_copy(update={"compile": True})})
     assert machines.gpu is not None and machines.gpu.half_flops is not None

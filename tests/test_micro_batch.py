@@ -14,7 +14,8 @@ from cookbook.commands.shared import auto_settings
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.forecast.ranking import forecast_all
+from cookbook.forecast.ranking import by_auto, forecast_all
+from cookbook.forecast.show import as_record, in_words
 from cookbook.planning.run_plan import autos, make_plan, without_auto
 from cookbook.system.files import dump_yaml
 from cookbook.system.hardware import parse_machines
@@ -79,6 +80,9 @@ def test_checkpointing_and_micro_batch_are_chosen_together(monkeypatch: pytest.M
             fit[kind, micro] = one.time.low + one.time.high if one.time else 0.0
     best = found["model.gradient_checkpointing"][0], found["batch.micro_batch_size"][0]
     assert best[1] == max(micro for kind, micro in fit if kind == best[0])
+    report = forecast_all(recipe, [single], parse_machines(gpus), str(path), limits=False)
+    (shown,) = by_auto(report, str(path), all_of_them=True)  # by plan, as launch takes it
+    assert (shown.best.checkpointing, shown.best.batch.micro_batch_size) == best
     if gpus == "1xH100":  # where a time is forecast
         assert fit[best] == min(fit.values()) and best == (False, 2)
         assert " s a step by the forecast; " in found["model.gradient_checkpointing"][1]
@@ -98,6 +102,32 @@ def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPa
     assert auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1x24GB", one)) is None, (
         "no time is forecast"
     )
+
+
+def test_plan_has_a_row_of_what_auto_takes_for_each_strategy():
+    """With a number in the recipe too; the time with compile is that of a recipe which compiles."""
+    machines = parse_machines("2xH100")
+    named = [load_strategy(strategy_path(name)) for name in ("ddp", "zero3", "pp")]
+    recipe = recipe_with("batch.micro_batch_size=2", "batch.global_batch_size=32", "data.max_length=128")
+    report = forecast_all(recipe, named, machines, "", limits=False)
+    found = {one.strategy.name: one for one in by_auto(report, "", all_of_them=True)}
+    assert {name: one.best.batch.micro_batch_size for name, one in found.items()} == {"ddp": 16, "zero3": 16, "pp": 1}
+    assert not any(one.best.checkpointing for one in found.values()), "all of it fits"
+    assert found["zero3"].compiled is None, "compile is refused there"
+    model = recipe.model.model_copy(update={"compile": True})
+    compiled = recipe.model_copy(update={"model": model, "batch": found["ddp"].best.batch})
+    (whole,) = forecast_all(compiled, named[:1], machines, "", limits=False).forecasts
+    assert whole.time == found["ddp"].compiled and whole.time != found["ddp"].best.time
+
+    few = by_auto(report, "", all_of_them=False)
+    assert [one.strategy.name for one in few] == [report.forecasts[0].strategy.name], "the recipe's own is another"
+    words = in_words(report, "", num_samples=None, price=None, settings=few)
+    *_, table = words.split("With batch.micro_batch_size and model.gradient_checkpointing by auto:\n")
+    assert table.splitlines()[1].split()[:3] == [few[0].strategy.name, "16", "false"]
+    (record,) = as_record(report, "", num_samples=None, price=None, settings=few)["by_auto"]
+    assert (record["micro_batch_size"], record["gradient_checkpointing"]) == (16, False)
+    assert record["step_seconds"] == [few[0].best.time.low, few[0].best.time.high]
+    assert by_auto(forecast_all(recipe, named[:1], parse_machines("cpu"), "", limits=False), "", all_of_them=True) == []
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,20 @@ def plan(
     quiet_deepspeed()
     with imports():
         from cookbook.forecast.mesh_sizes import better_sizes
-        from cookbook.forecast.ranking import forecast_all
+        from cookbook.forecast.ranking import by_auto, forecast_all
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
 
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)
     sizes = better_sizes(recipe, strategies, machines, str(path))
+    settings = by_auto(outlook, str(path), all_of_them=strategy is not None)
     if as_json:
-        say(json.dumps(as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes), indent=1))
+        found = as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
+        say(json.dumps(found, indent=1))
     else:
-        say(short(in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes)), is_coloured=True)
+        text = in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
+        say(short(text), is_coloured=True)
     return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
 
 

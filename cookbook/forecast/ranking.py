@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
@@ -14,7 +15,18 @@ from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
-from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast, may_fit, rank
+from cookbook.forecast.verdict import (
+    MAY_RUN,
+    UNKNOWN,
+    Forecast,
+    TraceCache,
+    Verdict,
+    forecast,
+    may_fit,
+    rank,
+    time_compiled,
+)
+from cookbook.planning.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, autos, even
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
 from cookbook.training.models.structure import config_of, find_config, not_served
@@ -227,7 +239,12 @@ class Fitting:
 
     checkpointing: Checkpointing
     batch: BatchSection
-    time: Range | None
+    forecast: Forecast
+
+    @property
+    def time(self) -> Range | None:
+        """The time of a step."""
+        return self.forecast.time
 
     @property
     def seconds(self) -> float:
@@ -260,10 +277,53 @@ def fitting(
             return machines.usable_gib is None or of(batch).verdict not in ("fits", *UNKNOWN)
 
         if count := bisect_left(batches, True, key=is_too_large):
-            time = of(batches[count - 1]).time
-            if kind != "selective" or len(kinds) == 1 or (time and time.bottleneck == "compute"):
-                found.append(Fitting(kind, batches[count - 1], time))
+            last = of(batches[count - 1])
+            if kind != "selective" or len(kinds) == 1 or (last.time and last.time.bottleneck == "compute"):
+                found.append(Fitting(kind, batches[count - 1], last))
     return sorted(found, key=lambda one: one.seconds)
+
+
+@dataclass(frozen=True)
+class ByAuto:
+    """A strategy with the micro-batch and checkpointing that `launch` takes for `auto`."""
+
+    strategy: Strategy
+    best: Fitting
+    compiled: Range | None
+    """The time of a step with `model.compile` as well."""
+
+
+def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[ByAuto]:
+    """Strategies as `launch` would run them with `auto` for the keys where the recipe has it, or if it has none, for
+    micro-batch and checkpointing; those that may run and, whatever its verdict, the recipe's own, if anything fits.
+
+    Args:
+        all_of_them: not the best and the recipe's own alone, since each takes up to a second.
+    """
+    recipe, machines = report.recipe, report.machines
+    if machines.usable_gib is None or not machines.gpus_each:
+        return []
+    own, model = Path(recipe.strategy), recipe.model
+    able = [one for one in report.forecasts if one.verdict in MAY_RUN]
+    chosen = able if all_of_them else able[:1]
+    chosen += [one for one in report.forecasts if Path(one.strategy.path) == own and one.plan and one not in chosen]
+    keys = autos(recipe) or [MICRO_BATCH, CHECKPOINTING]
+    kinds = KINDS if CHECKPOINTING in keys else [model.gradient_checkpointing]
+    found = []
+    for one in chosen:
+        assert one.plan is not None
+        batches = [recipe.batch]
+        if MICRO_BATCH in keys and recipe.batch.micro_batch_tokens is None:
+            share = recipe.batch.global_batch_size // one.plan.data_parallel_size
+            sizes = [1] if one.strategy.pp_size > 1 else even(share)
+            batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
+        for best in fitting(recipe, one.strategy, machines, recipe_name, batches, kinds)[:1]:
+            settings = {"gradient_checkpointing": best.checkpointing}
+            traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
+            traces = traces.changed(batch=best.batch, model=model.model_copy(update=settings))
+            compiled = None if model.compile else time_compiled(traces, one.strategy, machines)
+            found.append(ByAuto(one.strategy, best, compiled))
+    return found
 
 
 def next_strategy(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from cookbook.forecast.costs.traffic import by_link, links_in_words
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.mesh_sizes import Sizes
-from cookbook.forecast.ranking import NOTHING_HELPS, PlanReport
+from cookbook.forecast.ranking import NOTHING_HELPS, ByAuto, PlanReport
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
-from cookbook.planning.run_plan import describe_batch
+from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
 from cookbook.system.console import Row, coloured, page
 from cookbook.system.hardware import in_gib
 
@@ -35,11 +35,18 @@ COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
 def in_words(
-    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+    report: PlanReport,
+    recipe_name: str,
+    *,
+    num_samples: int | None,
+    price: float | None,
+    sizes: Sequence[Sizes] = (),
+    settings: Sequence[ByAuto] = (),
 ) -> str:
     """The whole answer.
 
     Args:
+        settings: strategies as `launch` runs them with `auto`.
         sizes: of meshes, where others than those of the files were tried.
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
@@ -55,9 +62,11 @@ def in_words(
     model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
     most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
     notes = (("note", note) for note in (*machines.notes, *report.notes))
+    keys = autos(recipe)
+    least = [f"{' and '.join(keys)} by auto: here the least, at the end what launch takes"] if settings and keys else []
     parts = [
         f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",
-        page(*notes, ("model", model), ("a step", step), ("", most)),
+        page(*notes, ("model", model), ("a step", step), ("", most), *((words,) for words in least)),
     ]
     if best.memory is not None:
         parts += ["", _table(report), "", _bars(report)]
@@ -72,6 +81,8 @@ def in_words(
         parts += ["", _sizes(sizes)]
     if best.memory is not None:
         parts += ["", _best(report, best, num_samples=num_samples, price=price)]
+    if settings:
+        parts += ["", _by_auto(report, settings)]
     return "\n".join(parts)
 
 
@@ -125,6 +136,28 @@ def _sizes(found: Sequence[Sizes]) -> str:
                 )
             )
     return page(*rows, ("a size is written in the strategy's file, or in a copy of it",))
+
+
+def _by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> str:
+    """A row for each strategy as `launch` runs it with `auto`."""
+    keys = autos(report.recipe) or [MICRO_BATCH, CHECKPOINTING]
+    rows: list[Row] = [("strategy", "micro batch", "checkpointing", "GiB a GPU", "step", "compiled")]
+    for one in settings:
+        best, memory = one.best, one.best.forecast.memory
+        assert memory is not None
+        rows.append(
+            (
+                one.strategy.name,
+                _count(best.batch.micro_batch_size),
+                str(best.checkpointing).lower(),
+                in_gib(*memory.needed),
+                _range(best.time.low, best.time.high, " s") if best.time else "-",
+                _range(one.compiled.low, one.compiled.high, " s") if one.compiled else "-",
+            )
+        )
+    notes = ["compiled: with model.compile; what memory that takes is forecast with --set model.compile=true"]
+    notes *= any(one.compiled for one in settings)
+    return page((f"With {' and '.join(keys)} by auto:",), *rows, *((note,) for note in notes))
 
 
 def _verdict(one: Forecast) -> "Text":
@@ -269,7 +302,13 @@ def _count(value: int | None) -> str:
 
 
 def as_record(
-    report: PlanReport, recipe_name: str, *, num_samples: int | None, price: float | None, sizes: Sequence[Sizes] = ()
+    report: PlanReport,
+    recipe_name: str,
+    *,
+    num_samples: int | None,
+    price: float | None,
+    sizes: Sequence[Sizes] = (),
+    settings: Sequence[ByAuto] = (),
 ) -> dict[str, Any]:
     """Everything, in bytes and seconds; arguments as for `in_words`."""
     steps = _num_steps(report, num_samples)
@@ -318,9 +357,22 @@ def as_record(
         "steps": steps,
         "forecasts": found,
         "sizes": [_sizes_record(one) for one in sizes],
+        "by_auto": [_auto_record(one) for one in settings],
         "next_rung": report.suggestion,
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
+    }
+
+
+def _auto_record(one: ByAuto) -> dict[str, Any]:
+    best, memory, compiled = one.best, one.best.forecast.memory, one.compiled
+    return {
+        "strategy": one.strategy.path,
+        "micro_batch_size": best.batch.micro_batch_size,
+        "gradient_checkpointing": best.checkpointing,
+        "needed": memory and memory.needed,
+        "step_seconds": [best.time.low, best.time.high] if best.time else None,
+        "step_seconds_compiled": [compiled.low, compiled.high] if compiled else None,
     }
 
 

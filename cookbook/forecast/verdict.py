@@ -233,14 +233,36 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
     _check_nvme_buffers(strategy, found, count, bytes_of(recipe.compute_precision))
     if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
         raise RecipeError(f"{strategy.path}: {problem}")
-    spread = replace(strategy, num_machines=-(-count // each))
-    num_gpus = min(count, each) if machines.gpus_each else 0
-    plan = make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
+    plan = _plan(recipe, strategy, count, machines, recipe_name)
     inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
     held = _of_heaviest(found, inputs)
     hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
     host, offloaded, disk = machine_bytes(found, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
     return _Placed(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
+
+
+def _plan(recipe: Recipe, strategy: Strategy, count: int, machines: Machines, recipe_name: str) -> Plan:
+    """Raises RecipeError where recipe and strategy do not go together."""
+    each = max(1, machines.gpus_each)
+    spread = replace(strategy, num_machines=-(-count // each))
+    num_gpus = min(count, each) if machines.gpus_each else 0
+    return make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
+
+
+def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) -> Range | None:
+    """The time of a step with `model.compile`, whose memory it leaves open: for that it would trace what the compiler
+    makes, which takes a hundred times as long. None where that is refused, no time is forecast, or layers have a state:
+    how their loops run compiled is not known.
+    """
+    if traces.config.model_type in STATEFUL:
+        return None
+    strategy, count = _fitted(traces, strategy, machines)
+    model = traces.recipe.model.model_copy(update={"compile": True})
+    try:
+        plan = _plan(traces.recipe.model_copy(update={"model": model}), strategy, count, machines, traces.recipe_name)
+    except RecipeError:
+        return None
+    return _step_time(traces, strategy, plan, machines, is_compiled=True)
 
 
 def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
@@ -327,11 +349,14 @@ def _step_time(
     num_tokens: float | None = None,
     *,
     is_traced: bool = True,
+    is_compiled: bool = False,
 ) -> Range | None:
+    """Args: of a recipe that compiles, or as if this one did."""
     recipe = traces.recipe
     if no_forecast(machines, recipe.mixed_precision) is not None:
         return None
     step = _step_of(traces, plan, num_tokens)
+    step = replace(step, is_compiled=step.is_compiled or is_compiled)
     work = None if step.is_compiled or not is_traced else traces.work(strategy, micro_batch_of(recipe))
     trace = work if work is not None and work.total("kernels") else None  # a formula counts none
     return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)

@@ -17,7 +17,7 @@ from cookbook.config.recipe import (
     parse_recipe,
     sound_keys,
 )
-from cookbook.config.sections import Auto, BatchSection
+from cookbook.config.sections import Auto, BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
 from cookbook.planning.claims import owned, owned_by
@@ -57,6 +57,15 @@ def autos(recipe: Recipe) -> list[str]:
     """The keys with `auto`, for which `cookbook launch` finds values."""
     values = {MICRO_BATCH: recipe.batch.micro_batch_size, CHECKPOINTING: recipe.model.gradient_checkpointing}
     return [key for key, value in values.items() if isinstance(value, Auto)]
+
+
+KINDS: tuple[Checkpointing, ...] = (False, "selective", True)
+"""What `auto` tries of checkpointing, the one that computes least first."""
+
+
+def even(share: int) -> list[int]:
+    """Micro-batches that split a process's share of the global batch."""
+    return [size for size in range(1, share + 1) if share % size == 0]
 
 
 def without_auto(recipe: Recipe) -> Recipe:

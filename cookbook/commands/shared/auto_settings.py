@@ -1,20 +1,17 @@
 """What stands for `auto` in `batch.micro_batch_size` and `model.gradient_checkpointing`, and what a number loses."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import Auto, Checkpointing
+from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, Plan, autos
+from cookbook.planning.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even
 from cookbook.run.next_start import machines_of
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.hardware import Machines
 
-KINDS: tuple[Checkpointing, ...] = (False, "selective", True)
-"""What is tried of checkpointing, the one that computes least first."""
 GAIN = 0.1
 """Share of a step from which what a larger micro-batch would save is worth a line."""
 
@@ -27,7 +24,7 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
         path: of the recipe.
     """
     keys, micro = autos(recipe), recipe.batch.micro_batch_size
-    sizes = list(even(recipe.batch.global_batch_size // plan.data_parallel_size))
+    sizes = even(recipe.batch.global_batch_size // plan.data_parallel_size)
     earlier = _earlier(recipe)
     kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
     found = {key: (earlier[key], "as the run that it goes on with") for key in keys if earlier.get(key) in kept[key]}
@@ -108,11 +105,6 @@ def _machines(plan: Plan) -> Machines:
 
 def _words(time: Any) -> str:
     return f"{time.low:.2g} to {time.high:.2g} s"
-
-
-def even(share: int) -> Iterator[int]:
-    """Micro-batches that split a process's share of the global batch."""
-    return (size for size in range(1, share + 1) if share % size == 0)
 
 
 def _earlier(recipe: Recipe) -> dict[str, Any]:
