@@ -68,6 +68,14 @@ RECIPES = {
         steps=3,
         evaluations="",
     ),
+    "kto": dict(
+        model=TINY,
+        data="{train: JUDGED, max_length: 96}",
+        objective="{name: kto_zero}",
+        batch="{global_batch_size: 4, micro_batch_size: 1}",
+        steps=3,
+        evaluations="",
+    ),
     # All rows at full length, as the forecast has them, and memory that is mostly the model's.
     "memory": dict(
         model=WIDE,
@@ -270,7 +278,7 @@ class GpuLab:
         if after is not None:
             shutil.copytree(after.output, folder / "run")
         text = RECIPE.format(**RECIPES[case["recipe"]])
-        for name in ("chats", "held_out", "pairs", "long"):
+        for name in ("chats", "held_out", "pairs", "judged", "long"):
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
         words = ["train.py", str(folder / "recipe.yaml")]
@@ -334,6 +342,7 @@ def _write_data(folder: Path) -> None:
         "pairs": pairs(24),
         "long": ({"messages": [turn("user", 8, 8), turn("assistant", 400, 400)]} for _ in range(32)),
         "chats": chats(64),
+        "judged": ({**next(chats(1)), "label": i % 3 > 0} for i in range(24)),
     }
     for name, found in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))

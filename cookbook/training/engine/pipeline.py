@@ -108,7 +108,8 @@ class Pipeline(Copies):
         # torch declares one shape for all messages, so they are as long as the longest.
         num_tokens = max(batch["input_ids"].numel() for batch in batches)
         message = torch.empty(num_tokens, self.model.config.hidden_size, dtype=self._hidden_dtype, **on_meta)
-        # A schedule for each step (0.2 ms): one that is kept would be bound to the batches and the length of another.
+        # A schedule for each step (0.2 ms): one that is kept would be bound to the batches and the length of another,
+        # and would keep a buffer for each message of a step.
         stages, piped = [], []
         for chunk, index in enumerate(range(self._index, num_stages * chunks, num_stages)):
             # Loss and metrics are the last chunk's, once; the others only need what the model gets, and the loss of the
