@@ -184,20 +184,22 @@ def machines():
         yield names
 
 
-def run_on(machines, lab, logs, strategy, settings, *, disks=(), faults=()):
+def run_on(machines, lab, logs, strategy, settings, *, disks=(), faults=(), of_second=None):
     """A process on each machine, as `cookbook launch` starts it. Returns what each machine's launch came to.
 
     Args:
         logs: a folder.
         disks: of the second machine, see tests/warm_parent.py.
         faults: see cookbook/system/faults.py.
+        of_second: settings of the second machine alone.
     """
     loaded, jobs = load_strategy(Path(f"accelerate_configs/{strategy}.yaml")), []
     for index, name in enumerate(machines):
         this = hosts.Hosts(count=2, index=index, first=ADDRESSES[0])
         command = launch_command("recipe", loaded, num_processes=2, assignments=[], hosts=this)
         (logs / str(index)).mkdir()
-        job = lab.job(logs / str(index), strategy, settings, 2, launched=True, limit=240)
+        own = settings | (of_second or {} if index else {})
+        job = lab.job(logs / str(index), strategy, own, 2, launched=True, limit=240)
         job |= {"accelerate": command[2 : command.index("train.py")], "host": name}
         jobs.append(job | {"disks": disks if index else [], "variables": {"COOKBOOK_FAULTS": json.dumps(faults)}})
     return list(map(done_of, jobs, lab.parent.ask_all(jobs, at_once=2)))
@@ -245,6 +247,16 @@ def test_machines_without_a_common_output_folder_are_refused_before_the_first_st
         assert "rank 1 cannot see what rank 0 wrote there; several machines need one folder" in end.stdout, end.stdout
         assert "Traceback" not in end.stdout.split("run.output_dir ")[0], end.stdout
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.slow
+def test_machines_whose_launchers_found_other_values_for_auto_are_refused(machines, lab, tmp_path):
+    """As of GPUs that differ; the run would hang, or hold other shares of a batch."""
+    settings, other = {"run.output_dir": str(tmp_path / "run")}, {"batch.micro_batch_size": "1"}
+    for end in run_on(machines, lab, tmp_path, "ddp", settings, of_second=other):
+        assert "machines differ: rank 0 has batch.micro_batch_size=" in end.stdout, end.stdout
+        assert "; rank 1 has batch.micro_batch_size=1, " in end.stdout and "with --set, the same on" in end.stdout
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 SILENT_SECONDS = 8.0

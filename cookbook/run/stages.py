@@ -30,7 +30,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.planning.launchers import World
 from cookbook.planning.meshes import mesh_problem, num_experts
 from cookbook.planning.packing import Packing, decide
-from cookbook.planning.run_plan import Plan
+from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
 from cookbook.planning.score_head import ScoreHead, head_note, head_wanted
 from cookbook.run import publish
 from cookbook.system import lock
@@ -270,7 +270,7 @@ def start_engine(
         beat: see `Engine`.
 
     Raises:
-        RecipeError: machines that do not share the output folder.
+        RecipeError: machines that do not share the output folder, or whose launchers found other values for `auto`.
     """
     if recipe.run.deterministic:
         make_deterministic()
@@ -287,6 +287,7 @@ def start_engine(
     )
     engine.beat = beat
     _check_folder(recipe, engine)
+    _check_auto(recipe, engine)
     return engine
 
 
@@ -312,6 +313,24 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
             f"run.output_dir {folder}: {ranks} cannot see what rank 0 wrote there; several machines need one folder"
             " that all see under one path, such as on NFS: --set run.output_dir=/shared/run"
         )
+
+
+def _check_auto(recipe: Recipe, engine: Engine) -> None:
+    """Check that all machines have one micro-batch and one kind of checkpointing: `cookbook launch` finds them on each
+    for itself, and where GPUs differ it may find others. The processes would then ask for other collectives.
+
+    Raises:
+        RecipeError: on every rank, after the process group has ended.
+    """
+    if engine.world.num_local == engine.world.num_processes:
+        return
+    values = {MICRO_BATCH: recipe.batch.micro_batch_size, CHECKPOINTING: recipe.model.gradient_checkpointing}
+    own = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
+    found = engine.collectives.gather_texts(own)
+    if len(set(found)) > 1:
+        engine.close()
+        of_each = "; ".join(f"rank {found.index(text)} has {text}" for text in sorted({*found}, key=found.index))
+        raise RecipeError(f"machines differ: {of_each}; write these keys with --set, the same on each machine")
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
