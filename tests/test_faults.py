@@ -19,6 +19,7 @@ from curves import ADAMW, ROOT, Curve, Lab, environment, run_to_end
 
 import train
 from cookbook.training.checkpoint import folder
+from tests.needs import need_namespaces
 
 STOPPED = 75
 STEPS = {"run.max_steps": "6", "run.save_every_steps": "2", "schedule.warmup_steps": "2"}
@@ -323,6 +324,36 @@ def test_a_signal_while_the_last_save_waits_has_it_tried_at_once_and_for_the_las
     run = SimpleNamespace(engine=SimpleNamespace(collectives=SimpleNamespace(all_true=bool)))
     assert not train.save_last(run, SimpleNamespace(saver=saver, log=SimpleNamespace(say=print)))
     assert saves == [True]
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_set_back_during_a_run_changes_nothing(lab: Lab):
+    settings = {"run.save_every_steps": "3", "run.save_in_background": "true", "run.hang_timeout_minutes": "1"}
+    run, plain = lab.run("ddp", settings, processes=2, sabotage="clock_set_back"), lab.run("ddp", settings, processes=2)
+    times = [event["time"] for event in run.events]
+    assert min(times[1:]) < times[0] - 3000, "the clock was not set back"
+    assert run.losses == plain.losses and [line["step"] for line in run.steps] == [*range(1, 21)]
+    assert [event["event"] for event in run.events] == [event["event"] for event in plain.events]
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.slow
+def test_shared_memory_of_64_kib_is_enough(lab: Lab, tmp_path: Path):
+    """A container has 64 MiB unless somebody asks for more."""
+    need_namespaces()
+    settings = {"run.max_steps": "3"}
+    small = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$@"'
+    command = lab.command("zero3", settings | {"run.output_dir": str(tmp_path / "run")}, 2)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", small, *command],
+        cwd=ROOT,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == lab.run("zero3", settings).losses
 
 
 def test_the_same_step_failing_three_times_stops_with_a_report(lab: Lab, tmp_path: Path):

@@ -5,6 +5,7 @@ python -m pytest -q tests/test_lock.py
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -121,6 +122,18 @@ def test_a_folder_without_permission_is_refused(tmp_path):
             lock.hold(tmp_path / "run")
     finally:
         os.seteuid(own)
+
+
+def test_where_files_cannot_be_locked_a_run_begins_and_says_that_nothing_keeps_a_second_one_out(
+    tmp_path, monkeypatch, capsys
+):
+    def without_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    lock.hold(tmp_path / "run")
+    assert "this file system has no locks; nothing keeps a second run out of" in capsys.readouterr().err
+    assert json.loads(lock.signature(tmp_path / "run"))["pid"] == os.getpid()
 
 
 def test_where_files_cannot_be_locked_the_processes_of_a_machine_wait_all_the_same(tmp_path, monkeypatch):
