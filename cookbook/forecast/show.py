@@ -223,9 +223,8 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
     if best.by_formula:
-        rows.insert(
-            2, ("", "activations are by formula, since the model's code could not be traced: a run may need more")
-        )
+        reason = "the model's code could not be traced, or a forward of it is too long to be"
+        rows.insert(2, ("", f"activations are by formula, since {reason}: a run may need more"))
     steps = _num_steps(report, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:
