@@ -291,6 +291,21 @@ def test_every_strategy_refuses_it_alike(lab: Lab, damage: str, strategy: str, f
     assert re.search(words, done.stdout) and "Traceback" not in done.stdout
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", *others_by_turn(["fsdp1", "zero3", "hsdp"], [])])
+def test_a_tied_model_whose_files_hold_both_matrices_has_one_curve(
+    lab: Lab, strategy: str, folder: Path, tmp_path: Path
+):
+    other_head(folder, like_embedding=True)
+    settings = {"model": f"{{name_or_path: {folder}}}", "run.max_steps": "2", "batch.micro_batch_size": "2"}
+    rows = [{"prompt": "a" * i, "completion": "b" * (16 - i)} for i in range(1, 16)] * 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings |= {"data": f"{{train: {tmp_path / 'rows.jsonl'}, max_length: 64}}", "run.eval_every_steps": "null"}
+    settings |= {"schedule.warmup_steps": "0"}
+    alone, several = lab.run("single", settings), lab.run(strategy, settings)
+    assert several.losses == pytest.approx(alone.losses, abs=2e-6) and len(alone.losses) == 2
+    assert EMBEDDING in several.weights and several.weights.keys() == alone.weights.keys()
+
+
 @pytest.mark.parametrize("rows_before", [0, 10])
 def test_a_stream_ends_at_the_row_whose_token_has_no_embedding(rows_before: int, folder: Path, tmp_path: Path):
     rows = [{"prompt": "a", "completion": "b"}] * rows_before + [{"prompt": "a", "completion": "\x7f"}] * 3

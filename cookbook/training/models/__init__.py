@@ -280,6 +280,10 @@ def _allocate_meta_weights(model: PreTrainedModel) -> None:
     """Allocate weights and buffers whose values another rank will send, since accelerate identifies parameters by their
     addresses (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        # transformers compares two tied weights that the files both hold, and leaves those apart that have no values
+        # (modeling_utils.py, tie_weights); `check_folder` has found them equal.
+        model.tie_weights()
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
