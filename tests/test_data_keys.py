@@ -243,6 +243,17 @@ def test_a_column_that_no_row_has_is_an_error_and_a_note_where_others_may_have_i
         assert [rows.unread for rows in shared.train] == [words] * 2
 
 
+def test_an_ignored_column_of_a_table_is_not_even_decoded(tmp_path):
+    """Though its name is one of a row's, and its text is broken."""
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"a", b"\xff"]).buffers())
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", "y"], "system": broken}), path)
+    rows = reading.read_rows(Source(path=str(path), ignore=["system"]), "error", Objective.of(name="sft"))
+    assert rows.rows == [{"text": "x"}, {"text": "y"}] and rows.unread == "passed over by data.ignore: system"
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        reading.read_rows(Source(path=str(path)), "error", Objective.of(name="sft"))
+
+
 def test_a_column_is_read_or_ignored_and_not_both():
     with pytest.raises(ValidationError, match="ignore has 'talk', which columns reads"):
         Source(path="a.jsonl", columns={"messages": "talk"}, ignore=["talk"])

@@ -15,6 +15,7 @@ from bitsandbytes import functional
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from benchmarks.architectures import tiny_config, tiny_model
 from cookbook.commands.evaluate import evaluate_model
@@ -31,6 +32,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
 from cookbook.training import adapters
 from cookbook.training.adapters import four_bit_experts
+from cookbook.training.adapters.stacked import use_own_forward
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models import train_tokenizer, weights_digest
@@ -97,6 +99,21 @@ def test_a_plain_loop_with_peft_alone_has_the_same_losses(model_type: str):
     assert found == pytest.approx(expected, rel=2e-6)
     assert found[0] - found[-1] > 0.1, "it learns"
     assert by_peft(others) != pytest.approx(found, rel=1e-3), "the experts' adapters do something"
+
+
+def test_experts_with_a_norm_after_them_are_those_of_transformers():
+    config = tiny_config("muse_spark_text")
+    generator = torch.Generator().manual_seed(4)
+    theirs = MuseSparkExperts(config)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    hidden = torch.randn(9, theirs.hidden_dim, generator=generator)
+    weights, chosen = torch.rand(9, config.num_local_experts, generator=generator).topk(2)
+    ours = copy.deepcopy(theirs)
+    use_own_forward(ours)
+    with torch.no_grad():
+        expected = theirs.forward.__wrapped__(theirs, hidden, chosen, weights)
+        torch.testing.assert_close(ours(hidden, chosen, weights), expected, rtol=1e-4, atol=1e-4)
 
 
 def moved(model: PreTrainedModel) -> dict[str, torch.Tensor]:

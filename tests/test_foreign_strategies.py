@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -469,6 +470,17 @@ def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_p
 def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str, Any], said: str, tmp_path: Path):
     mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "zero2", deepspeed_config=block))
     assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
+
+
+def test_a_block_without_a_stage_is_judged_at_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All that is wrong comes at once: what stage 3 alone does, too."""
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    stage = DeepSpeedPlugin().zero_stage
+    block = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    text = "\n".join(mistakes_of(yaml_of_accelerate(tmp_path, "zero2", deepspeed_config=block)))
+    assert f"deepspeed_config: names no JSON; add zero_stage: {stage}" in text
+    assert f"offload_param_device: needs stage 3, the stage is {stage}" in text
 
 
 def test_a_block_in_place_of_a_json_may_offload_to_a_disk(tmp_path: Path):

@@ -5,13 +5,14 @@ python -m pytest -q tests/test_new_tokens.py
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, LlamaConfig, PhiConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, PhiConfig
 
 from cookbook.commands.evaluate import evaluate_model
 from cookbook.commands.merge import merge_run
@@ -22,7 +23,8 @@ from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.checkpoint.resume import changes
-from cookbook.training.models import load_tokenizer, train_tokenizer
+from cookbook.training.models import load_config, load_tokenizer, train_tokenizer
+from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.grown import grown_folder
 from cookbook.training.models.structure import scratch_config
 from tests.curves import ROOT, WORDS, Curve, Lab, distance, processes_of
@@ -318,6 +320,19 @@ def test_tokens_that_cannot_be_new_are_refused(tmp_path: Path):
     for written, words in wrong.items():
         with pytest.raises(RecipeError, match=words):
             load_recipe(ROOT / "recipes/quickstart.yaml", [f"model.new_tokens={written}"])
+
+
+def test_the_embedding_of_the_layers_has_a_row_for_each_new_token(tmp_path: Path):
+    sizes = {"hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0, "head_dim": 8, "global_head_dim": 8}
+    base = write_base(tmp_path / "base", kind=Gemma4TextConfig, vocab_size_per_layer_input=500, **sizes)
+    known, config = len(AutoTokenizer.from_pretrained(base)), load_config(str(base), 64)
+    for count, expected in (
+        (500 - known, nullcontext()),
+        (501 - known, pytest.raises(RecipeError, match="for id 500")),
+    ):
+        new = [f"<{number}>" for number in range(count)]
+        with expected:
+            check_folder(base, config, load_tokenizer(str(base), None, new), new_tokens=new)
 
 
 def test_a_head_with_a_bias_trains_no_rows_beside_an_adapter(tmp_path: Path):

@@ -225,6 +225,15 @@ def test_muon_takes_the_matrices_of_an_adapter_and_leaves_a_saved_head_to_adamw(
     assert len(rest) == 1 and "lm_head" in rest.pop()
 
 
+def test_muon_takes_a_partitioned_matrix_by_its_true_shape():
+    model = tiny_llama()
+    whole = build_optimizer(model, muon(), "no")
+    expected = names_of(model, whole, orthogonal=True)
+    for parameter in model.parameters():  # as DeepSpeed leaves them between steps under ZeRO-3
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
+    assert names_of(model, build_optimizer(model, muon(), "no"), orthogonal=True) == expected and len(expected) == 14
+
+
 def test_muon_without_anything_for_adamw_trains():
     from peft import LoraConfig, get_peft_model
 

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from benchmarks import tiny_models
 from cookbook.commands.rehearse import tiny_types
@@ -189,6 +193,15 @@ def test_layers_that_would_be_computed_again_without_the_samples_are_noticed(mon
         test_layers_that_are_computed_again_see_the_same_samples("qwen3_5_text", "checkpointed")
 
 
+def test_deepspeed_gathers_a_layer_with_a_state_once_and_another_by_its_modules():
+    """By its own list: ranks with other numbers of samples would else gather another number of times, and wait."""
+    from deepspeed.utils import get_z3_leaf_modules
+
+    model = for_packing("lfm2_moe")
+    assert [hasattr(layer, "conv") for layer in model.model.layers] == [True, False]
+    assert get_z3_leaf_modules(model) == [model.model.layers[0]]
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2", "rwkv"])
 def test_a_state_that_runs_on_into_the_next_sample_would_be_noticed(model_type: str):
     plain, ours = tiny(model_type, "eager"), tiny(model_type, PACKED)
@@ -269,6 +282,48 @@ def test_on_a_gpu_the_installed_kernel_takes_our_call_or_samples_go_one_by_one(
     assert found.shape == (1, 47, 4, head_size) and found.dtype == torch.bfloat16 and found.is_cuda
     assert ("_varlen_attn" in operations.names) == is_called
     assert len(attentions.calls) == (0 if is_called else len(LENGTHS))
+
+
+@pytest.mark.parametrize("window", [1, WINDOW, 12])
+def test_the_kernel_is_told_a_window_as_transformers_tells_flash_attention(window: int, monkeypatch):
+    told = []
+
+    def kernel(query, key, value, *others, scale=None, window_size=(-1, -1), enable_gqa=False):
+        told.append(window_size)
+        return query
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_ARGUMENTS", frozenset(inspect.signature(kernel).parameters))
+    query = torch.randn(sum(LENGTHS), 4, 8)
+    _varlen(query, query, query, segments(), Kind(window=window))
+    supported = defaultdict(lambda: True)
+    theirs = _process_flash_attention_kwargs(47, 47, True, sliding_window=window, supports_mapping=supported)
+    left, _ = theirs["window_size"]  # what is right of a token its causality hides
+    assert told == [(left, 0)]
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_what_no_kernel_computes_is_transformers_own(window: int | None):
+    """Scores beyond the cap of Gemma 2, and gpt-oss's sinks, on samples of a packed row and on a row alone."""
+    generator = torch.Generator().manual_seed(3)
+    total, module = sum(LENGTHS), torch.nn.Module().eval()
+    module.num_key_value_groups = 2
+    query, key, value = (torch.randn(1, heads, total, 8, generator=generator) * 4 for heads in (4, 2, 2))
+    module.sinks = torch.randn(4, generator=generator)
+    for own, options in ((gemma2, {"softcap": 2.0}), (gpt_oss, {"s_aux": module.sinks})):
+        theirs = {} if own is gpt_oss else options
+        for parts, lengths in ((segments(), LENGTHS), (None, [total])):
+            expected = []
+            for q, k, v in zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True):
+                seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+                mask = torch.where(seen if window is None else seen.triu(1 - window), 0.0, -torch.inf)
+                expected.append(own.eager_attention_forward(module, q, k, v, mask, scaling=0.3, **theirs)[0])
+            found, _ = attend(
+                module, query, key, value, None, scaling=0.3, sliding_window=window, segments=parts, **options
+            )
+            torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+            plain, _ = attend(module, query, key, value, None, scaling=0.3, sliding_window=window, segments=parts)
+            assert (plain - found).abs().max() > 0.1
 
 
 class Attentions(TorchFunctionMode):

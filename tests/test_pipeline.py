@@ -4,17 +4,23 @@ The curves of the shipped file are in the matrix (tests/test_equivalence*.py); h
 """
 
 import itertools
+import json
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from filelock import FileLock
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from cookbook.config.mesh import Mesh
+from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import sketch, stage_of
 from cookbook.planning.meshes import pipeline_problem
@@ -27,8 +33,12 @@ from cookbook.planning.pipeline_stages import (
     stage_chunks,
     stage_layers,
 )
-from cookbook.training.engine.pipeline import _Interleaved
+from cookbook.training.data.batches import collate
+from cookbook.training.engine import Engine
+from cookbook.training.engine.pipeline import Pipeline, _Interleaved
+from cookbook.training.models.loss import add_loss
 from tests.curves import ADAMW, SGD, Lab, distance, with_stages
+from tests.test_engine_step import MICRO_BATCHES, losses_of, new_model, samples
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 from tests.test_equivalence_features import LORA, preferences
 from tests.test_resume import EXACT, chain
@@ -434,6 +444,78 @@ def test_memory_that_runs_out_in_a_stage_is_reported_as_such(lab: Lab, chunks: i
 def test_more_stages_than_layers_are_refused(lab: Lab):
     folder, output = lab.attempt(with_stages(lab.folder, "pp", 3), {"batch.micro_batch_size": "4"}, processes=3)
     assert (folder / "exit_code").read_text() == "2" and "2 layers cannot be divided over pp_size 3" in output
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def in_two_chunks(model: Any, low: torch.dtype | None = None) -> Pipeline:
+    """One process that hands on from the first layer to the second as between stages; they are torch's schedule's."""
+    model._pp_stage = SimpleNamespace(pp_is_last_stage=True, chunks=[range(1), range(1, 2)])
+    add_loss(model)
+    engine = object.__new__(Pipeline)
+    engine.mesh, engine._index, engine._group, engine._modes = Mesh(chunks=2), 0, dist.group.WORLD, {}
+    engine.mixed_precision, engine.sequence_mesh = {None: "no", torch.bfloat16: "bf16"}[low], None
+    engine.device, engine.current_step, engine.beat = torch.device("cpu"), 1, lambda doing, step: None
+    engine.accelerator = SimpleNamespace(
+        autocast=lambda: torch.autocast("cpu", low, enabled=low is not None),
+        prepare=lambda optimizer: optimizer,
+    )
+    engine.model, engine.optimizer = engine._wrap(model, torch.optim.SGD(model.parameters()))
+    return engine
+
+
+def one_more(model: Any, batch: dict[str, Any]) -> LossOutput:
+    """A loss that is not 0 where the log-likelihoods are, as a preference's is not."""
+    nll = negative_log_likelihood(model, batch)
+    return LossOutput.of(1 + nll, nll, {"ones": torch.ones_like(nll).detach().sum()})
+
+
+def test_two_chunks_have_the_loss_metrics_and_gradients_of_plain_torch(alone):
+    model, plain, tokens = new_model(), new_model(), samples()
+    every = torch.cat(losses_of(plain, tokens))
+    every.mean().backward()
+    batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
+    found = in_two_chunks(model).gradients(one_more, batches, len(every))
+    assert found == {"loss": pytest.approx(1 + every.mean().item(), rel=1e-6), "ones": 1}
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_stages_hand_on_under_bf16_is_not_rounded(alone):
+    """transformers' layers add up in the dtype of the embedding, which is float32."""
+    model, whole, tokens = new_model(), new_model(), samples()
+    add_loss(whole)
+    batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = [negative_log_likelihood(whole, batch).sum().item() for batch in batches]
+    sums: list[float] = []
+
+    def kept(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        found = negative_log_likelihood(model, batch).sum()
+        sums.append(found.item())
+        return found
+
+    in_two_chunks(model, torch.bfloat16)._forwards(kept, batches, lambda i: None)
+    assert sums == expected
+
+
+def test_a_tied_matrix_is_in_the_checkpoint_once_and_what_all_stages_train_is_counted(monkeypatch):
+    """Six processes: three stages, each with two copies; the matrix is in the first stage and in the last."""
+    tied, own, frozen = (torch.nn.Parameter(torch.zeros(5), requires_grad=i < 2) for i in range(3))
+    engine = object.__new__(Pipeline)
+    engine.mesh, engine._index, engine._tied = Mesh(replicate=2, pipeline=3), 2, [tied]
+    assert [*engine._ranks_with(tied)] == [0, 1, 4, 5] and [*engine._ranks_with(own)] == [4, 5]
+    monkeypatch.setattr(Engine, "prepare", lambda self, *arguments, **options: setattr(self, "_shapes", {"a": [5]}))
+    others = json.dumps([{"a": [5], "first": [7]}, {"a": [5, True], "first": [7, True], "below": [11, False]}])
+    engine.collectives = SimpleNamespace(gather_texts=lambda text: [others, text])
+    model = torch.nn.ParameterDict({"a": tied, "b": own, "c": frozen})
+    engine.prepare(model, torch.optim.SGD(model.parameters()))
+    assert (engine.num_parameters, engine.num_trained) == (5 + 7 + 11 + 5 + 5, 5 + 7 + 5)
 
 
 def test_run_json_counts_the_parameters_of_the_whole_model(lab: Lab):
