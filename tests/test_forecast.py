@@ -21,15 +21,15 @@ from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.activations import ActivationTrace, Phase
-from cookbook.forecast.costs.inputs import Skeleton, Weight
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
 from cookbook.forecast.mesh_sizes import _resized, better_sizes
-from cookbook.forecast.ranking import PlanReport, forecast_all, micro_batch_of, rung_below
+from cookbook.forecast.ranking import PlanReport, _simplest_first, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import SKELETONS, TRACES, Forecast, Verdict, _verdict, of_run, rank
+from cookbook.forecast.verdict import SKELETONS, TRACES, Forecast, Verdict, _of_heaviest, _verdict, of_run, rank
 from cookbook.planning.pipeline_stages import in_flight
 from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import find_gpu, in_gib, parse_machines
@@ -310,6 +310,41 @@ def test_a_cpu_is_not_judged(llama):
     assert "nothing is judged" in printed and "CUDA's" not in printed
 
 
+def test_on_a_cpu_what_would_go_to_host_memory_is_there_already():
+    kept, moved = (
+        small("cpu", "ddp", f"model.gradient_checkpointing={kind}")[0].forecasts[0].memory
+        for kind in ("true", "offload")
+    )
+    assert kept == moved
+
+
+def test_tokens_of_sequence_parallel_are_shared():
+    """Two processes with a sample of twice the length each hold what one with a sample does, but for the states."""
+    settings = ["batch.global_batch_size=2", "model.gradient_checkpointing=false"]
+    alone, shared = (
+        small("2xH100", name, f"data.max_length={length}", *settings)[0].forecasts[0].memory
+        for name, length in (("fsdp2", 2048), ("fsdp2_sp", 4096))
+    )
+    assert shared.activations + shared.logits == pytest.approx(alone.activations + alone.logits, rel=0.1)
+
+
+def test_the_forecast_is_of_the_process_that_holds_most():
+    """Of 90 + 10 gradients in 16 bits the second process of two has a part of each, and the first of one."""
+    weights = tuple(Weight(name="", shape=(1, size), layer=0, **WEIGHT) for size in (90, 10))
+    model = Skeleton(weights=weights, num_layers=1, is_tied=False, buffers=())
+    strategy = load_strategy(Path("accelerate_configs/zero2.yaml"))
+    assert _of_heaviest(model, CostInputs(strategy=strategy, num_processes=2)).gpu.gradients == 2 * (90 + 10)
+
+
+def test_a_teacher_s_memory_is_said_in_the_precision_of_its_pass():
+    """7,615,616,512 parameters, as its files have it."""
+    teacher = "objective={name: distill, teacher: Qwen/Qwen2.5-7B, loss_top_k: 8}"
+    for precision, said in (("bf16", "in 14 GiB; "), ("'no'", "in 28 GiB, more than the 22 GiB there: take")):
+        report, *_ = small("1x24GB", "single", teacher, f"mixed_precision={precision}")
+        (note,) = (note for note in report.notes if "the whole teacher" in note)
+        assert "7.62 B parameters" in note and said in note
+
+
 @pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
 def test_the_answer_fits_a_terminal(llama, gpus):
     found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
@@ -373,6 +408,15 @@ def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path)
 def test_what_cannot_run_says_why(llama):
     found = only(llama, "2xH100", "hsdp")
     assert found.verdict == "cannot run" and "is a mesh of 4 processes, but 2" in found.why[0]
+
+
+def test_a_file_with_more_processes_than_there_are_gpus_cannot_run(llama, tmp_path):
+    four = tmp_path / "ddp.yaml"
+    four.write_text(Path("accelerate_configs/ddp.yaml").read_text().replace("num_processes: auto", "num_processes: 4"))
+    small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
+    for gpus, said in (("2xH100", ["needs 4 GPUs, but there are only 2"]), ("4xH100", [])):
+        (found,) = forecast_all(small, [load_strategy(four)], parse_machines(gpus, **ROOM), "recipe").forecasts
+        assert (found.verdict, found.why) == (("cannot run", [f"{four}: {said[0]}"]) if said else ("fits", []))
 
 
 @pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
@@ -687,6 +731,24 @@ def test_inputs_of_layers_in_host_memory_come_before_training_less(llama):
     inputs = 32 * 131072 * 4096 * 2  # of its layers, in bf16
     assert found.forecasts[0].memory.allocated - offloaded.memory.allocated == pytest.approx(inputs, rel=0.05)
     assert offloaded.host == 8 * inputs, "a power of two already"
+
+
+def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
+    def one(name: str, low: float, high: float, verdict: Verdict = "fits") -> Forecast:
+        strategy, took = (
+            load_strategy(Path(f"accelerate_configs/{name}.yaml")),
+            Range(low=low, high=high, bottleneck="", parts=()),
+        )
+        return Forecast(strategy=strategy, verdict=verdict, why=[], time=took)
+
+    def order(gpus: str, *ranked: Forecast) -> list[str]:
+        return [found.strategy.name for found in _simplest_first(list(ranked), parse_machines(gpus))]
+
+    fsdp2, zero3, near, far = one("fsdp2", 2, 4), one("zero3", 2.5, 4), one("single", 3.9, 6), one("single", 4.1, 6)
+    assert order("1xH100", fsdp2, zero3, near) == ["single", "fsdp2", "zero3"]
+    assert order("1xH100", fsdp2, zero3, far) == ["fsdp2", "zero3", "single"], "surely slower"
+    assert order("1xH100", fsdp2, one("single", 1, 2, "tight")) == ["fsdp2", "single"]
+    assert order("2xH100", fsdp2, zero3, near) == ["fsdp2", "zero3", "single"], "the others have twice as much"
 
 
 def test_the_ranking_by_hand():

@@ -6,7 +6,8 @@ sizes divide by nothing. Run alone: pytest -m "slow or not slow" tests/test_fore
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import LlamaConfig
 
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.forecast.costs.inputs import Skeleton, Weight, cost_inputs
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, cost_inputs
 from cookbook.forecast.costs.states import States, states
 from cookbook.forecast.skeleton import skeleton
 from cookbook.training.models.structure import find_config
@@ -352,7 +353,7 @@ def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, proces
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("DATA", "python-stdlib").replace("OUTPUT", "out"))
     recipe = load_recipe(tmp_path / "recipe.yaml", list(BF16))
     # So many that those on the border between two parts, which ZeRO-2 keeps whole, weigh nothing.
-    model = of_weights(num_weights=10_000, size=round(billions * 1e5))
+    model = of_layers(*10_000 * [[round(billions * 1e5)]])
     for name, expected in zip(("ddp", "zero1", "zero2", "zero3"), published, strict=True):
         strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
         found = states(model, cost_inputs(recipe, strategy, processes))
@@ -362,21 +363,95 @@ def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, proces
         assert total / 1e9 == pytest.approx(expected, rel=4e-3, abs=0.005), name
 
 
-def of_weights(*, num_weights: int, size: int) -> Skeleton:
-    weights = tuple(
-        Weight(
-            name=f"layers.{i}.weight",
+def of_layers(*layers: list[int], frozen: Sequence[int] = (), outside: Sequence[int] = ()) -> Skeleton:
+    """A model whose weights have so many elements, layer by layer.
+
+    Args:
+        frozen: of the first layer's, before its trained ones.
+        outside: of the layers, frozen too.
+    """
+
+    def weight(size: int, layer: int | None, *, is_trained: bool) -> Weight:
+        return Weight(
+            name="weight",
             shape=(1, size),
-            layer=i,
-            part="layer",
-            is_trained=True,
+            layer=layer,
+            part="embedding" if layer is None else "layer",
+            is_trained=is_trained,
             is_quantized=False,
             shard_dim=None,
             is_orthogonal=True,
         )
-        for i in range(num_weights)
+
+    weights = [weight(size, None, is_trained=False) for size in outside]
+    weights += [weight(size, 0, is_trained=False) for size in frozen]
+    weights += [weight(size, i, is_trained=True) for i, sizes in enumerate(layers) for size in sizes]
+    return Skeleton(weights=tuple(weights), num_layers=len(layers), is_tied=False, buffers=())
+
+
+# By hand, in bf16: what of the measured runs above takes several processes to be seen, on weights of a few elements.
+
+
+def inputs_of(name: str, num_processes: int, *, accumulation: int = 1, **keys: Any) -> CostInputs:
+    """Args: of the JSON's block zero_optimization."""
+    strategy = load_strategy(ROOT / f"accelerate_configs/{name}.yaml")
+    if keys:
+        zero = {**strategy.zero, **keys}
+        strategy = replace(strategy, deepspeed={**(strategy.deepspeed or {}), "zero_optimization": zero})
+    return CostInputs(strategy=strategy, num_processes=num_processes, num_local=2, accumulation=accumulation)
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_flat_weights_are_padded_to_twice_the_processes():
+    """5 + 6 elements of 4 processes are 16 (deepspeed 0.19.8, stage_1_and_2.py, nccl_start_alignment_factor)."""
+    held = states(of_layers([5, 6]), inputs_of("zero1", 4)).gpu
+    assert (held.weights, held.masters) == (2 * 16, 4 * 16 / 4)
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_exchanges_beside_the_backward_have_a_second_bucket():
+    """(deepspeed 0.19.8, stage_1_and_2.py, backward_prologue)"""
+    for overlap, count in ((True, 2), (False, 1)):
+        inputs = inputs_of("zero2", 2, overlap_comm=overlap, reduce_bucket_size=1000)
+        assert states(of_layers([90, 10]), inputs).gradient_buckets == count * 2 * 1000
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_offloaded_gradients_of_several_micro_batches_wait_whole_in_16_bits():
+    """A share of 50 in float32, and what it touches of 90 + 10: the first process one weight, the second both."""
+    for accumulation, waiting in ((1, (0, 0)), (2, (90, 100))):
+        inputs = inputs_of("zero2_offload", 2, accumulation=accumulation)
+        held = [states(of_layers([90, 10]), inputs, rank).host.gradients for rank in (0, 1)]
+        assert held == [4 * 50 + 2 * number for number in waiting]
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_a_flat_parameter_without_a_trained_weight_has_no_gradient():
+    """Of a layer's 60 frozen and 20 trained elements the second begin at 64; each of 2 processes has half of 84."""
+    held = states(of_layers([20], frozen=[60], outside=[40]), inputs_of("fsdp1", 2)).gpu
+    assert (held.weights, held.gradients) == (4 * (20 + 42), 4 * 42)
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_small_weights_that_stay_gathered_are_those_of_the_json_s_threshold():
+    """Beside half of 50 + 200 elements; one process has no second copy, unless its share is on the host."""
+    model = of_layers([50, 200])
+    for threshold, gathered in ((10, 0), (100, 50), (1000, 250)):
+        changed = {"stage3_param_persistence_threshold": threshold}
+        assert states(model, inputs_of("zero3", 2, **changed)).gpu.weights == 2 * (125 + gathered)
+        assert states(model, inputs_of("zero3", 1, **changed)).gpu.weights == 2 * 250
+        offloaded = states(model, inputs_of("zero3_offload", 1, **changed))
+        assert (offloaded.gpu.weights, offloaded.host.weights) == (2 * gathered, 2 * 250)
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_a_second_copy_is_of_what_is_gathered_again_over_the_smaller_group():
+    """4 processes, in groups of 2: half of 200 elements; 50 stay gathered anyway."""
+    model, threshold = of_layers([50, 200]), {"stage3_param_persistence_threshold": 100}
+    plain, second = (
+        states(model, inputs_of("zero3", 4, zero_hpz_partition_size=size, **threshold)).gpu.buffers for size in (1, 2)
     )
-    return Skeleton(weights=weights, num_layers=num_weights, is_tied=False, buffers=())
+    assert second - plain == 2 * 100
 
 
 LLAMA3_8B = dict(

@@ -118,6 +118,10 @@ def test_plan_has_a_row_of_what_auto_takes_for_each_strategy():
     compiled = recipe.model_copy(update={"model": model, "batch": found["ddp"].best.batch})
     (whole,) = forecast_all(compiled, named[:1], machines, "", limits=False).forecasts
     assert whole.time == found["ddp"].compiled and whole.time != found["ddp"].best.time
+    model = recipe.model.model_copy(update={"gradient_checkpointing": False})
+    chosen = recipe.model_copy(update={"model": model, "batch": found["ddp"].best.batch})
+    (alone,) = forecast_all(chosen, named[:1], machines, "", limits=False).forecasts
+    assert (alone.time, alone.memory) == (found["ddp"].best.time, found["ddp"].best.forecast.memory)
 
     few = by_auto(report, "", all_of_them=False)
     assert [one.strategy.name for one in few] == [report.forecasts[0].strategy.name], "the recipe's own is another"
