@@ -329,7 +329,7 @@ def test_tokens_of_sequence_parallel_are_shared():
 
 
 def test_the_forecast_is_of_the_process_that_holds_most():
-    """Of 90 + 10 gradients in 16 bits the second process of two has a part of each, and the first of one."""
+    """The second process of two has a part of both gradients, 90 + 10 in 16 bits, and the first a part of one."""
     weights = tuple(Weight(name="", shape=(1, size), layer=0, **WEIGHT) for size in (90, 10))
     model = Skeleton(weights=weights, num_layers=1, is_tied=False, buffers=())
     strategy = load_strategy(Path("accelerate_configs/zero2.yaml"))

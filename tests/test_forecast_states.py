@@ -427,7 +427,7 @@ def test_offloaded_gradients_of_several_micro_batches_wait_whole_in_16_bits():
 
 @pytest.mark.usefixtures("from_the_root")
 def test_a_flat_parameter_without_a_trained_weight_has_no_gradient():
-    """Of a layer's 60 frozen and 20 trained elements the second begin at 64; each of 2 processes has half of 84."""
+    """Behind 60 frozen elements of a layer 20 trained ones begin at 64; each of 2 processes has half of 84."""
     held = states(of_layers([20], frozen=[60], outside=[40]), inputs_of("fsdp1", 2)).gpu
     assert (held.weights, held.gradients) == (4 * (20 + 42), 4 * 42)
 
