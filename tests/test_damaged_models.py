@@ -5,6 +5,7 @@ python -m pytest -q tests/test_damaged_models.py
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -16,9 +17,13 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
+from cookbook.config.sections import AdapterSection
+from cookbook.system.files import RecipeError
+from cookbook.training import adapters
 from cookbook.training.models import train_tokenizer, weights_digest
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -263,19 +268,81 @@ def test_a_sound_folder_is_opened_by_every_command(command: str, place_of: Path,
     assert main([*COMMANDS[command]]) == 0
 
 
-ADAPTERS = {
-    "no JSON": (text("adapter_config.json", "{"), "adapter_config.json|run/export"),
-    "of an unknown kind": (keys("adapter_config.json", peft_type="EVIL"), "adapter_config.json"),
-    "a rank that is none": (keys("adapter_config.json", r="evil"), "run/export"),
-    "weights cut": (lambda folder: os.truncate(folder / "adapter_model.safetensors", 100), "run/export"),
-    "a tokenizer that is none": (text(TOKENIZER, "{}"), TOKENIZER),
+ADAPTER, ADAPTED = "adapter_config.json", "adapter_model.safetensors"
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the weights of an adapter, in place."""
+
+    def damage(folder: Path) -> None:
+        values = load_file(folder / ADAPTED)
+        change(values)
+        save_file(values, folder / ADAPTED, metadata={"format": "pt"})
+
+    return damage
+
+
+def first_is(made: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    return tensors(lambda values: values.update({min(values): made(values[min(values)])}))
+
+
+ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no JSON": (text(ADAPTER, "{"), ADAPTER),
+    "settings a pipe": (place(ADAPTER, os.mkfifo), ADAPTER),
+    "of an unknown kind": (keys(ADAPTER, peft_type="EVIL"), "adapter_config.json|peft_type"),
+    "a rank that is none": (keys(ADAPTER, r="evil"), "r is a string"),
+    "a rank of another": (keys(ADAPTER, r=8), r"\[4, 32\]|adapter.rank: 8"),
+    "an alpha that is no number": (keys(ADAPTER, lora_alpha=math.nan), "lora_alpha is a number, which it cannot be"),
+    "a flag that is text": (keys(ADAPTER, use_rslora="no"), "use_rslora is a string"),
+    "weights gone": (lambda folder: (folder / ADAPTED).unlink(), f"no {ADAPTED} in it"),
+    "weights a pipe": (place(ADAPTED, os.mkfifo), f"{ADAPTED} is no file"),
+    "weights cut": (lambda folder: os.truncate(folder / ADAPTED, 100), f"{ADAPTED} does not begin as safetensors"),
+    "weights of another shape": (first_is(lambda one: one[:, :7].contiguous()), r"\[4, 7\]"),
+    "weights that are not finite": (first_is(lambda one: one.fill_(math.nan)), "no finite fractions"),
+    "weights that are whole": (first_is(lambda one: one.int()), "no finite fractions"),
+    "weights of no adapter": (
+        tensors(lambda values: values.update({"base_model.model.model.norm.weight": torch.ones(32)})),
+        "norm.weight is",
+    ),
+    "weights without a prefix": (
+        tensors(lambda values: [values.update({key[17:]: values.pop(key)}) for key in [*values]]),
+        "lora_A.weight is None",
+    ),
+    "record of the base a list": (text("base_model.json", "[]"), "base_model.json"),
+    "record of the base of numbers": (keys("base_model.json", name_or_path=5), "base_model.json: name_or_path"),
 }
+IN_A_RECIPE = "adapter={name: lora, rank: 4, alpha: 8, targets: [q_proj], path: run/export}"
+"""The recipe's adapter begins with the one of the run's folder."""
+SETTINGS_OF_OTHERS = ("record of the base a list", "record of the base of numbers")
+"""What `check` does not read: a run compares the bases."""
 
 
 @pytest.mark.parametrize("damage", ADAPTERS)
 def test_a_damaged_adapter_is_named_too(damage: str, place_of: Path, capsys: pytest.CaptureFixture[str]):
     make, words = ADAPTERS[damage]
     make(place_of / "run/export")
+    commands = {name: COMMANDS[name] for name in ("sample of an adapter", "merge")}
+    if damage not in SETTINGS_OF_OTHERS:
+        commands["check"] = ("check", "recipe.yaml", "--set", IN_A_RECIPE)
+    for name, command in commands.items():
+        assert main([*command]) == 2, name
+        said = capsys.readouterr().err
+        assert re.search(words, said) and "Traceback" not in said, f"{name}: {said}"
+    assert not (place_of / "run/merged").exists()
+
+
+def test_a_sound_adapter_is_one_that_a_recipe_may_begin_with(place_of: Path):
+    assert main(["check", "recipe.yaml", "--set", IN_A_RECIPE]) == 0
+
+
+def test_the_tokenizer_of_an_adapter_is_named_too(place_of: Path, capsys: pytest.CaptureFixture[str]):
+    (place_of / "run/export" / TOKENIZER).write_text("{}")
     assert main([*COMMANDS["sample of an adapter"]]) == 2
-    said = capsys.readouterr().err
-    assert re.search(words, said) and "Traceback" not in said, said
+    assert TOKENIZER in capsys.readouterr().err
+
+
+def test_a_run_compares_the_base_of_the_adapter_that_it_begins_with(place_of: Path):
+    (place_of / "run/export/base_model.json").write_text("[]")
+    settings = AdapterSection(name="lora", path="run/export")
+    with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):
+        adapters.check_base(settings, "0")

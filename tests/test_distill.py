@@ -5,9 +5,10 @@ python -m pytest -q tests/test_distill.py
 
 import json
 import math
-import random
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,25 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Answer, Objective
+from cookbook.config.recipe import load_recipe
+from cookbook.planning.launchers import World
+from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.run.teacher import find_teacher, with_answers
+from cookbook.system.files import RecipeError
 from cookbook.training.data.answers import AnswersFile, load_answers
-from cookbook.training.models import loss
+from cookbook.training.data.sets import TokenSets
+from cookbook.training.engine import Engine, engine_class
+from cookbook.training.models import loss, weights_digest
 from cookbook.training.models.structure import LogitTransform
 from tests.curves import ROOT, Lab
 from tests.needs import need_trl
-from tests.small_data import write_lines
+from tests.small_data import token_set, write_lines
 
 COUNT, WIDTH, VOCAB = 7, 5, 11
 CAPPED = LogitTransform(scale=3.0, cap=1.5)
@@ -339,33 +348,56 @@ def test_a_teacher_is_asked_once_and_its_own_student_starts_at_no_divergence(she
     assert code == 2 and "the teacher is not what the checkpoint was made with" in said, said
 
 
-@pytest.mark.slow
-def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, lab: Lab, monkeypatch):
+@pytest.fixture
+def engines() -> Iterator[Callable[[str], Engine]]:
+    """Engines of one process in a precision; what they set for the process ends with the test."""
+    AcceleratorState._reset_state(True)
+
+    def start(precision: str) -> Engine:
+        AcceleratorState._reset_state(True)
+        changed = [f"mixed_precision='{precision}'"]
+        recipe, strategy = load_pair(Path("recipes/quickstart.yaml"), changed, Path("accelerate_configs/single.yaml"))
+        plan = make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="recipes/quickstart.yaml")
+        world = World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=False)
+        return engine_class(strategy)(strategy, plan, world, recipe, timeout=timedelta(minutes=5))
+
+    yield start
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.core
+def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, monkeypatch, engines):
     """Whatever changes an answer: its temperature and number, the dtype of the forward, the weights; not the loss."""
     monkeypatch.chdir(ROOT)
     own = shutil.copytree(shelf / "teacher", tmp_path / "own")
+    tokenizer, tokens = AutoTokenizer.from_pretrained(own), token_set([9, 4, 12, 7, 5])
+    recipe = load_recipe(Path("recipes/quickstart.yaml"))
+
+    def notes(engine: Engine, **asks: Any) -> list[str]:
+        """What a run would tell of asking about the same rows: one, if there was no answer."""
+        question = objective(**{"loss_top_k": 5} | asks).asks
+        assert question is not None
+        found: list[str] = []
+        teacher = find_teacher(question, str(own), tokenizer, None, 64)
+        data = TokenSets(train=tokens, eval={}, notes=[])
+        with_answers(data, teacher, weights_digest(own), recipe, 0, engine, cache=tmp_path, notes=found)
+        return found
 
     def scale(factor: float) -> None:
         weights = load_file(own / "model.safetensors")
         weights["model.norm.weight"] *= factor
         save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
 
-    def run(*, mixed_precision: str = "no", **asks: Any) -> tuple[int, bool, str]:
-        sections = sections_of(shelf, **({"teacher": str(own)} | asks))
-        settings = {name: json.dumps(one) for name, one in sections.items()}
-        more = {"run.output_dir": str(tmp_path / "out"), "run.max_steps": "1", "mixed_precision": mixed_precision}
-        done = lab.start("single", settings | more)
-        return done.returncode, "the teacher answered for" in done.stdout, done.stdout
-
-    scale(1 + random.random())  # answers are kept from one pytest to the next
-    questions: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"loss_top_k": 4}, {"mixed_precision": "bf16"}]
-    assert [run(**one)[:2] for one in questions] == [(0, True)] * 4
-    assert run(beta=1.0, kd_ratio=0.2)[:2] == (0, False)
+    whole = engines("no")
+    questions: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"loss_top_k": 4}]
+    assert [len(notes(whole, **one)) for one in questions] == [1] * 3
+    assert [notes(whole, beta=1.0, kd_ratio=0.2), notes(whole, loss_top_k=4)] == [[], []]
     scale(2)
-    assert run()[:2] == (0, True)
+    assert len(notes(whole)) == 1 and notes(whole) == []
+    assert len(notes(engines("bf16"))) == 1
     scale(math.nan)
-    code, _, said = run()
-    assert code == 2 and "log-probabilities are not finite" in said and "Traceback" not in said
+    with pytest.raises(RecipeError, match="log-probabilities are not finite"):
+        notes(engines("no"))
 
 
 def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path):

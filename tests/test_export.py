@@ -862,5 +862,5 @@ def test_checkpoints_are_listed_without_torch(run: Run):
 
 def test_what_it_started_from_must_be_named(run: Run):
     (run.folder / "model" / adapters.BASE_RECORD).write_text("[]")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):
         publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))

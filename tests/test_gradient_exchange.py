@@ -22,6 +22,7 @@ from tests.test_gpu_matrix import BANDS, assert_same_curve
 LOSS, NORM, ROUNDED = 3e-4, 5e-3, 2e-6
 SIXTEEN_BITS = "sums_over_micro_batches_in_16_bits"
 BF16 = {"optim.gradient_dtype": "bf16"}
+ONE_STEP = {"run.max_steps": "1", "schedule.warmup_steps": "0", "data.eval": "null"}
 
 
 def seldom(*names: str) -> list:
@@ -89,6 +90,26 @@ def _saves_half(lab: Lab, strategy: str, settings: dict[str, str], *, is_low_any
     saved = by_ledger[0]
     assert by_ledger[1] == 2 * saved > 0
     assert many - few == (0 if is_low_anyway else pytest.approx(saved, rel=0.01))
+
+
+@pytest.mark.core
+def test_what_ddp_exchanges_in_16_bits_is_a_mean_in_buckets_of_its_files_size(lab: Lab):
+    """By the norm of one step, before it is clipped, of one process and of two."""
+    file = lab.folder / "buckets_of_50.yaml"
+    text = (ROOT / "accelerate_configs/ddp.yaml").read_text()
+    file.write_text(f"{text}parallelism_config: {{parallelism_config_ddp_bucket_cap_mb: 50}}\n")
+    found = lab.run(str(file), ONE_STEP | BF16, processes=2)
+    norms = [curve.steps[0]["grad_norm"] for curve in (found, lab.run("single", ONE_STEP))]
+    assert ROUNDED < abs(norms[0] / norms[1] - 1) < NORM, norms
+    assert "'bucket_cap_mb': 50" in found.record["strategy"]["DDP"]
+
+
+@pytest.mark.core
+def test_fsdp2_reduces_in_float32_what_it_computes_in_bf16(lab: Lab):
+    """accelerate's default would reduce in bf16; what is read of torch's wrapper is in run.json."""
+    found = lab.run("fsdp2", ONE_STEP | {"mixed_precision": "bf16"}, processes=2).record["strategy"]
+    weights, reductions, _ = found["dtypes of a layer's weights, reductions and output"]
+    assert (weights, reductions) == ("bfloat16", "float32")
 
 
 def test_an_exchange_that_stays_in_float32_is_refused(lab: Lab):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
-from cookbook.commands.shared.find_model import ADAPTER, CACHE, find_model, find_run
+from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
 from cookbook.config.strategy import find_strategy, load_strategy
@@ -165,11 +165,11 @@ def _prepare_model(folder: Path, base: str, recipe: Recipe, engine: "Engine") ->
     from cookbook.run import stages
     from cookbook.training import adapters, models
 
-    is_adapter = (folder / ADAPTER).is_file()
+    has_adapter = is_adapter(folder)
     config = models.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
-    model = stages.load_model(base, recipe, engine, has_adapter=is_adapter)
-    if is_adapter:
+    model = stages.load_model(base, recipe, engine, has_adapter=has_adapter)
+    if has_adapter:
         adapters.open_adapter(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.prepare(model, torch.optim.SGD(trained, lr=0.0))

@@ -3,6 +3,7 @@ are told: a library waits for a pipe without end, and raises anything over what 
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +28,26 @@ KINDS: dict[str, dict[str, tuple[type, ...]]] = {
         **{f"{kind}_token": TEXT for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")},
     },
     GENERATION: {f"{kind}_token_id": (int, list) for kind in ("bos", "eos", "pad")},
+    "adapter_config.json": {
+        "peft_type": (str,),
+        "r": (int,),
+        "lora_alpha": NUMBER,
+        "use_rslora": (bool,),
+        "use_dora": (bool,),
+        "target_modules": (str, list),
+        "base_model_name_or_path": (str,),
+        "revision": (str,),
+    },
+    "base_model.json": {
+        "name_or_path": (str,),
+        "revision": (str,),
+        "sha256": (str,),
+        "is_new": (bool,),
+        "new_tokens": (dict,),
+        "head": (dict,),
+    },
 }
-"""Kinds of values that transformers takes unseen, and misses later."""
+"""Kinds of values that transformers and peft take unseen, and miss later; and those of our own record."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 10_000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
@@ -92,15 +111,19 @@ def values_of(path: Path) -> dict[str, Any]:
     """The keys and values of a small file.
 
     Raises:
-        RecipeError: what lies there is no file that can be read, or no JSON, or no keys and values.
+        RecipeError: what lies there is no file that can be read, or no JSON, or no keys and values, or has a value of
+            another kind.
     """
     try:
         why = why_no_file(path)
         if why is None:
             values = json.loads(path.read_text(encoding="utf-8-sig"))
             if isinstance(values, dict):
+                refuse([f"{path}: {one}; fetch it again, or correct it" for one in _odd_values(path.name, values)])
                 return values
             why = f"holds {kind_in_words(values)}, and should hold keys and values"
+    except RecipeError:
+        raise
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
@@ -114,7 +137,7 @@ def _check(path: Path) -> None:
         RecipeError: what lies there is no file that can be read, or its values are of another kind.
     """
     if path.name in SMALL:
-        refuse([f"{path}: {one}; fetch it again, or correct it" for one in _odd_values(path.name, values_of(path))])
+        values_of(path)
         return
     try:
         why = why_no_file(path)
@@ -135,9 +158,10 @@ def why_not(what: str, error: Exception) -> str:
 
 def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
     found = [
-        f"{key} is {kind_in_words(values[key])}, which it cannot be"
+        f"{key} is {kind_in_words(value)}, which it cannot be"
         for key, kinds in KINDS.get(name, {}).items()
-        if values.get(key) is not None and not (isinstance(values[key], kinds) and not isinstance(values[key], bool))
+        if (value := values.get(key)) is not None
+        and not (isinstance(value, kinds) and isinstance(value, bool) <= (bool in kinds) and _is_finite(value))
     ]
     if name == CONFIG:
         for part in (values, *(one for one in values.values() if isinstance(one, dict))):
@@ -147,3 +171,8 @@ def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
                 if isinstance(part.get(key), int) and part[key] > most
             ]
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    """False of the NaN and Infinity that Python reads in JSON."""
+    return not isinstance(value, float) or math.isfinite(value)

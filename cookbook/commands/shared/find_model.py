@@ -1,10 +1,10 @@
 """Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
 
-import json
 import os
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import which_run
+from cookbook.planning.model_files import values_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
@@ -31,6 +31,11 @@ def find_model(folder: Path) -> Path:
     raise RecipeError(f"{found}: no model there; {which_run(folder)}")
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a model's folder is an adapter's, also one whose settings cannot be read."""
+    return os.path.lexists(folder / ADAPTER)
+
+
 def find_run(folder: Path) -> Path | None:
     """The run that `folder` is, or in which it lies."""
     return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
@@ -54,13 +59,10 @@ def check_base(trained: Path) -> None:
 
     try:
         base = Base.read(trained)
-        is_adapter = (trained / ADAPTER).is_file()
-        settings = json.loads((trained / ADAPTER).read_text(encoding="utf-8")) if is_adapter else {}
-        folder = Path(settings.get("base_model_name_or_path") or base.name_or_path)
     except FileNotFoundError:
         return
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RecipeError(f"{trained}: the record of its base cannot be read ({first_line(error)})") from None
+    settings = values_of(trained / ADAPTER) if is_adapter(trained) else {}
+    folder = Path(settings.get("base_model_name_or_path") or base.name_or_path)
     try:
         digest = weights_digest(folder, cache=CACHE) if (folder / "config.json").is_file() else None
     except OSError as error:

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run
+from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run, is_adapter
 from cookbook.config.messages import Chat
 from cookbook.planning.language_part import open_config, whole_config
 from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
@@ -123,8 +123,8 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
         RecipeError: what does not agree.
     """
     base = str(folder)
-    is_adapter = (folder / ADAPTER).is_file()
-    if is_adapter:
+    has_adapter = is_adapter(folder)
+    if has_adapter:
         check_base(folder)
         settings = values_of(folder / ADAPTER)
         base = fetch_model(str(settings.get("base_model_name_or_path")), settings.get("revision"))
@@ -137,7 +137,7 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
     record = record_of(folder)
     new_tokens = record.new_tokens if record is not None else ()
     facts = folder_facts.check_folder(Path(base), config, tokenizer, place=base, new_tokens=new_tokens)
-    if is_adapter and facts.num_embeddings is not None:
+    if has_adapter and facts.num_embeddings is not None:
         config.vocab_size = facts.num_embeddings
         if record is not None and record.head is not None:
             config = with_head(config, record.head)
@@ -147,7 +147,7 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
 
 def record_of(folder: Path) -> Base | None:
     """What the run of an adapter made of its base; None of a whole model, or of others' adapters."""
-    is_ours = (folder / ADAPTER).is_file() and (folder / BASE_RECORD).is_file()
+    is_ours = is_adapter(folder) and (folder / BASE_RECORD).is_file()
     return Base.read(folder) if is_ours else None
 
 
@@ -159,8 +159,8 @@ def open_model(folder: Path) -> Generator:
     """
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
-    is_adapter = (folder / ADAPTER).is_file()
-    if is_adapter:
+    has_adapter = is_adapter(folder)
+    if has_adapter:
         # peft 0.21 reads an attribute that transformers 5 renames.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
@@ -174,7 +174,7 @@ def open_model(folder: Path) -> Generator:
 
             base = as_trained(base, folder, record)
         model = _opened(base)
-        if is_adapter:
+        if has_adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, str(folder))
@@ -184,7 +184,7 @@ def open_model(folder: Path) -> Generator:
         raise RecipeError(f"{folder}: cannot be opened ({type(error).__name__}: {first_line(error)})") from None
     if os.path.lexists(folder / GENERATION):
         model.generation_config = read_generation_config(folder)
-    return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=is_adapter)
+    return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=has_adapter)
 
 
 def open_base(tuned: Generator, folder: Path) -> Generator:

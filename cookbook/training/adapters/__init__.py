@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Embedding
@@ -27,11 +26,18 @@ from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.planning.language_part import has_tower, language_config
+from cookbook.planning.model_files import values_of
 from cookbook.planning.score_head import HEAD, ScoreHead, backbone_name, empty_model, head_of, is_scored
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack
-from cookbook.training.adapters.peft_folder import ADAPTER_NAME, ADAPTER_WEIGHTS, in_language_names, name_in_file
+from cookbook.training.adapters.peft_folder import (
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS,
+    in_language_names,
+    name_in_file,
+    shapes_in,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -87,10 +93,19 @@ class Base:
         """The record in a folder.
 
         Raises:
-            OSError, ValueError, TypeError: there is none, or a damaged one.
+            FileNotFoundError: there is none.
+            RecipeError: it is damaged.
         """
-        found = cls(**json.loads((folder / BASE_RECORD).read_text(encoding="utf-8")))
-        return found if found.head is None else replace(found, head=ScoreHead(**vars(found)["head"]))
+        path = folder / BASE_RECORD
+        path.lstat()
+        try:
+            found = cls(**values_of(path))
+            found = found if found.head is None else replace(found, head=ScoreHead(**vars(found)["head"]))
+        except TypeError as error:
+            raise RecipeError(f"{path}: is no record of a base model ({first_line(error)}); put it back") from None
+        if not all(isinstance(number, int) for number in found.new_tokens.values()):
+            raise RecipeError(f"{path}: new_tokens has ids that are no numbers; put it back")
+        return found
 
     def write(self, folder: Path) -> None:
         (folder / BASE_RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -532,10 +547,15 @@ def check_base(settings: AdapterSection, digest: str) -> None:
         digest: `models.weights_digest` of the model.
 
     Raises:
-        RecipeError: another base.
+        RecipeError: another base, or a damaged record of it.
     """
-    folder = Path(settings.path or "")
-    if settings.path is not None and (folder / BASE_RECORD).is_file() and (base := Base.read(folder)).sha256 != digest:
+    if settings.path is None:
+        return
+    try:
+        base = Base.read(Path(settings.path))
+    except FileNotFoundError:
+        return
+    if base.sha256 != digest:
         raise RecipeError(
             f"adapter.path is {settings.path!r}, which was trained on {base.name_or_path} with other weights than those"
             " of model.name_or_path (another SHA-256); name its base there"
@@ -699,15 +719,19 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
     """
     from peft import PeftConfig
 
+    values_of(folder / "adapter_config.json")
     try:
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # peft takes the keys as arguments of a class
         raise RecipeError(f"{folder / 'adapter_config.json'}: peft cannot read it ({first_line(error)})") from None
-    if settings.is_prompt_learning or not (folder / ADAPTER_WEIGHTS).is_file():
+    shapes_in(folder, str(folder))
+    if settings.is_prompt_learning:
         return
     try:
         with in_language_names(folder) as named:
             first = _first_difference(named, config)
+    except RecipeError:
+        raise
     except Exception as error:  # what peft, torch and safetensors raise over values that they did not expect
         first = f"{type(error).__name__}: {first_line(error)}"
     if first:
@@ -727,9 +751,11 @@ def _first_difference(folder: Path, config: PreTrainedConfig) -> str | None:
         inject_adapter_in_model(PeftConfig.from_pretrained(str(folder)), model, ADAPTER_NAME)
     wanted = get_peft_model_state_dict(model, adapter_name=ADAPTER_NAME, save_embedding_layers=False)
     shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
-    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
-        stored = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
-    others = {name for name in stored if "lora_" in name} - shapes.keys()  # beside them an embedding may lie there
+    stored = shapes_in(folder, str(folder))
+    # peft writes an embedding or a head that was resized beside them (utils/save_and_load.py, save_embedding_layers).
+    resized = [id(one) for one in (model.get_input_embeddings(), model.get_output_embeddings())]
+    beside = tuple(f"base_model.model.{name}." for name, one in model.named_modules() if id(one) in resized)
+    others = {name for name in stored if not name.startswith(beside) or "lora_" in name} - shapes.keys()
     differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
     if not differ:
         return None

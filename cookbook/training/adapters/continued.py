@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from cookbook.config.sections import AdapterSection
 from cookbook.planning.model_files import values_of
 from cookbook.system.files import RecipeError, refuse
-from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS, in_language_names, name_in_file
+from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS, in_language_names, name_in_file, shapes_in
 
 
 def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
@@ -25,11 +24,10 @@ def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
         RecipeError: there is no adapter in the folder, or another.
     """
     folder, place = Path(settings.path or ""), f"adapter.path is {settings.path!r}"
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; name a peft folder, as the export of a run")
+    shapes_in(folder, place)
     refuse([f"{place}, {what}" for what in _differences(folder, settings)])
-    with in_language_names(folder) as named, safe_open(named / ADAPTER_WEIGHTS, framework="pt") as file:
-        there = {key: file.get_slice(key).get_shape() for key in sorted(file.keys())}
+    with in_language_names(folder) as named:
+        there = shapes_in(named, place)
     here = {_key(name): [*one.shape] for name, one in empty.named_parameters() if one.requires_grad}
     if others := sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key)):
         shapes = f"{others[0]} is {there.get(others[0])} there, and {here.get(others[0])} here"
@@ -40,8 +38,13 @@ def _differences(folder: Path, settings: AdapterSection) -> Iterator[str]:
     saved = values_of(folder / "adapter_config.json")
     own = {"rank": settings.rank, "alpha": settings.alpha, "rslora": settings.rslora}
     for (key, value), theirs in zip(own.items(), ("r", "lora_alpha", "use_rslora"), strict=True):
-        if (found := saved.get(theirs, False)) != value:
+        found = saved.get(theirs) or False
+        if not found and key != "rslora":
+            yield f"whose adapter_config.json has no {theirs}; fetch it again, or correct it"
+        elif found != value:
             yield f"whose {theirs} is {found}, and adapter.{key} is {value}; write adapter.{key}: {found}"
+    if saved.get("peft_type") != "LORA":
+        yield f"whose peft_type is {saved.get('peft_type')}, and here it is LORA"
     if saved.get("use_dora", False) != (settings.name == "dora"):
         yield f"whose use_dora is {saved.get('use_dora', False)}, and adapter.name is {settings.name}"
     for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices"):

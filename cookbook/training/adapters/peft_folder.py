@@ -5,14 +5,48 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cookbook.planning.language_part import language_key
+from cookbook.system.files import RecipeError
+from cookbook.system.tensor_files import BadHeader, read_header
 
 ADAPTER_NAME = "default"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def shapes_in(folder: Path, place: str) -> dict[str, list[int]]:
+    """The shape of each tensor of a peft folder's weights, all of which are read.
+
+    Args:
+        place: that of the mistake.
+
+    Raises:
+        RecipeError: they are not there, or damaged, or hold what no adapter has: whole numbers, NaN, infinity.
+    """
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        tensors, _ = read_header(path)
+        with safe_open(path, framework="pt") as file:
+            odd = [name for name, one in sorted(tensors.items()) if not _is_weight(file, name, one["dtype"])]
+    except FileNotFoundError:
+        raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; name a peft folder, as the export of a run") from None
+    except OSError as error:
+        raise RecipeError(f"{place}: {ADAPTER_WEIGHTS} cannot be read ({error.strerror}); fetch it again") from None
+    except BadHeader as error:
+        raise RecipeError(f"{place}: {ADAPTER_WEIGHTS} {error}; fetch it again") from None
+    if odd:
+        what = f"values in {odd[0]} ({tensors[odd[0]]['dtype']}) that are no finite fractions"
+        raise RecipeError(f"{place}: {ADAPTER_WEIGHTS} has {what}; fetch it again, or take an earlier one")
+    return {name: one["shape"] for name, one in tensors.items()}
+
+
+def _is_weight(file: Any, name: str, dtype: str) -> bool:
+    return dtype in ("F64", "F32", "F16", "BF16") and bool(torch.isfinite(file.get_tensor(name)).all())
 
 
 @contextlib.contextmanager
@@ -20,7 +54,8 @@ def in_language_names(folder: Path) -> Iterator[Path]:
     """A peft folder as one of a language part, if it is one of the whole model, else the folder itself."""
     path, prefix = folder / ADAPTER_WEIGHTS, "base_model.model."
     with safe_open(path, framework="pt") as file:
-        names = {key: prefix + language_key(key.removeprefix(prefix)) for key in sorted(file.keys())}
+        names = {key: key for key in sorted(file.keys())}
+    names |= {key: prefix + language_key(key.removeprefix(prefix)) for key in names if key.startswith(prefix)}
     if all(key == name for key, name in names.items()):
         yield folder
         return
