@@ -38,6 +38,7 @@ TABLES = (
         "kto_zero": "KTO",
         "reward": "reward",
         "classify": "classify",
+        "regress": "regress",
         "grpo": "GRPO",
         "gspo": "GSPO",
         "distill": "distill",

@@ -53,6 +53,7 @@ COLUMNS = {
     "kto_zero": (None, DISTRIBUTED),
     "reward": (None, DISTRIBUTED),
     "classify": (None, DISTRIBUTED),
+    "regress": (None, DISTRIBUTED),
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
     "distill": (None, DISTRIBUTED),
@@ -73,6 +74,7 @@ CHOSEN = {
     "kto_zero": ("ddp", "fsdp2"),
     "reward": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp", "pp_fsdp2"),
     "classify": ("ddp_sp", "fsdp2", "zero3", "pp"),
+    "regress": ("zero2",),
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
@@ -143,6 +145,14 @@ def write_labelled(path: Path, num_rows: int = 53) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_measured(path: Path, num_rows: int = 53) -> None:
+    """Texts of ragged lengths, each with a number."""
+    write_labelled(path, num_rows)
+    chance = random.Random(5)
+    rows = [json.loads(line) | {"label": chance.gauss(0.5, 1.0)} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_groups(path: Path, num_rows: int = 18) -> None:
     """Groups of two to four answers of ragged lengths."""
     chance = random.Random(3)
@@ -160,7 +170,7 @@ def write_groups(path: Path, num_rows: int = 18) -> None:
 
 
 CLASSES = ["bad", "fair", "good"]
-SCORED = ("reward", "classify")
+SCORED = ("reward", "classify", "regress")
 """Their gradients are far larger: of a new head and what it makes of the last states."""
 OBJECTIVES = {
     "grpo": ("{name: grpo, beta: 0.3, epsilon: 0.1, epsilon_high: 0.15}", write_groups),
@@ -170,6 +180,7 @@ OBJECTIVES = {
     ),
     "reward": ("{name: reward, center_rewards_coefficient: 0.1}", write_pairs),
     "classify": (f"{{name: classify, classes: {CLASSES}}}", write_labelled),
+    "regress": ("{name: regress}", write_measured),
     "dpo": ("{name: dpo, beta: 0.2, label_smoothing: 0.1}", write_pairs),
     "orpo": ("{name: orpo, beta: 0.5}", write_pairs),
     "cpo": ("{name: cpo, beta: 0.2}", write_pairs),

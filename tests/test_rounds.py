@@ -38,6 +38,7 @@ from cookbook.config.schedule import learning_rate
 from cookbook.config.sections import RoundsSection
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
+from cookbook.system.gpus import InstalledGpu
 from cookbook.training.data.rows import read_rows
 from tests.curves import Lab, environment
 from tests.stand_in_vllm import StandIn
@@ -545,10 +546,11 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
 
 def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
     (one := Round(tmp_path, 1)).folder.mkdir(parents=True)
-    command = os.fork()
-    if not command:
+    asks = os.fork()
+    if not asks:
         try:
-            with served._started(["sh", "-c", "echo $$; exec sleep 600"], Client("http://127.0.0.1:9", "vllm"), one):
+            command = ["sh", "-c", "echo $$ $VLLM_BATCH_INVARIANT; exec sleep 600"]
+            with served._started(command, {served.INVARIANCE: "1"}, Client("http://127.0.0.1:9", "vllm"), one):
                 pass
         finally:
             os._exit(1)
@@ -556,10 +558,26 @@ def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
     while not (log.is_file() and log.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    server = psutil.Process(int(log.read_text()))
-    os.kill(command, signal.SIGKILL)
-    os.waitpid(command, 0)
-    assert psutil.wait_procs([server], timeout=10)[1] == []
+    number, variable = log.read_text().split()
+    server = psutil.Process(int(number))
+    os.kill(asks, signal.SIGKILL)
+    os.waitpid(asks, 0)
+    assert psutil.wait_procs([server], timeout=10)[1] == [] and variable == "1"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "environment", "variables"),
+    [
+        ([(8, 0), (9, 0)], {}, {"VLLM_BATCH_INVARIANT": "1"}),
+        ([(8, 0)], {"VLLM_BATCH_INVARIANT": "0"}, {}),
+        ([(9, 0), (7, 5)], {}, {}),
+        ([None], {}, {}),
+        ([], {}, {}),
+    ],
+)
+def test_vllm_is_asked_for_answers_that_a_batch_does_not_change_where_it_can(capabilities, environment, variables):
+    gpus = [InstalledGpu(index=index, capability=one) for index, one in enumerate(capabilities)]
+    assert served.invariance(gpus, environment) == variables
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +36,7 @@ from cookbook.planning.model_files import GENERATION, read_generation_config, re
 from cookbook.system.console import say
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
+from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 from cookbook.system.signals import die_with_parent
 from cookbook.training.adapters import ADAPTER_WEIGHTS, BASE_RECORD
 
@@ -46,6 +47,7 @@ START_SECONDS = 3600.0
 """For vLLM to read a model and to compile it."""
 END_SECONDS = 60.0
 LOG = "vllm.log"
+INVARIANCE = "VLLM_BATCH_INVARIANT"
 NOTHING_ELSE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Written out, as a folder's generation_config.json fills in what is not."""
 
@@ -95,7 +97,8 @@ def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
         own = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
         own += ["--max-model-len", str(recipe.data.max_length)]
-        started = _started([_executable(), "serve", str(folder), *own, *shlex.split(rounds.sampler)[1:]], client, one)
+        command = [_executable(), "serve", str(folder), *own, *shlex.split(rounds.sampler)[1:]]
+        started = _started(command, invariance(visible_gpus(read_driver().gpus)), client, one)
     with started, contextlib.closing(client):
         yield Served(folder, rounds, client, one.number)
 
@@ -132,17 +135,29 @@ def _executable() -> str:
     return found
 
 
+def invariance(gpus: list[InstalledGpu], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable by which vLLM's answers do not depend on what it computes beside them, where it can and none is set.
+
+    So a round that was killed while it sampled gets the same answers again. Compute capability 8.0, vLLM 0.32.0,
+    docs/features/batch_invariance.md; on a CPU each request would fail.
+    """
+    can = bool(gpus) and all(one.capability is not None and one.capability >= (8, 0) for one in gpus)
+    return {INVARIANCE: "1"} if can and INVARIANCE not in environment else {}
+
+
 @contextmanager
-def _started(command: list[str], client: "Client", one: Round) -> Iterator[None]:
+def _started(command: list[str], variables: dict[str, str], client: "Client", one: Round) -> Iterator[None]:
     """vLLM's server, until it answers; its processes end with the block, or with this process."""
     log = one.folder / LOG
-    say(f"  starts {shlex.join(command)}; its log: {log}", flush=True)
+    words = [*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]
+    say(f"  starts {' '.join(words)}; its log: {log}", flush=True)
     with log.open("wb") as file:
         server = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            env=os.environ | variables,
             start_new_session=True,  # Ctrl-C ends this process first, and by it the server
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
