@@ -204,7 +204,9 @@ def plan(lab: Lab, folder: Path) -> dict[str, Any]:
         (forecast,) = (one for one in json.loads(said.getvalue())["forecasts"] if "fsdp2" in one["strategy"])
         if forecast["verdict"] == "cannot run":
             return {"refused": "; ".join(forecast["why"])}
-        return {"forecast": "formula" if forecast["memory"]["by_formula"] else "yes"}
+        if forecast["verdict"] == "no forecast":
+            return {"failed": "; ".join(forecast["why"])}
+        return {"forecast": "yes"}
     except Exception as why:
         return {"failed": f"{type(why).__name__}: {why}"[:400]}
 

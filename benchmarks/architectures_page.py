@@ -49,8 +49,7 @@ padded rows of uneven length, without dropout. A number is the largest error of 
   processes, all other strategies as two.
 - Export: what each of these runs wrote, loaded and evaluated by transformers, against the run's last held-out loss; the
   largest error of all.
-- Plan: `yes` if `cookbook plan` forecasts the model under `fsdp2` in bf16 from its traced layers, `formula` if it says
-  that it could not trace them.
+- Plan: `yes` if `cookbook plan` forecasts the model under `fsdp2` in bf16, from its traced layers.
 
 Windows and the tokens that sparse attention selects are fewer than a row's. Dropout, where a configuration has it,
 depends on the number of processes, which a run notes at its start. Cells were filled at different times, some by older

@@ -33,7 +33,7 @@ from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.repeated import run
 from cookbook.forecast.show import in_words
-from cookbook.forecast.trace import Untraceable, by_formula, trace
+from cookbook.forecast.trace import Untraceable, trace
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import lora_config
@@ -184,6 +184,12 @@ def test_attention_that_no_kernel_computes_holds_its_scores(config, checkpointin
     hold_against_a_real_pass(settings, tmp_path, monkeypatch, config_of(**config))
 
 
+def test_experts_that_split_rows_by_numbers_without_data_have_equal_parts(tmp_path, monkeypatch):
+    """JetMoE reads how many rows each expert gets; what they take together is the same however they are split."""
+    sizes = {"kv_channels": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+    hold_against_a_real_pass(recipe(), tmp_path, monkeypatch, config_of(model_type="jetmoe", **sizes))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
@@ -237,22 +243,6 @@ def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
     assert compiled == plain
     plain, cut = (traced(recipe("selective", compiled=one, packing=True), config_of()) for one in (False, True))
     assert cut == plain
-
-
-def test_the_formula_counts_the_dropout_of_an_adapter():
-    """By hand: six inputs of 192 and one of 500, in float32 with a byte of mask."""
-    estimates = [
-        by_formula(
-            config_of(),
-            recipe(adapter={"name": "lora", "rank": 8, "dropout": rate}),
-            tokens=100,
-            tp_size=1,
-            num_layers=config_of().num_hidden_layers,
-        )
-        for rate in (0.0, 0.1)
-    ]
-    without, with_it = (next(one.held for one in work.phases if one.name == "head") for work in estimates)
-    assert with_it - without == 7 * 100 * (6 * 192 + 500) * 5
 
 
 def trace_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,15 +344,6 @@ def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recompute
     assert [most[layer] - less[layer] for layer in range(7)] == [(layer + 1) * size for layer in range(7)]
 
 
-def test_the_formula_has_offloaded_inputs_of_layers_on_the_host():
-    kept, gone = (
-        by_formula(config_of(), recipe(checkpointing=kind), tokens=256, tp_size=1, num_layers=7).phases
-        for kind in (True, "offload")
-    )
-    assert kept[-1].held == gone[-1].held + 256 * 192 * 4 == 256 * 192 * 4
-    assert {one.held for one in gone} == {0}
-
-
 def test_autocast_keeps_copies_of_float32_weights():
     settings = recipe(checkpointing=True, precision="bf16")
     found = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]
@@ -416,23 +397,52 @@ def test_layers_with_a_state_have_a_second_rate_for_kernels_of_their_own(tmp_pat
     assert without[1:] == (None, False)
 
 
-def test_a_model_with_too_many_operations_is_estimated_by_formula_and_never_said_to_fit(monkeypatch):
+def test_a_model_with_too_many_operations_has_no_forecast(monkeypatch, tmp_path):
     """Their number ends a trace and no time, which depends on what else the machine does."""
     config = config_of()
-    monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
-    with pytest.raises(Untraceable, match=r"llama: TooLong: .* more than 100 operations"):
-        traced(recipe(), config)
-    monkeypatch.undo()
-    exact = traced(recipe(precision="bf16"), config, autocast=False)
-    above = by_formula(
-        config, recipe(precision="bf16"), tokens=ROWS * LENGTH, tp_size=1, num_layers=config.num_hidden_layers
-    )
-    assert max(one.peak for one in above.phases) > max(one.peak for one in exact.phases)
-    monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
+    config.save_pretrained(tmp_path / "model")
+    settings = recipe(precision="bf16")
+    model = settings.model.model_copy(update={"name_or_path": str(tmp_path / "model")})
+    settings = settings.model_copy(update={"model": model})
     machines = parse_machines("1xH100")
-    found = verdict.forecast(TraceCache(config, recipe(precision="bf16")), SINGLE, machines, limits=False)
-    assert found.by_formula and found.verdict == "tight"
-    assert "activations are by formula and may be more: llama: TooLong" in found.why[0]
+    assert forecast_all(settings, [SINGLE], machines, "recipe.yaml", limits=False).forecasts[0].verdict == "fits"
+    monkeypatch.setattr(verdict, "TRACES", {})
+    monkeypatch.setattr(ledgers, "MOST_OPERATIONS", 100)
+    why = "llama cannot be traced: its forward has more than 100 operations"
+    with pytest.raises(Untraceable, match=f"^{why}$"):
+        traced(recipe(), config)
+    several = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("single", "ddp", "zero3", "tp")]
+    report = forecast_all(settings, several, machines, "recipe.yaml", more=True)
+    assert {one.strategy.name: one.verdict for one in report.forecasts} == {
+        **dict.fromkeys(("single", "ddp", "zero3"), "no forecast"),
+        "tp": "cannot run",
+    }
+    assert all(one.memory is None and one.time is None for one in report.forecasts)
+    said = " ".join(in_words(report, "recipe.yaml", num_samples=None, price=None).split())
+    assert f"no forecast of single, ddp, zero3: {why}; launch it with --set run.max_steps=2" in said
+    assert "fit" not in said and "GiB a GPU" not in said
+
+
+def test_a_strategy_that_cannot_be_traced_is_named_beside_those_that_can(monkeypatch, tmp_path):
+    config_of().save_pretrained(tmp_path / "model")
+    settings = recipe(precision="bf16")
+    model = settings.model.model_copy(update={"name_or_path": str(tmp_path / "model")})
+    batch = settings.batch.model_copy(update={"micro_batch_size": 1})
+    settings = settings.model_copy(update={"model": model, "batch": batch})
+
+    def without_zero3(*args: Any, is_zero3: bool, **kwargs: Any) -> ActivationTrace:
+        if is_zero3:
+            raise Untraceable("llama cannot be traced: here")
+        return trace(*args, is_zero3=is_zero3, **kwargs)
+
+    monkeypatch.setattr(verdict, "TRACES", {})
+    monkeypatch.setattr(verdict, "trace_pass", without_zero3)
+    both = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero3", "zero2")]
+    report = forecast_all(settings, both, parse_machines("3xH100"), "recipe.yaml", limits=False)
+    found = [(one.strategy.name, one.verdict) for one in report.forecasts]
+    assert found == [("zero2", "fits"), ("zero3", "no forecast")]
+    said = in_words(report, "recipe.yaml", num_samples=None, price=None)
+    assert "no forecast of zero3:\n" in said and "llama cannot be traced: here; launch it" in said
 
 
 def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):

@@ -358,6 +358,8 @@ class _Draft:
             ways += [([one for one in shipped if one.offloads], (name, True)) for name in reversed(methods)]
         for strategies, (method, recompute) in ways:
             best = self._forecast(self._values(method, recompute, "single"), strategies)
+            if best.verdict == "no forecast":
+                raise RecipeError(f"there is no forecast, by which init chooses: {best.why[0]}")
             if self._fits(best):
                 return self._settle(best, method, recompute)
         have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"

@@ -262,13 +262,15 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
     from cookbook.forecast.verdict import MAY_RUN
 
     (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
-    if found.verdict not in MAY_RUN:
+    if found.verdict not in (*MAY_RUN, "no forecast"):
         advice = f"cookbook plan {path} --gpus {machines.text} has what would"
         raise RecipeError([f"{path} under {strategy.path} {found.verdict} on {machines.text}; {advice}", *found.why])
     facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
     if found.memory and machines.gpus_each:
         needed = f"forecast: {in_gib(*found.memory.needed)} GiB a GPU"
         facts.append("; ".join([needed, *(found.why or [found.verdict])]))
+    elif found.verdict == "no forecast":
+        facts.append(f"no forecast: {found.why[0]}")
     facts.append(f"a checkpoint has {in_gib(found.checkpoint)} GiB")
     return facts, count
 

@@ -96,7 +96,7 @@ def tune(
     machines = machines_for(path, gpus, {})
     chosen = candidates(recipe, own, found, machines, str(path))[:trials]
     if not chosen:
-        raise RecipeError(f"{path}: nothing fits on {machines.text}; see cookbook plan {path}")
+        raise RecipeError(f"{path}: nothing is known to fit on {machines.text}; see cookbook plan {path}")
     say(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
     for one in chosen:
         say(f"  {one.settings.words}: {one.why}")

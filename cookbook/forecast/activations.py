@@ -61,7 +61,7 @@ class ActivationTrace:
         return replace(longer, phases=tuple(phases))
 
     def total(self, name: Literal["kernels", "looped", "moved", "streamed"]) -> int:
-        """Sum over all phases; 0 for an estimate by formula."""
+        """Sum over all phases."""
         return sum(getattr(phase, name) for phase in self.phases)
 
     def of_stage(

@@ -41,6 +41,7 @@ GROUPED = torch.ops.aten._grouped_mm.default
 DEVICE = torch.ops.prim.device.default
 """Two thirds of all that is dispatched: autograd asks each tensor where it lies."""
 WHERE, VALUE = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
+CUT = torch.ops.aten.split_with_sizes.default
 AROUND_EXPERTS = {
     "forward": "experts forward",
     "experts forward": "rest forward",
@@ -48,6 +49,11 @@ AROUND_EXPERTS = {
     "experts again": "backward",
 }
 """The phase that follows where a forward comes to a layer's experts, or leaves them."""
+
+
+def _equal_parts(whole: int, count: int) -> list[int]:
+    """Sizes of parts, of which no two differ by more than one."""
+    return [whole // count + (part < whole % count) for part in range(count)]
 
 
 def _in_16_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,21 +90,23 @@ class Ledger(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._operations += 1
         if function is DEVICE:
             return args[0].fake_device
+        self._operations += 1
         if (
             self._operations > MOST_OPERATIONS
             and self._may_end
             and not function.is_view
             and function._opname not in FREE
         ):
-            raise TooLong(f"a forward has more than {MOST_OPERATIONS:,} operations")
+            raise TooLong(f"its forward has more than {MOST_OPERATIONS:,} operations")
         result: Any
         if function is WHERE:
             result = self._where(args[0])
         elif function is VALUE and args[0].dtype == torch.int64:
-            result = 0  # the number of an expert
+            result = 0  # the number of an expert, or of its rows
+        elif function is CUT and not any(args[1]):
+            result = function(args[0], _equal_parts(args[0].shape[args[2] if len(args) > 2 else 0], len(args[1])))
         elif function is GROUPED and args[0].dtype == torch.float32:
             low = tree_map_only(torch.Tensor, _in_16_bits, args)
             result = function(*low, **(kwargs or {})).float()

@@ -224,11 +224,11 @@ def _less_than(traces: TraceCache, strategy: Strategy, machines: Machines) -> Ma
 def smaller_micro_batch(
     recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
 ) -> BatchSection | None:
-    """The first of `batches` with which a run may fit; each is taken where activations are by formula."""
+    """The first of `batches` with which a run may fit; each may where there is no forecast."""
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     for batch in batches:
         found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
-        if found.verdict in MAY_RUN or (found.by_formula and found.verdict != "cannot run"):
+        if found.verdict in (*MAY_RUN, "no forecast"):
             return batch
     return None
 
@@ -264,6 +264,9 @@ def fitting(
     and none if a GPU's memory is not known. Selective checkpointing is left out unless products take most of its time:
     it decides about each operation on the host, and was slower than recomputing all where those are small
     (docs/on_gpu.md).
+
+    Raises:
+        RecipeError: there is no forecast.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     found = []
@@ -274,7 +277,12 @@ def fitting(
             return forecast(traces.changed(batch=batch, model=model), strategy, machines, limits=False)
 
         def is_too_large(batch: BatchSection) -> bool:
-            return machines.usable_gib is None or of(batch).verdict not in ("fits", *UNKNOWN)
+            if machines.usable_gib is None:
+                return True
+            one = of(batch)
+            if one.verdict == "no forecast":
+                raise RecipeError(one.why)
+            return one.verdict not in ("fits", *UNKNOWN)
 
         if count := bisect_left(batches, True, key=is_too_large):
             last = of(batches[count - 1])
@@ -317,7 +325,11 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[
             share = recipe.batch.global_batch_size // one.plan.data_parallel_size
             sizes = [1] if one.strategy.pp_size > 1 else even(share)
             batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
-        for best in fitting(recipe, one.strategy, machines, recipe_name, batches, kinds)[:1]:
+        try:
+            fits = fitting(recipe, one.strategy, machines, recipe_name, batches, kinds)
+        except RecipeError:
+            continue
+        for best in fits[:1]:
             settings = {"gradient_checkpointing": best.checkpointing}
             traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
             traces = traces.changed(batch=best.batch, model=model.model_copy(update=settings))

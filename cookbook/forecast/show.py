@@ -70,13 +70,15 @@ def in_words(
     ]
     if best.memory is not None:
         parts += ["", _table(report), "", _bars(report)]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for one in report.forecasts:
-        if one.verdict == "cannot run":
-            reasons.setdefault(one.why[0].split(": ", 1)[-1], []).append(one.strategy.name)
+        if one.memory is None:
+            why = one.why[0].split(": ", 1)[-1] if one.verdict == "cannot run" else one.why[0]
+            reasons.setdefault((one.verdict, why), []).append(one.strategy.name)
     parts += [""] if reasons else []
-    for why, names in reasons.items():
-        parts += [page((f"{', '.join(names)} cannot run:",)), page((why,), indent=4)]
+    for (verdict, why), names in reasons.items():
+        said = "no forecast of {}:" if verdict == "no forecast" else "{} cannot run:"
+        parts += [page((said.format(", ".join(names)),)), page((why,), indent=4)]
     if sizes:
         parts += ["", _sizes(sizes)]
     if best.memory is not None:
@@ -222,9 +224,6 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         *_stages(memory),
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
-    if best.by_formula:
-        reason = "the model's code could not be traced, or a forward of it is too long to be"
-        rows.insert(2, ("", f"activations are by formula, since {reason}: a run may need more"))
     steps = _num_steps(report, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:
@@ -320,7 +319,7 @@ def as_record(
             record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
         if memory is not None:
             names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
-            record["memory"] = {name: getattr(memory, name) for name in names} | {"by_formula": one.by_formula}
+            record["memory"] = {name: getattr(memory, name) for name in names}
             record["memory"]["stages"] = [
                 {"holds": stage.holds, "in_flight": stage.in_flight}
                 | {name: getattr(stage.memory, name) for name in names if name != "needed"}

@@ -19,21 +19,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
-from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, lengthened
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
 from cookbook.forecast.skeleton import new_rows
-from cookbook.planning.attention_layers import first_of, layer_configs
 from cookbook.planning.packing import STATEFUL, stops_compiling
-from cookbook.planning.score_head import backbone_of, empty_model, head_of, is_scored
+from cookbook.planning.score_head import backbone_of, empty_model, head_of
 from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
-from cookbook.training.models.loss import LOGITS_BUDGET, add_loss, nll_of_targets
+from cookbook.training.models.loss import add_loss, nll_of_targets
 
 if TYPE_CHECKING:
     from cookbook.forecast.compiled import Kept
@@ -44,7 +43,7 @@ COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 
 class Untraceable(Exception):
-    """The model's code needs values that a fake tensor does not have."""
+    """The model's code needs values that a fake tensor does not have, or has more operations than are traced."""
 
 
 def trace(
@@ -83,7 +82,7 @@ def trace(
         kept: likewise for what its checkpointing keeps of a compiled layer.
 
     Raises:
-        Untraceable: use `by_formula` instead.
+        Untraceable: there is no forecast of it.
     """
     low = COMPUTE_DTYPES[recipe.compute_precision]
     is_low = low != torch.float32
@@ -117,7 +116,8 @@ def trace(
                 return run(config, attention, compiling)
             except Exception as error:  # a model's code may fail in any way without data
                 if attention == ways[-1][0] or isinstance(error, TooLong):
-                    raise Untraceable(f"{config.model_type}: {type(error).__name__}: {first_line(error)}") from error
+                    why = str(error) if isinstance(error, TooLong) else f"{type(error).__name__}: {first_line(error)}"
+                    raise Untraceable(f"{config.model_type} cannot be traced: {why}") from error
         raise AssertionError("no way")
 
     few = few_layers(config)
@@ -152,37 +152,6 @@ def _ways(
 def holds_scores(config: PreTrainedConfig) -> bool:
     """Whether the attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
     return not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-
-
-LAYER_BYTES = 96
-"""Per token and hidden unit, kept by a layer in 16 bits: the maximum of the models measured by ml-engineering
-(gemma-2b; Llama-3.1-8B has 56; training/performance, read 2026-08)."""
-
-
-def by_formula(
-    config: PreTrainedConfig, recipe: Recipe, *, tokens: int, tp_size: int, num_layers: int
-) -> ActivationTrace:
-    """An estimate for a model that cannot be traced, which may need more: each layer keeps `LAYER_BYTES`, or only its
-    input under checkpointing, and the loss has logits, those of 16 bits once more in float32, and log-probabilities."""
-    text = config.get_text_config()
-    size = COMPUTE_DTYPES[recipe.compute_precision].itemsize
-    layer = LAYER_BYTES * size // 2 * tokens * text.hidden_size // tp_size
-    if recipe.adapter is not None and recipe.adapter.dropout:
-        # Dropout keeps the masked input and the mask of each linear layer; a gated layer has seven.
-        widths = [first_of(one, "intermediate_size") for one in layer_configs(text)]
-        inner = max([width for width in widths if isinstance(width, int)], default=4 * text.hidden_size)
-        inputs = 6 * text.hidden_size + inner
-        layer += (size + 1) * tokens * inputs // tp_size
-    kept = {True: size * tokens * text.hidden_size, "offload": 0}.get(recipe.model.gradient_checkpointing, layer)
-    layers = range(num_layers)
-    outputs = min(tokens * text.vocab_size // tp_size, LOGITS_BUDGET)
-    head = (size + 8) * (0 if is_scored(config) else outputs)
-    phases = (
-        *(Phase(name="forward", layer=i, held=i * kept, peak=i * kept + layer) for i in layers),
-        Phase(name="head", layer=None, held=len(layers) * kept, peak=len(layers) * kept + head),
-        *(Phase(name="backward", layer=i, held=(i + 1) * kept, peak=(i + 1) * kept + layer) for i in reversed(layers)),
-    )
-    return ActivationTrace(phases=phases)
 
 
 def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:

@@ -24,12 +24,13 @@ from cookbook.forecast.costs.loading import machine_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, checkpoint_bytes
 from cookbook.forecast.costs.states import states as states_of
 from cookbook.forecast.costs.traffic import Transfer, transfers
+from cookbook.forecast.ledger import TooLong
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.outside import workspaces
 from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
-from cookbook.forecast.trace import Untraceable, by_formula, holds_scores
+from cookbook.forecast.trace import Untraceable, holds_scores
 from cookbook.forecast.trace import trace as trace_pass
 from cookbook.planning.meshes import BUFFER_SIZE, mesh_problem, swap_limit, units_problem
 from cookbook.planning.packing import STATEFUL, TOKEN_BY_TOKEN, decide
@@ -37,11 +38,16 @@ from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chu
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
+from cookbook.training.models.efficiency import check_recomputed
 from cookbook.training.models.loss import LOGITS_BUDGET
 
-Verdict = Literal["fits", "host memory unknown", "disk unknown", "tight", "not judged", "does not fit", "cannot run"]
+Verdict = Literal[
+    "fits", "host memory unknown", "disk unknown", "tight", "not judged", "no forecast", "does not fit", "cannot run"
+]
 """On a CPU, whose memory is shared with everything else, the verdict is `not judged`. With `host memory unknown` and
-`disk unknown` the GPUs suffice, and the machine's memory or disk was not given."""
+`disk unknown` the GPUs suffice, and the machine's memory or disk was not given. `no forecast` is of what cannot be
+traced, in the way of no estimate that nothing was compared with."""
+MEASURE = "launch it with --set run.max_steps=2: what it takes is peak_memory_gib in its metrics.jsonl"
 UNKNOWN: tuple[Verdict, ...] = ("host memory unknown", "disk unknown")
 MAY_RUN: tuple[Verdict, ...] = ("fits", *UNKNOWN, "tight", "not judged")
 
@@ -53,14 +59,12 @@ class Forecast:
     strategy: Strategy
     verdict: Verdict
     why: list[str]
-    """Why it cannot run or may not fit."""
+    """Why it cannot run, may not fit, or is not known."""
     shortage: float = 0.0
     """Needed over available amount of the scarcest resource."""
     num_processes: int = 0
     plan: Plan | None = None
     memory: Memory | None = None
-    by_formula: bool = False
-    """Whether activations are by formula, because the model could not be traced."""
     host: int = 0
     """Bytes of host memory per machine, the maximum of offloaded state and loading; 0 without GPUs."""
     disk: int = 0
@@ -79,8 +83,8 @@ class Forecast:
     """Longest sequence that fits at micro-batch 1, in tokens; None also where memory grows with its square."""
 
 
-TRACES: dict[tuple[Any, ...], ActivationTrace] = {}
-"""Traces of this process; each takes seconds and is the same for every machine."""
+TRACES: dict[tuple[Any, ...], ActivationTrace | Untraceable] = {}
+"""Traces of this process, or why there is none; each takes seconds and is the same for every machine."""
 LONG = 512, 1024
 """Tokens from which longer samples of models with a state are extrapolated: they run them in steps of 64 to 256, with
 operations for each."""
@@ -105,51 +109,57 @@ class TraceCache:
             SKELETONS[self._key] = skeleton_of(config, recipe)
         self.skeleton = SKELETONS[self._key]
         self.sizes = sizes_of(config, self.skeleton)
-        self.untraceable: str | None = None
 
     def changed(self, **sections: Any) -> "TraceCache":
         """Those of the recipe with other sections."""
         return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
-        """The trace of a micro-batch of samples of data.max_length, or an estimate by formula."""
+        """The trace of a micro-batch of samples of data.max_length.
+
+        Raises:
+            Untraceable: there is none.
+        """
         recipe, tp_size = self.recipe, strategy.tp_size
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
         # Layers with a state run on one sample at a time, and their code without kernels goes through a row in steps.
         is_one_row = recipe.data.is_packed and self.config.model_type not in STATEFUL
         rows, row = (1, sequences * length) if is_one_row else (sequences, length)
-        if self.untraceable is None:
-            options: dict[str, Any] = {
-                "rows": rows,
-                "num_targets": sequences * length if recipe.objective.num_scores is None else sequences,
-                "autocast": strategy.has_autocast,
-                "tp_size": tp_size,
-                "ep_size": strategy.ep_size,
-                "fsdp": 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version,
-                "is_sharded_while_read": strategy.is_sharded_while_read,
-                "is_zero3": strategy.zero_stage == 3,
-                "sp_size": strategy.sp_size,
-            }
-            try:
-                if self.config.model_type in TOKEN_BY_TOKEN and row > SHORT[1]:
-                    one, two = (self._trace(each, options | {"rows": -(-rows * row // each)}) for each in SHORT)
-                    return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
-                if self.config.model_type not in STATEFUL or row <= LONG[1]:
-                    return self._trace(row, options)
-                one, two = (self._trace(length, options) for length in LONG)
-                return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
-            except Untraceable as error:
-                self.untraceable = str(error)
-        num_layers = self.skeleton.num_layers
-        return by_formula(self.config, recipe, tokens=sequences * length, tp_size=tp_size, num_layers=num_layers)
+        options: dict[str, Any] = {
+            "rows": rows,
+            "num_targets": sequences * length if recipe.objective.num_scores is None else sequences,
+            "autocast": strategy.has_autocast,
+            "tp_size": tp_size,
+            "ep_size": strategy.ep_size,
+            "fsdp": 0 if strategy.fsdp is None else strategy.fsdp.fsdp_version,
+            "is_sharded_while_read": strategy.is_sharded_while_read,
+            "is_zero3": strategy.zero_stage == 3,
+            "sp_size": strategy.sp_size,
+        }
+        if self.config.model_type in TOKEN_BY_TOKEN and row > SHORT[1]:
+            two, one = (self._trace(each, options | {"rows": -(-rows * row // each)}) for each in reversed(SHORT))
+            return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
+        if self.config.model_type not in STATEFUL or row <= LONG[1]:
+            return self._trace(row, options)
+        one, two = (self._trace(length, options) for length in LONG)
+        return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
 
     def _trace(self, length: int, options: dict[str, Any]) -> ActivationTrace:
         key = (*self._key, length, *options.values())
+        if (too_long := (*self._key, length)) in TRACES:  # under any strategy
+            key = too_long
         if key not in TRACES:
-            TRACES[key] = trace_pass(self.config, self.recipe, length=length, **options)
-        self._check_layers(TRACES[key])
-        return TRACES[key]
+            try:
+                TRACES[key] = trace_pass(self.config, self.recipe, length=length, **options)
+            except Untraceable as error:
+                key = too_long if isinstance(error.__cause__, TooLong) else key
+                TRACES[key] = error
+        found = TRACES[key]
+        if isinstance(found, Untraceable):
+            raise found
+        self._check_layers(found)
+        return found
 
     def _check_layers(self, trace: ActivationTrace) -> None:
         """Each phase belongs to a layer whose weights are known; LongCat-Flash's configuration counts layers twice."""
@@ -162,15 +172,12 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     """The GPU memory forecast of a run that is starting. Not collective.
 
     Raises:
-        Untraceable: there is only an estimate by formula.
+        Untraceable: there is none.
     """
     traces = TraceCache(config, recipe)
     strategy = strategy.of_width(traces.sizes.hidden)
     held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
-    work = traces.work(strategy, micro_batch_of(recipe))
-    if traces.untraceable is not None:
-        raise Untraceable(traces.untraceable)
-    return _gpu_memory(traces, strategy, held, plan, gpu)(work)
+    return _gpu_memory(traces, strategy, held, plan, gpu)(traces.work(strategy, micro_batch_of(recipe)))
 
 
 def time_of_run(
@@ -180,6 +187,9 @@ def time_of_run(
 
     Args:
         num_tokens: of a step in the mean; None: every sample has data.max_length. Kernels are those of full samples.
+
+    Raises:
+        Untraceable: there is none.
     """
     count, each = plan.num_processes, plan.num_local
     machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
@@ -223,6 +233,7 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
     """Raises RecipeError where the strategy cannot run there."""
     recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
+    check_recomputed(recipe.model, traces.config)
     if machines.num_gpus and count > machines.num_gpus:
         raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
     if (gpu := machines.gpu) is not None:
@@ -293,10 +304,17 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
     plan, held, host, disk = placed.plan, placed.held, placed.host, placed.disk
     memory_of = _gpu_memory(traces, strategy, held, plan, machines.gpu, outside_of(strategy, machines, count))
-    memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
+    try:
+        memory = memory_of(traces.work(strategy, micro_batch_of(recipe)))
+    except Untraceable as error:
+        return Forecast(
+            strategy=strategy,
+            verdict="no forecast",
+            why=[f"{error}; {MEASURE}"],
+            num_processes=count,
+            checkpoint=checkpoint_bytes(found, recipe),
+        )
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=placed.offloaded)
-    if traces.untraceable is not None and verdict in ("fits", *UNKNOWN):
-        verdict, why = "tight", [*why, f"activations are by formula and may be more: {traces.untraceable}"]
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
@@ -313,7 +331,6 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         num_processes=count,
         plan=plan,
         memory=memory,
-        by_formula=traces.untraceable is not None,
         host=host,
         disk=disk,
         checkpoint=checkpoint_bytes(found, recipe),
@@ -357,8 +374,7 @@ def _step_time(
         return None
     step = _step_of(traces, plan, num_tokens)
     step = replace(step, is_compiled=step.is_compiled or is_compiled)
-    work = None if step.is_compiled or not is_traced else traces.work(strategy, micro_batch_of(recipe))
-    trace = work if work is not None and work.total("kernels") else None  # a formula counts none
+    trace = None if step.is_compiled or not is_traced else traces.work(strategy, micro_batch_of(recipe))
     return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=trace)
 
 
@@ -484,7 +500,7 @@ def _largest(
     """The number of samples of max_length in a forward that surely fit; below 1 for shorter samples.
 
     Every phase grows linearly with the tokens, so two traces are extrapolated. Both have enough tokens for the chunked
-    loss, whose logits do not grow further.
+    loss, whose logits do not grow further. None if nothing fits, or so many tokens cannot be traced.
     """
     recipe = traces.recipe
     ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
@@ -492,8 +508,9 @@ def _largest(
     if recipe.objective.num_scores is not None:
         in_chunks = 1
     small = max(micro_batch_of(recipe), in_chunks)
-    one, two = (traces.work(strategy, size) for size in (small, 2 * small))
-    if len(one.phases) != len(two.phases):  # one was traced and the other took too long
+    try:
+        one, two = (traces.work(strategy, size) for size in (small, 2 * small))
+    except Untraceable:
         return None
 
     def fits(size: float) -> bool:
@@ -548,7 +565,9 @@ SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
 
 def rank(one: Forecast) -> tuple:
     """A key by which the best forecast is the least."""
-    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "cannot run": 4}.get(one.verdict, 1)
+    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "no forecast": 4, "cannot run": 5}.get(
+        one.verdict, 1
+    )
     strategy = one.strategy
     offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
     offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
@@ -42,6 +42,15 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
     # Offloaded by transformers on the stream of the layers. A copy on a second stream overlaps, but needs events on
     # both sides: one that is missing is a wrong curve, and neither a CPU nor a simulated GPU shows it.
     enable(options, **({"offload": True} if offload else {}))
+
+
+def check_recomputed(settings: ModelSection, config: PreTrainedConfig) -> None:
+    """Raises RecipeError where layers are to be recomputed, and transformers' code of this model cannot."""
+    served = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if settings.recompute and not getattr(served, "supports_gradient_checkpointing", True):
+        value = str(settings.gradient_checkpointing).lower()
+        why = f"transformers' code of {config.model_type} cannot recompute its layers"
+        raise RecipeError(f"model.gradient_checkpointing is {value}, but {why}; write false")
 
 
 def is_saved(operation: str) -> bool:
