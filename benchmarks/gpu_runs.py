@@ -1,6 +1,7 @@
 """Writes down what the tests on simulated GPUs ran, or compares with it what they ran on real ones.
 
 make simulated-gpus                       writes benchmarks/results/simulated_gpus.json
+python benchmarks/gpu_runs.py --forecast  computes the forecasts there again; what was measured is kept
 make test-gpu                             prints a line for each run on real GPUs, and writes real_gpus.json beside it
 """
 
@@ -8,6 +9,7 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -65,11 +67,30 @@ def compare(real: dict[str, dict[str, Any]], simulated: dict[str, dict[str, Any]
     return rows
 
 
+def forecast_again(run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A run on simulated GPUs with its forecast as of now; `folder` is for its recipe."""
+    from benchmarks.forecast_accuracy.simulated import forecast_of
+
+    if run["forecast_bytes"] is None:
+        return run
+    settings = {key: run[key] for key in ("processes", "recipe")}
+    return run | {"forecast_bytes": forecast_of(run["strategy"], run["settings"], folder, **settings)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="with the runs")
     parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--forecast", action="store_true")
     arguments = parser.parse_args()
+    if arguments.forecast:
+        recorded = json.loads(RESULTS.read_text())
+        with tempfile.TemporaryDirectory() as made:
+            again = {name: forecast_again(run, Path(made)) for name, run in recorded.pop("runs").items()}
+        write(RESULTS, again, **recorded)
+        return
+    if arguments.folder is None:
+        parser.error("write the folder with the runs")
     runs = read_runs(arguments.folder)
     if not runs:
         sys.exit(f"{arguments.folder}: no finished run there")

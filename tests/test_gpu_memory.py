@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
+from turns import others_by_turn
 
+from benchmarks import gpu_runs
 from benchmarks.forecast_accuracy import run, simulated
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import Strategy, find_strategy, load_strategy
@@ -24,6 +26,8 @@ from tests.experts import experts
 from tests.gpu_runs import RECIPE, RECIPES, GpuLab, GpuRun
 
 WITHIN = 0.02
+RECORDED = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))["rows"]
+RUNS = json.loads(gpu_runs.RESULTS.read_text(encoding="utf-8"))["runs"].values()
 CELLS = [
     ("single", "", "false"),
     ("single", "lora", "true"),
@@ -173,10 +177,9 @@ def test_inputs_of_layers_in_host_memory_leave_the_gpu_and_change_no_bit(gpu_lab
 )
 def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, strategy: str, adapter: str):
     """Without checkpointing; with accumulation for an adapter only."""
-    rows = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))["rows"]
     kinds = ("strategy", "adapter", "checkpointing", "accumulates")
     expected = (strategy, adapter, "false", adapter != "full")
-    (row,) = [row for row in rows if tuple(row[kind] for kind in kinds) == expected]
+    (row,) = [row for row in RECORDED if tuple(row[kind] for kind in kinds) == expected]
     assert simulated.forecast_again(row, tmp_path) == row, (
         "write it again: benchmarks/forecast_accuracy/run.py simulated --forecast"
     )
@@ -184,9 +187,24 @@ def test_the_recorded_peaks_are_what_is_forecast_of_them_today(tmp_path: Path, s
     assert error is not None and abs(error) < WITHIN / 2
 
 
+@pytest.mark.parametrize("strategy", others_by_turn(sorted({row["strategy"] for row in RECORDED}), []))
+def test_a_forecast_that_changed_is_written_again_beside_all_peaks_of_its_strategy(tmp_path: Path, strategy: str):
+    rows = [row for row in RECORDED if row["strategy"] == strategy]
+    assert [simulated.forecast_again(row, tmp_path) for row in rows] == rows, (
+        "write it again: benchmarks/forecast_accuracy/run.py simulated --forecast"
+    )
+
+
+@pytest.mark.parametrize("strategy", others_by_turn(sorted({run["strategy"] for run in RUNS}), ["fsdp2_tp", "pp"]))
+def test_a_forecast_that_changed_is_written_again_beside_the_runs_of_its_strategy(tmp_path: Path, strategy: str):
+    runs = [run for run in RUNS if run["strategy"] == strategy]
+    assert [gpu_runs.forecast_again(run, tmp_path) for run in runs] == runs, (
+        "write it again: benchmarks/gpu_runs.py --forecast"
+    )
+
+
 def test_every_recorded_peak_is_near_its_forecast():
-    rows = json.loads(simulated.RESULTS.read_text(encoding="utf-8"))["rows"]
-    assert max(abs(error) for row in rows if (error := simulated.error_of(row)) is not None) < WITHIN
+    assert max(abs(error) for row in RECORDED if (error := simulated.error_of(row)) is not None) < WITHIN
 
 
 def test_forecasts_of_today_leave_the_versions_of_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

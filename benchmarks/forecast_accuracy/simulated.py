@@ -97,16 +97,20 @@ def forecast_again(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     return row | {"forecast_bytes": forecast}
 
 
-def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes: int) -> int:
-    """The forecast of the peak under a strategy as the runs have it, in bytes; `folder` is for the recipe."""
-    path = folder / "memory.yaml"
-    path.write_text(RECIPE.format(**RECIPES["memory"]), encoding="utf-8")
-    recipe = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
+def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes: int, recipe: str = "memory") -> int:
+    """The forecast of the peak under a strategy as the runs have it, in bytes.
+
+    Args:
+        folder: for the recipe, which is of this name in tests/gpu_runs.py.
+    """
+    path = folder / f"{recipe}.yaml"
+    path.write_text(RECIPE.format(**RECIPES[recipe]), encoding="utf-8")
+    loaded = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
     strategy = load_strategy(Path(file_of(name, folder))).fitted(processes, processes)
-    plan = make_plan(recipe, strategy, num_processes=processes, num_gpus=processes, recipe_name=str(path))
-    config, _ = find_config(recipe.model)
+    plan = make_plan(loaded, strategy, num_processes=processes, num_gpus=processes, recipe_name=str(path))
+    config, _ = find_config(loaded.model)
     with patch.dict(os.environ, {simulated_gpus.COUNT: str(processes)}):  # they have no cuBLAS and its workspaces
-        return of_run(config, recipe, strategy, plan, None).allocated
+        return of_run(config, loaded, strategy, plan, None).allocated
 
 
 def error_of(row: dict[str, Any]) -> float | None:
