@@ -121,9 +121,8 @@ def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab
             assert_sends_what_is_forecast(run, other)
 
 
-IN_PART = [name for name in DISTRIBUTED if load_strategy(strategy_path(name)).tp_size > 1 or name == "fsdp1"]
-"""The forecast counts no messages of an adapter's own under tensor parallel; and under FSDP1 what is trained, where
-gradients of whole flat parameters are reduced (19 times as much here)."""
+IN_PART = [name for name in DISTRIBUTED if load_strategy(strategy_path(name)).tp_size > 1]
+"""The forecast counts no messages of an adapter's own under tensor parallel."""
 
 
 @pytest.mark.slow

@@ -63,32 +63,13 @@ def launch(
         simulated_gpus.check(simulate_gpus)
     gpus = num_gpus() if simulate_gpus is None else simulate_gpus
     found, mistakes = hosts.read_hosts(machines, machine, first, port)
-    try:
-        recipe, loaded = run_plan.load_pair(path, assignments, strategy)
-    except run_plan.BrokenPair as error:
-        if error.strategy is not None:
-            mistakes += _no_address(found, error.strategy)
-            count, num_local = _processes(error.strategy, processes, gpus, found.count)
-            mistakes += run_plan.try_plan(
-                error.recipe,
-                error.strategy,
-                num_processes=count,
-                num_local=num_local,
-                num_gpus=gpus,
-                recipe_name=str(path),
-                batch=error.batch,
-            )[1]
-        raise RecipeError([*error.mistakes, *placed(mistakes, path, assignments)]) from None
+    recipe, loaded = _load_pair(path, assignments, strategy, found, mistakes, processes, gpus)
     gpus = min(gpus, len(loaded.gpu_ids) or gpus)
     num_machines = max(found.count, loaded.num_machines)
     count, num_local = _processes(loaded, processes, gpus, found.count)
     environment = dict(os.environ)
     mistakes += _no_address(found, loaded) + _misfits(found, recipe, loaded, count)
-    mistakes += run_plan.refuse_rounds(recipe, str(path))
-    if first_machine := found.first or loaded.main_process_ip:
-        mistakes += hosts.set_interfaces(first_machine, environment)
-    elif count > 1:
-        mistakes += hosts.interface_problems(environment)
+    mistakes += run_plan.refuse_rounds(recipe, str(path)) + _interfaces(found, loaded, count, environment)
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     mistakes += lacks_checkpoint(recipe)
@@ -107,9 +88,8 @@ def launch(
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    folder, logs = Path(recipe.run.output_dir), None
-    if rank_logs:  # beside the folder of the run, which is renamed when another run begins there
-        logs = folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
+    folder = Path(recipe.run.output_dir)
+    logs = _log_folder(folder) if rank_logs else None
     command = run_plan.launch_command(
         str(path), loaded, num_processes=count, assignments=assignments, hosts=found, logs=logs
     )
@@ -136,6 +116,53 @@ def launch(
         recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
     )
     return run_and_restart(start, run_command, environment)
+
+
+def _load_pair(
+    path: Path,
+    assignments: list[str],
+    strategy: Path | None,
+    found: hosts.Hosts,
+    mistakes: list[str],
+    processes: int | None,
+    gpus: int,
+) -> tuple[Recipe, Strategy]:
+    """A recipe and its strategy.
+
+    Args:
+        mistakes: those of the command line, reported with the files'.
+
+    Raises:
+        RecipeError: all mistakes of a broken pair, those of what is readable in it included.
+    """
+    try:
+        return run_plan.load_pair(path, assignments, strategy)
+    except run_plan.BrokenPair as error:
+        if error.strategy is not None:
+            mistakes += _no_address(found, error.strategy)
+            count, num_local = _processes(error.strategy, processes, gpus, found.count)
+            mistakes += run_plan.try_plan(
+                error.recipe,
+                error.strategy,
+                num_processes=count,
+                num_local=num_local,
+                num_gpus=gpus,
+                recipe_name=str(path),
+                batch=error.batch,
+            )[1]
+        raise RecipeError([*error.mistakes, *placed(mistakes, path, assignments)]) from None
+
+
+def _interfaces(found: hosts.Hosts, strategy: Strategy, count: int, environment: dict[str, str]) -> list[str]:
+    """Mistakes about network interfaces; writes those of several machines into the environment."""
+    if first := found.first or strategy.main_process_ip:
+        return hosts.set_interfaces(first, environment)
+    return hosts.interface_problems(environment) if count > 1 else []
+
+
+def _log_folder(folder: Path) -> Path:
+    """Beside the folder of the run, which is renamed when another run begins there."""
+    return folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
 
 
 def _settled(path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan) -> list[str]:

@@ -319,7 +319,13 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         again = sizes.num_parameters - experts - kept * sizes.head
     twice = _held_twice(strategy, sizes)
     weights, regathered = half * (sizes.num_parameters + twice - experts) / divided, half * again / divided
-    gradients = _exchanged_bytes(strategy, step) * (sizes.num_trained + twice * sizes.head_trained - experts) / divided
+    trained = sizes.num_trained + twice * sizes.head_trained
+    if strategy.kind == "fsdp1" and not sizes.is_full:
+        # A layer is one flat parameter, reduced whole with zeros for what is frozen in it; so is the root's, if any of
+        # it is trained (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
+        in_root = 0 if sizes.head_trained else (1 if sizes.is_tied else 2) * sizes.head
+        trained = sizes.num_parameters - in_root
+    gradients = _exchanged_bytes(strategy, step) * (trained - experts) / divided
     own, owners = half * experts / expert, group // expert
     of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)
