@@ -17,6 +17,7 @@ from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
+from cookbook.commands.plan import machines_for
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
@@ -24,7 +25,7 @@ from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.layer_kinds import FOUND
-from cookbook.forecast.memory import CONTEXT, GIB, Memory, peak
+from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.mesh_sizes import _resized, better_sizes
 from cookbook.forecast.ranking import PlanReport, _simplest_first, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
@@ -115,6 +116,15 @@ def test_what_the_gpu_needs_is_more_than_what_torch_allocates():
     low, high = found.needed
     assert found.allocated + CONTEXT < low < high
     assert "+25.0% against the forecast" in found.compared(found.allocated * 1.25 / GIB, 1.0)
+
+
+def test_a_pipeline_reserves_what_its_fullest_stage_does():
+    """The first allocates more, and the second has the larger holes: 1.01 x 2,000, and 1.09 x 1,000 and 2,000 more."""
+    first, second = (
+        Memory(moment="", parameters=size, is_sharded=False, holes=holes) for size, holes in ((2000, 0), (1000, 2000))
+    )
+    stages = tuple(Stage(holds=[], in_flight=1, memory=one) for one in (first, second))
+    assert replace(first, stages=stages).reserved == (2020, 1090 + 2000)
 
 
 # On real models.
@@ -226,6 +236,14 @@ def test_the_next_rung_names_its_condition(llama):
     ddp, offload = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_offload"))
     rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).suggestion
     assert re.fullmatch(r"strategy zero3_offload fits if a machine has \d+ GiB of memory", rung)
+
+
+def test_the_condition_of_a_machine_s_disk_is_by_hand(llama):
+    """18 bytes of each of 8,030,261,248 parameters: weights in bf16, and masters, gradients and moments in float32."""
+    ddp, nvme = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_nvme"))
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [nvme]).suggestion
+    of_disk = re.fullmatch(r"strategy zero3_nvme fits if a machine has \d+ GiB of memory and (\d+) GiB of NVMe", rung)
+    assert int(of_disk[1]) == pytest.approx(18 * 8_030_261_248 / 2**30, rel=0.02)
 
 
 def test_a_gpu_that_is_full_but_for_what_nccl_takes_is_not_said_to_fit(llama):
@@ -518,6 +536,9 @@ def test_reserved_is_at_most_a_share_the_tensors_of_the_head_and_two_layers_that
         most = round(1.09 * memory.allocated) + memory.holes
         assert memory.reserved == (round(least * memory.allocated), most)
     assert found["fsdp2"].holes - found["fsdp2_grad_op"].holes == 2 * 2 * LAYER
+    apart = "model.from_scratch.tie_word_embeddings=false"  # so that the embedding, less than a layer, is gathered too
+    untied = [small("2xH100", name, apart)[0].forecasts[0].memory.holes for name in ("fsdp2", "fsdp2_grad_op")]
+    assert untied[0] - untied[1] == 2 * 2 * LAYER
     longer = small("2xH100", "fsdp2_grad_op", "model.from_scratch.vocab_size=900")[0].forecasts[0].memory
     assert longer.holes == pytest.approx(3 * found["fsdp2_grad_op"].holes, rel=0.1), "logits, of three times the words"
 
@@ -552,6 +573,32 @@ def test_the_mark_follows_the_largest_stage():
 def test_micro_batches_in_flight_by_hand(num_micro_batches, num_stages, chunks, first, last):
     found = [in_flight(num_micro_batches, stage, num_stages, chunks) for stage in (0, num_stages - 1)]
     assert found == [first, last]
+
+
+# Tokens and steps, by hand.
+
+
+def test_a_pair_is_two_samples():
+    """16 pairs of 256 tokens are 8,192; a budget of 4,096 in a forward has room for 8 pairs, or 16 samples."""
+    for objective, tokens, most in (("sft", 4096, 16), ("dpo", 8192, 8)):
+        settings = [f"objective={{name: {objective}}}", "data.max_length=256", "batch.global_batch_size=16"]
+        report, _, printed = small("1xH100", "single", *settings)
+        assert f"at most {tokens:,} tokens" in printed
+        batch = report.recipe.batch.model_copy(update={"micro_batch_size": None, "micro_batch_tokens": 4096})
+        assert micro_batch_of(report.recipe.model_copy(update={"batch": batch})) == most
+
+
+def test_an_epoch_has_a_step_for_the_samples_that_are_left():
+    """33 samples, 16 a step, are three steps."""
+    report, *_ = small("1xH100", "single", "batch.global_batch_size=16", "run.max_steps=null", "run.num_epochs=2")
+    assert as_record(report, "recipe", num_samples=33, price=None)["steps"] == 2 * 3
+
+
+def test_the_longest_sample_has_a_position_for_each_token():
+    """SmolLM2-135M has 8,192 (its config.json), and a GPU of 80 GB room for far more tokens."""
+    recipe = load_recipe(ROOT / "recipes/smollm2_135m/sft.yaml")
+    found = only(recipe, "1xH100", "single")
+    assert found.longest == 8192 < found.largest_micro_batch * recipe.data.max_length
 
 
 # Links.
@@ -668,6 +715,14 @@ def test_the_stages_of_the_page_are_those_of_today(capsys):
     assert len(parts) == 2 and "micro-batches in flight" in parts[0] and all(part in printed for part in parts)
 
 
+def test_the_gb_of_a_label_are_read_as_gib():
+    """2,000 GB of host memory, as Llama-3.1-70B's has it."""
+    there = machines_for(
+        Path("recipes/llama31_70b/sft.yaml"), None, dict.fromkeys(("host_gib", "nvme_gib", "fabric_gbits"))
+    )
+    assert (there.text, there.host_gib) == ("8x80GB", pytest.approx(2000e9 / 2**30))
+
+
 def test_the_label_says_what_a_machine_has(capsys):
     path = "recipes/llama31_70b/sft.yaml"
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
@@ -749,6 +804,22 @@ def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
     assert order("1xH100", fsdp2, zero3, far) == ["fsdp2", "zero3", "single"], "surely slower"
     assert order("1xH100", fsdp2, one("single", 1, 2, "tight")) == ["fsdp2", "single"]
     assert order("2xH100", fsdp2, zero3, near) == ["fsdp2", "zero3", "single"], "the others have twice as much"
+
+
+def test_a_next_step_of_two_keys_names_both():
+    """There is room for the inputs of layers of one sample in host memory; not for those of two, or on the GPU."""
+    settings = ["data.max_length=16384", "batch.global_batch_size=2", "model.from_scratch.num_hidden_layers=60"]
+
+    def planned(micro: int, kind: str) -> PlanReport:
+        changed = [f"batch.micro_batch_size={micro}", f"model.gradient_checkpointing={kind}"]
+        return small("1xH100", "single", *settings, *changed)[0]
+
+    first, *others = (planned(*one).forecasts[0].memory.needed for one in ((1, "offload"), (2, "offload"), (1, "true")))
+    room = (first[1] + min(others[0][1], others[1][0])) / 2 / GIB
+    machines = replace(parse_machines("1xH100", **ROOM), usable_gib=room)
+    single = load_strategy(Path("accelerate_configs/single.yaml"))
+    said = forecast_all(planned(2, "true").recipe, [single], machines, "recipe", limits=False).suggestion
+    assert said == "with batch.micro_batch_size: 1 and model.gradient_checkpointing: offload, single fits"
 
 
 def test_the_ranking_by_hand():

@@ -520,6 +520,16 @@ def test_many_small_messages_take_time_that_their_bytes_do_not():
     assert link.high == pytest.approx(by_bytes + calls * 8.4e-6 + rings * 3.4e-6) and link.high > 4 * by_bytes
 
 
+@pytest.mark.parametrize(("gpus", "sent"), [("2x1xH100", 2 * 4e15 / 2), ("2x8xH100", 2 * 4e15 * 15 / 16 / 8)])
+def test_the_rate_of_the_network_by_hand(gpus: str, sent: float):
+    """A ring reduces and gathers float32 gradients of 10^15 weights, and leaves each machine once, over cards of 100 to
+    400 Gbit/s, one for each of its GPUs, of which 50 to 90% are reached.
+    """
+    parts = step_seconds(shipped("ddp"), LARGE, STEP, parse_machines(gpus)).parts
+    (network,) = (part for part in parts if part.name == "network")
+    assert (network.low, network.high) == pytest.approx((sent / (0.9 * 400e9 / 8), sent / (0.5 * 100e9 / 8)))
+
+
 def traffic(name, **changes):
     step = replace(STEP, **changes)
     return host_traffic(shipped(name), SMALL, step, num_processes=4, gpus_each=2)

@@ -494,11 +494,13 @@ def test_a_block_in_place_of_a_json_may_offload_to_a_disk(tmp_path: Path):
     assert found["stage"] == 3 and found["stage3_prefetch_bucket_size"] == 0
 
 
-@pytest.mark.parametrize(("vocabulary", "buffer", "share"), [(8192, 786431, 786432), (8192, 786432, 0), (2048, 9, 0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "buffer", "share"), [(8192, 786431, 786432), (8192, 786432, 0), (4096, 9, 393216), (2048, 9, 0)]
+)
 def test_buffers_on_a_disk_must_hold_a_process_s_share_of_the_largest_weight(
     vocabulary, buffer, share, tmp_path, capsys
 ):
-    """8192 x 192 over two processes; of 2048 x 192 a share has less than 1 MiB, and stays in memory."""
+    """8192 or 4096 x 192 in float32, over two processes; a share of 2048 x 192 has less than 1 MiB, and is kept."""
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     block = {"stage": 3, "stage3_prefetch_bucket_size": 0, "offload_optimizer": on_disk}
     path = with_json(tmp_path, {"zero_optimization": block | {"offload_param": on_disk | {"buffer_size": buffer}}})
