@@ -76,6 +76,14 @@ RECIPES = {
         steps=3,
         evaluations="",
     ),
+    "grpo": dict(
+        model=TINY,
+        data="{train: GROUPS, max_length: 96}",
+        objective="{name: grpo, beta: 0.1}",
+        batch="{global_batch_size: 8, micro_batch_size: 2}",
+        steps=3,
+        evaluations="",
+    ),
     # All rows at full length, as the forecast has them, and memory that is mostly the model's.
     "memory": dict(
         model=WIDE,
@@ -278,7 +286,7 @@ class GpuLab:
         if after is not None:
             shutil.copytree(after.output, folder / "run")
         text = RECIPE.format(**RECIPES[case["recipe"]])
-        for name in ("chats", "held_out", "pairs", "judged", "long"):
+        for name in ("chats", "held_out", "pairs", "judged", "groups", "long"):
             text = text.replace(name.upper(), str(self.folder / f"{name}.jsonl"))
         (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
         words = ["train.py", str(folder / "recipe.yaml")]
@@ -337,12 +345,19 @@ def _write_data(folder: Path) -> None:
             prompt = [turn("user", 1, 8)]
             yield {"chosen": [*prompt, turn("assistant", 1, 12)], "rejected": [*prompt, turn("assistant", 1, 12)]}
 
+    def groups(count: int) -> Iterator[dict]:
+        for _ in range(count):
+            answers = [[turn("assistant", 1, 12)] for _ in range(chance.randint(2, 4))]
+            rewards = [chance.random() for _ in answers]
+            yield {"prompt": [turn("user", 1, 8)], "completions": answers, "rewards": rewards}
+
     rows = {
         "held_out": chats(6),
         "pairs": pairs(24),
         "long": ({"messages": [turn("user", 8, 8), turn("assistant", 400, 400)]} for _ in range(32)),
         "chats": chats(64),
         "judged": ({**next(chats(1)), "label": i % 3 > 0} for i in range(24)),
+        "groups": groups(12),
     }
     for name, found in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))

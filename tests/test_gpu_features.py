@@ -59,6 +59,7 @@ FEATURES = {
     ),
     "dpo": ("dpo", PACKED, ["zero3"], ["ddp", "tp"]),
     "dpo-padded": ("dpo", {}, ["fsdp2"], []),
+    "grpo": ("grpo", PACKED, ["zero2"], ["fsdp2", "tp", "zero3"]),
     "kto": ("kto", PACKED, [], ["zero3"]),
     "orpo": ("dpo", PACKED | {"objective.name": "orpo"}, ["zero2"], ["fsdp2_tp"]),
     "reward": ("dpo", PACKED | {"objective.name": "reward", "mixed_precision": "'no'"}, ["fsdp2"], ["ddp"]),
@@ -82,6 +83,16 @@ def test_what_a_recipe_adds_has_the_curve_of_one_gpu(gpu_lab: GpuLab, recipe: st
     run = gpu_lab.run(strategy, settings, recipe=recipe)
     band = BANDS.get(settings.get("mixed_precision", ""), BANDS["bf16"])
     assert_same_curve(run, gpu_lab.run("single", settings, recipe=recipe), band)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+def test_a_teacher_is_asked_and_has_the_curve_of_one_gpu(gpu_lab: GpuLab, strategy: str):
+    teacher = gpu_lab.run("single", {}).output / "export"
+    settings = PACKED | {"objective": f"{{name: distill, teacher: {teacher}, loss_top_k: 8, beta: 0.5}}"}
+    run = gpu_lab.run(strategy, settings)
+    assert run.losses != gpu_lab.run(strategy, PACKED).losses
+    assert_same_curve(run, gpu_lab.run("single", settings), BANDS["bf16"])
 
 
 @pytest.mark.slow
