@@ -3078,4 +3078,20 @@ FAULTS = (
         "under bf16 FSDP rounds gradients that it exchanges, in what is asked and in what is read back",
         "tests/test_gradient_exchange.py::test_fsdp2_reduces_in_float32_what_it_computes_in_bf16",
     ),
+    Fault(
+        "adapters",
+        "cookbook/training/engine/zero.py",
+        "            module.register_forward_pre_hook(ask, prepend=True)\n",
+        "            ask\n",
+        "adapters on experts alone end in a traceback under ZeRO-3",
+        "tests/test_expert_adapters.py::test_adapters_on_experts_alone_have_the_curve_of_one_process",
+    ),
+    Fault(
+        "gradients",
+        "cookbook/training/engine/base.py",
+        "            self._complete_gradients()\n",
+        "",
+        "weights that the loss does not depend on decay under ZeRO and nowhere else",
+        "tests/test_unreached.py::test_their_gradient_is_zero_and_their_decay_that_of_all_weights",
+    ),
 )

@@ -31,7 +31,7 @@ def mean_of_means() -> None:
     Engine.gradients = gradients
 
 
-def unused_module() -> None:
+def unused_module(kind: str = "LayerNorm", *sizes: int) -> None:
     """The model has a layer that its forward does not use."""
     import torch
 
@@ -41,10 +41,16 @@ def unused_module() -> None:
 
     def load_model(*arguments, **options):
         model = right(*arguments, **options)
-        model.planted = torch.nn.LayerNorm(8)
+        model.planted = getattr(torch.nn, kind)(*sizes or [8])
+        torch.nn.init.ones_(model.planted.weight)
         return model
 
     models.load_model = load_model
+
+
+def unused_matrix() -> None:
+    """That layer has a matrix of ones."""
+    unused_module("Linear", 8, 8)
 
 
 def no_exchange_of_heads_and_tokens() -> None:

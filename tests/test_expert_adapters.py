@@ -40,6 +40,7 @@ from tests.conftest import ROOT
 from tests.curves import Curve, Lab, distance
 from tests.experts import experts
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
+from tests.turns import others_by_turn
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTER = {
@@ -363,6 +364,14 @@ def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
     if "run.check_export" in more:
         compared = json.loads((curve.folder / "export" / "export.json").read_text())["reopened"]
         assert "logits equal to those of the checkpoint" in compared["logits"], compared
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *others_by_turn(["ddp", "fsdp2"], [])])
+def test_adapters_on_experts_alone_have_the_curve_of_one_process(lab: Lab, strategy: str):
+    """Nothing before the first experts is trained, so that their input needs no gradient."""
+    model = experts(lab) | ADAPTER | {"adapter": "{name: lora, rank: 4, targets: [gate_up_proj, down_proj]}"}
+    found = distance(lab.run(strategy, model), lab.run("single", model))
+    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ class Engine:
         return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
 
     def unreached(self) -> list[str]:
-        """Trained parameters that no rank's loss depends on, so that they would not change. Only the first call looks.
+        """Trained parameters that no rank's loss depends on, so that they would not learn. Only the first call looks.
 
         To be called after the first step's `gradients`.
 
@@ -361,9 +361,18 @@ class Engine:
                 clip(self.model.parameters(), result.grad_norm, self.max_grad_norm)
             if self.loss_scale is not None:
                 self.loss_scale.update(overflowed=not math.isfinite(result.grad_norm))
+            self._complete_gradients()
             self.optimizer.step()
         self._clear_gradients()
         return result
+
+    def _complete_gradients(self) -> None:
+        """Give weights that this step's loss does not depend on their gradient, zero: torch's optimizers would leave
+        them out, with their decay and moments, and DeepSpeed, whose tensors are flat, does not.
+        """
+        for parameter in self._trained():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _unusual(self, norm: float) -> Unusual | None:
         """Where the gradients are large, if with this norm they leave what was usual. While they are there."""

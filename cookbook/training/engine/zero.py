@@ -151,6 +151,8 @@ class Zero(Engine):
         if self._is_stage3:
             _gather_for_readers(model)
         wrapped = super()._wrap(model, optimizer)
+        if self._is_stage3:
+            _ask_for_gradients(model)
         if self.loss_scale is not None:
             # DeepSpeed 0.19.8 doubles its scale a step after its window, torch at it; one rule replaces both.
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
@@ -449,6 +451,25 @@ def _gather_for_readers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "reads_weights_inside", False):
             set_z3_leaf_module(module, True)
+
+
+def _ask_for_gradients(model: torch.nn.Module) -> None:
+    """Have an input of each module that DeepSpeed gathers as a whole (blocks of experts, by their class, and those of
+    `_gather_for_readers`) need a gradient. Where none does, as before the first adapter of a model, torch calls a
+    module's backward hook before its weights have their gradients, which DeepSpeed 0.19.8 takes in that hook
+    (stage3.py, `reduce_leaf_module_grads`).
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    def ask(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *others = inputs
+        if torch.is_grad_enabled() and not any(getattr(one, "requires_grad", False) for one in inputs):
+            first = first.detach().requires_grad_()
+        return first, *others
+
+    for module in model.modules():
+        if z3_leaf_module(module):
+            module.register_forward_pre_hook(ask, prepend=True)
 
 
 @contextlib.contextmanager
