@@ -43,6 +43,12 @@ def need_torchao() -> None:
         end_without("needs pip install -r requirements-fp8.txt")
 
 
+def need_package(name: str) -> None:
+    """Ends the test where a package is missing that no file of ours asks for."""
+    if find_spec(name) is None:
+        end_without(f"needs pip install {name}")
+
+
 def need_trl() -> None:
     """Ends the test where the package of requirements-peers.txt is missing."""
     if find_spec("trl") is None:

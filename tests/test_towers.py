@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from cookbook.planning.language_part import TOWERS, language_key, why_whole
+from cookbook.planning.language_part import TOWER_PACKAGES, TOWERS, language_key, why_whole
 from cookbook.run.publish.merged import write_merged
 from cookbook.run.publish.reopen import Wrong, reopen
 from cookbook.system.files import RecipeError
@@ -25,6 +25,7 @@ from cookbook.training.checkpoint.tower import Tower
 from cookbook.training.checkpoint.write_model import write_model
 from cookbook.training.models import load_config, load_tokenizer, open_language_model
 from cookbook.training.models.folder_facts import check_folder
+from tests import needs
 from tests.curves import Curve, Lab
 from tests.test_equivalence import SGD_LOSS
 from tests.test_new_tokens import NEW
@@ -53,6 +54,7 @@ def pair(lab: Lab) -> Any:
     """Folders of a model with a tower, and of its twin, by type."""
 
     def of(model_type: str) -> dict[str, Path]:
+        need_package_of(model_type)
         folder = lab.folder / f"pair_{model_type}"
         if not folder.exists():
             tokenizer = AutoTokenizer.from_pretrained(lab.run("single").folder / "export")
@@ -60,6 +62,11 @@ def pair(lab: Lab) -> Any:
         return {"whole": folder / "whole", "twin": folder / "twin"}
 
     return of
+
+
+def need_package_of(model_type: str) -> None:
+    if package := TOWER_PACKAGES.get(model_type):
+        needs.need_package(package)
 
 
 def trained(lab: Lab, folder: Path, strategy: str, settings: dict[str, str]) -> Curve:
@@ -80,11 +87,13 @@ def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 USUAL = ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name not in USUAL]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name not in (*USUAL, *TOWER_PACKAGES)]
+WITH_TIMM = pytest.mark.thorough(needs="timm")
 
 
-@pytest.mark.parametrize("model_type", [*USUAL, *OTHERS])
+@pytest.mark.parametrize("model_type", [*USUAL, *OTHERS, pytest.param("gemma3n", marks=WITH_TIMM)])
 def test_the_language_part_alone_has_the_logits_of_the_whole(model_type: str, tmp_path: Path):
+    need_package_of(model_type)
     model = whole_model(whole_config(model_type))
     model.save_pretrained(tmp_path)
     ids = torch.randint(3, FIRST_OF_IMAGES, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -104,6 +113,7 @@ CASES = [
     pytest.param("llama4", "fsdp2", {}, marks=pytest.mark.slow),
     pytest.param("mistral3", "pp", {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
     pytest.param("qwen3_5", "ddp", {}, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    *(pytest.param("gemma3n", name, {}, marks=WITH_TIMM) for name in ("single", "fsdp2", "zero3")),
 ]
 
 
@@ -194,7 +204,6 @@ def test_a_damaged_folder_is_refused_by_what_is_wrong_with_it(damage: str, pair,
 
 REASONS = {
     "cohere2_vision": "leaves out the logit_scale",
-    "gemma3n": "builds its image tower with timm",
     "glm4v": r"no class for its language part alone \(glm4v_text\)",
     "janus": "was not compared",
     "mllama": "attends to images in layers of its own",
@@ -207,6 +216,14 @@ REASONS = {
 def test_whose_language_part_is_another_model_alone_is_refused_with_the_reason(model_type: str, tmp_path: Path):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=REASONS[model_type]):
+        load_config(str(tmp_path), 64)
+
+
+def test_a_package_that_builds_a_tower_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without it nothing could tell whether the tower's tensors are all there, or open the export."""
+    AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
+    monkeypatch.setattr("cookbook.planning.language_part.find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"with timm, which is not installed \(`pip install timm`\); take a text"):
         load_config(str(tmp_path), 64)
 
 
@@ -227,7 +244,10 @@ def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["gemma3", pytest.param("llama4", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3", pytest.param("llama4", marks=pytest.mark.thorough), pytest.param("gemma3n", marks=WITH_TIMM)],
+)
 def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path, model_type: str):
     """peft opens it on transformers' class for images and text, in whose tower layers have the same names."""
     folders = pair(model_type)
@@ -238,7 +258,7 @@ def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path, mo
     whole = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folders["whole"]), exports["whole"])
     adapted = {name for name, _ in whole.named_parameters() if "lora_" in name}
     assert adapted and all(".language_model." in name for name in adapted)
-    assert any("vision" in name and name.endswith(".self_attn.q_proj.weight") for name, _ in whole.named_parameters())
+    assert any("_tower." in name and name.endswith(".q_proj.weight") for name, _ in whole.named_parameters())
     text = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders["twin"]), exports["twin"])
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

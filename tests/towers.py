@@ -21,6 +21,7 @@ VISION: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_heads": 2,
     "head_dim": 16,
+    "architecture": "test_vit",  # of timm
     "image_size": 28,
     "patch_size": 14,
     "embed_dim": 32,

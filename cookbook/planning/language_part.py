@@ -6,6 +6,7 @@ tower is never in memory, and every strategy trains what it knows.
 
 import copy
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ TOWERS = (
     "aria",
     "exaone4_5",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma4_unified",
     "hyperclovax_vision_v2",
@@ -42,13 +44,14 @@ text's token are one."""
 WHOLE_ONLY = {
     "aya_vision": "its own class leaves out the logit_scale of its language part",
     "cohere2_vision": "its own class leaves out the logit_scale of its language part",
-    "gemma3n": "transformers builds its image tower with timm, which we do not install, to compare it with",
     "mllama": "its language part attends to images in layers of its own",
     "paligemma": "its attention looks ahead in the prompt",
 }
 """Why the language part of these computes something else alone."""
+TOWER_PACKAGES = {"gemma3n": "timm"}
+"""Packages with which transformers builds the towers of these, and which we do not install."""
 AFTER_THE_HEAD = ("final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling")
-WITH_THESE = ("gemma4", "gemma4_unified", "hyperclovax_vision_v2")
+WITH_THESE = ("gemma3n", "gemma4", "gemma4_unified", "hyperclovax_vision_v2")
 """Model types whose own class does to its logits what these keys of the language part say; others leave it out."""
 KEY_MAPPING = {
     r"^(?:model\.)?language_model\.lm_head": "lm_head",
@@ -96,6 +99,9 @@ def why_whole(config: Any) -> str | None:
         return f"transformers has no class for its language part alone ({text.model_type})"
     if config.model_type not in TOWERS:
         return "its language part alone was not compared with it"
+    package = TOWER_PACKAGES.get(config.model_type)
+    if package and find_spec(package) is None:
+        return f"transformers builds its image tower with {package}, which is not installed (`pip install {package}`)"
     left_out = [key for key in AFTER_THE_HEAD if getattr(text, key, None) not in (None, 1)]
     if left_out and config.model_type not in WITH_THESE:
         return f"its own class leaves out the {left_out[0]} of its language part"
