@@ -6,6 +6,7 @@ python -m pytest -q -m "slow or not slow" tests/test_architectures.py
 import contextlib
 import functools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks import architectures, architectures_page
 from benchmarks.tiny_models import tiny_config, tiny_model
+from cookbook.commands.merge import merge_run
 from cookbook.planning.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.planning.packing import PACKABLE
 from cookbook.system.files import RecipeError
@@ -105,6 +107,48 @@ def said(row: dict[str, Any]) -> dict[str, Any]:
         name: cell if isinstance(cell, str) else {key: of for key, of in cell.items() if key != "loss"}
         for name, cell in row.items()
     }
+
+
+ADAPTED = [name for name, row in RECORD["rows"].items() if "loss" in row.get("lora", {})]
+SHARDED = {"ddp": "ddp", "fsdp2": "fsdp2", "zero3": "zero3", "ep": "fsdp2_ep"}
+"""Columns of strategies, and their names."""
+ADAPTER = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "0.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40))) for i, name in enumerate(ADAPTED)]
+)
+def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monkeypatch: pytest.MonkeyPatch):
+    """Also on experts, where a type has them: a fortieth of the types by turn. What one process exports is opened by
+    peft and merged; under a strategy it has to be the same.
+    """
+    folder, row = lab.folder / "models" / model_type, RECORD["rows"][model_type]
+    architectures.make_model(lab, model_type, folder)
+    monkeypatch.setitem(architectures.COLUMNS, "adapted", ("single", ADAPTER))
+    alone, targets = architectures.train(lab, folder, "adapted")
+    assert targets == row["lora"].get("targets")
+    (_, first, _), (_, last, _) = alone.evaluations
+    assert first - last > 1000 * SGD_LOSS, "it learns"
+    assert merge_run(alone.folder, "float32") == 0
+    for written in ("export", "merged"):
+        assert abs(architectures.library_loss(lab, folder, alone.folder / written, False) - last) < SGD_LOSS, written
+    expected, settings = exported(alone.folder)
+    for column in (name for name in SHARDED if "loss" in row.get(name, {})):
+        monkeypatch.setitem(architectures.COLUMNS, f"adapted_{column}", (SHARDED[column], ADAPTER))
+        curve, _ = architectures.train(lab, folder, f"adapted_{column}")
+        weights, others = exported(curve.folder)
+        assert others == settings and weights.keys() == expected.keys(), column
+        far = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+        print(model_type, column, f"losses {architectures.distance(curve, alone):.0e}, weights {far:.0e}")
+        assert architectures.distance(curve, alone) < SGD_LOSS and far < 1e-6, column
+
+
+def exported(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights of the adapter of a run, and its configuration without an order of names."""
+    settings = json.loads((run / "export" / "adapter_config.json").read_text())
+    settings = {name: sorted(of) if isinstance(of, list) else of for name, of in settings.items()}
+    return load_file(run / "export" / "adapter_model.safetensors"), settings
 
 
 def test_sparse_attention_differs_where_its_scores_tie_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):
