@@ -268,6 +268,18 @@ def test_a_sound_folder_is_opened_by_every_command(command: str, place_of: Path,
     assert main([*COMMANDS[command]]) == 0
 
 
+@pytest.mark.parametrize("command", ["sample", "chat", "evaluate", "sample of an adapter"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_model_whose_values_are_not_finite_is_used_by_no_command(
+    value: float, command: str, place_of: Path, capsys: pytest.CaptureFixture[str]
+):
+    (place_of / "run/export/base_model.json").unlink()  # which would know another digest
+    weights = load_file(place_of / "model" / WEIGHTS)
+    weights["model.norm.weight"][3] = value
+    save_file(weights, place_of / "model" / WEIGHTS, metadata={"format": "pt"})
+    refused(COMMANDS[command], "norm.weight has values that are not finite", capsys)
+
+
 ADAPTER, ADAPTED = "adapter_config.json", "adapter_model.safetensors"
 
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import torch
 from cookbook.forecast.costs.flops import ModelSizes
 from cookbook.planning.ds_config import run_name
 from cookbook.run.forecasts import FlopCounter, flop_counter
+from cookbook.system.files import RecipeError
 from cookbook.training import metrics
 from cookbook.training.metrics import (
     RunLog,
@@ -47,6 +50,14 @@ def test_a_write_that_takes_a_part_is_followed_by_the_rest(tmp_path: Path, monke
     log.write({"step": 1, "loss": 1.0, "tokens_per_second": 1.0})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.0
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_in_the_place_of_the_metrics_is_refused(tmp_path: Path, make: Callable[[Path], object]):
+    """To open a pipe waits for a reader."""
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(RecipeError, match=r"metrics\.jsonl is (no file|a folder).*; remove it"):
+        RunLog(tmp_path, is_main=True, max_steps=1)
 
 
 def test_only_the_main_process_writes(tmp_path: Path):

@@ -4,12 +4,14 @@ python -m pytest -q tests/test_rounds_go_on.py
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -70,6 +72,30 @@ def test_each_round_has_its_own_random_numbers(lab: Lab, ends, model: Path, tmp_
         sampled.append([[line["completion_ids"] for line in one] for one in lines])
     (first, second), again = sampled
     assert again == [first, second] and first != second
+
+
+def test_a_round_whose_model_is_gone_or_not_finite_says_what_to_do(lab: Lab, ends, model: Path, tmp_path: Path, capsys):
+    values, out = settings(tmp_path, model, rounds=ALL_PROMPTS, batch=BATCH), tmp_path / "out"
+    ends(75, "stopped")
+    assert start(lab, values) == 75
+    trained = shutil.copytree(model, out / "rounds/0001/run/export")
+    (out / "rounds/0001/run/status.json").write_text(json.dumps({"state": "finished", "step": 1, "exit_code": 0}))
+    weights = load_file(trained / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, trained / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert start(lab, values) == 2
+    assert f"{trained}: model.norm.weight has values that are not finite" in capsys.readouterr().err
+    shutil.rmtree(trained)
+    assert start(lab, values) == 2
+    again = f"{trained}: is gone, and round 2 begins with it; remove {out / 'rounds/0001'}, and round 1 is done again"
+    assert again in capsys.readouterr().err
+
+
+def test_samples_where_no_folder_can_be_are_a_mistake(tmp_path: Path):
+    (tmp_path / "rounds").write_text("")
+    with pytest.raises(RecipeError, match="cannot be written"):
+        rounds_folder.write_lines(Round(tmp_path, 1).unscored, [ANSWERS])
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,13 @@ def walk(value, key):
         yield from (found for inner in value for found in walk(inner, key))
 
 
+@pytest.mark.parametrize("name", ["y", "n", "null", "true"])
+def test_the_name_of_a_job_is_text_to_every_reader_of_yaml(capsys, name):
+    """Kubernetes' reads y and n as true and false (yaml.v2, resolve.go), PyYAML as text."""
+    text = submit(capsys, "k8s", RECIPE, "2x8xH100", "--set", f"run.output_dir='outputs/{name}'")
+    assert f"name: '{name}'\n" in text and not re.search(f": {name}$", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("which", ["recipe", "strategy"])
 def test_a_file_whose_name_would_be_a_line_of_the_script_is_refused(capsys, tmp_path, which):
     odd = tmp_path / "d" / "x\ntouch PWN #.yaml"
@@ -248,6 +255,10 @@ def test_one_machine_needs_no_numbers(capsys):
             "--to k8s --gpus 8xH100 --image x --volume V_V",
             ["--volume is 'V_V'; write the name of a claim"],
         ),
+        ("--to k8s --gpus 8xH100 --image=-x --volume runs", ["--image is '-x'; write one as in registry/name:tag"]),
+        ("--to trainjob --gpus 8xH100 --image $(X) --volume runs", ["--image is '$(X)'; write one as in"]),
+        ("--to k8s --gpus 8xH100 --image \x1b]0; --volume runs", ["--image is '\\x1b]0;'; write one as in"]),
+        ("--to sky --gpus 8xH100 --volume ~/runs", ["--volume is '~/runs'; write the name of a volume"]),
         ("--to sky --gpus 8xH100 --seconds-to-save 600", ["--seconds-to-save: would be ignored by --to sky"]),
         ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),
         ("--to slurm --gpus 2x3xH100", ["but 6 processes x micro_batch_size 4"]),

@@ -171,6 +171,7 @@ def _prepare_model(folder: Path, base: str, recipe: Recipe, engine: "Engine") ->
     model = stages.load_model(base, recipe, engine, has_adapter=has_adapter)
     if has_adapter:
         adapters.open_adapter(model, folder)
+    models.check_finite(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.prepare(model, torch.optim.SGD(trained, lr=0.0))
     return recipe

@@ -32,6 +32,10 @@ NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "tra
 """Flags that a system requires; SkyPilot only for several machines."""
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
+IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)
+"""What may be a reference to an image (distribution/reference, reference.go)."""
+VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)
+"""Names of SkyPilot's volumes."""
 Values = dict[str, Any]
 
 
@@ -237,8 +241,10 @@ def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> 
     volume, image = given["--volume"], given["--image"]
     if volume and to != "sky" and not CLAIM_NAME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits, hyphens and dots")
-    if image and re.search(r"\s", image):
-        mistakes.append(f"--image is {image!r}; write one without spaces, as in registry/name:tag")
+    if volume and to == "sky" and not VOLUME.fullmatch(volume):
+        mistakes.append(f"--volume is {volume!r}; write the name of a volume: letters, digits, hyphens and dots")
+    if image and not IMAGE.fullmatch(image):
+        mistakes.append(f"--image is {image!r}; write one as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
     if to != "slurm" and not path.resolve().is_relative_to(Path.cwd()):

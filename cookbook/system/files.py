@@ -170,6 +170,8 @@ for _kind_of_scalar, _pattern, _first in (
         _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind_of_scalar}", re.compile(f"^(?:{_pattern})$", _flags), _first
         )
+# Programs in Go, Kubernetes' too, read these as true and false, and as a number in base 8 (yaml.v2, resolve.go).
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^([yYnN]|0o[0-7]+)$"), list("yYnN0"))
 
 
 def dump_yaml(values: dict[str, Any]) -> str:

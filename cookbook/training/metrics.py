@@ -19,12 +19,14 @@ import torch
 
 from cookbook import simulated_gpus
 from cookbook.system.console import say
+from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
 from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
 from cookbook.system.shipped import IS_INSTALLED
+from cookbook.system.tensor_files import why_no_file
 
 SPEEDS = ("step_seconds", "tokens_per_second", "mfu", "data_seconds", "eval_seconds", "save_seconds")
 """Not logged on simulated GPUs, where they would look like measurements."""
@@ -99,6 +101,8 @@ class _Lines:
         """
         self.path, self.say = path, say
         self._waiting, self._is_stuck = b"", False
+        if path.exists() and (why := why_no_file(path)) is not None:  # to open a pipe waits without end
+            raise RecipeError(f"{path} {why}; remove it")
         self._file = path.open(f"{mode}b", buffering=0)
 
     def append(self, text: str) -> None:

@@ -229,6 +229,9 @@ def _sample(one: Round, model: Path, how: _Sampling) -> None:
     recipe = how.recipe
     rounds = recipe.rounds
     assert rounds is not None
+    if one.number > 1 and not model.is_dir():
+        again = f"remove {model.parents[1]}, and round {one.number - 1} is done again"
+        raise RecipeError(f"{model}: is gone, and round {one.number} begins with it; {again}")
     if not one.unscored.is_file():
         rounds_folder.write_lines(one.unscored, _sampled(one, model, how))
     lines = []

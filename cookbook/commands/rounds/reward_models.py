@@ -52,6 +52,7 @@ class RewardModel:
         self.tokenizer = models.load_tokenizer(folder, None)
         dtype = torch.bfloat16 if is_bf16 and on_gpu else torch.float32
         self.model = models.open_language_model(folder, dtype=dtype).to("cuda" if on_gpu else "cpu").eval()
+        models.check_finite(self.model, folder)
         if self.model.config.pad_token_id is None:
             self.size = 1  # transformers finds the end of a text by its padding, and refuses several without one
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.system import status
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, cannot_write, make_folder
 from cookbook.system.record_files import METRICS, RUN, SAMPLES, read_json, read_lines, replace_file
 
 UNSCORED = "unscored.jsonl"
@@ -80,9 +80,16 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all, and on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), flush=True)
+    """Whole or not at all, and on the disk.
+
+    Raises:
+        RecipeError: the system refuses it.
+    """
+    make_folder(path.parent)
+    try:
+        replace_file(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), flush=True)
+    except OSError as error:
+        raise RecipeError(cannot_write(path, error, "make room, and start again: what is sampled stays")) from None
 
 
 def tidy(rounds: Sequence[Round], keep: int) -> None:

@@ -26,7 +26,7 @@ from cookbook.run.publish import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import BASE_RECORD, Base, check_fits
-from cookbook.training.models import fetch_model, folder_facts
+from cookbook.training.models import check_finite, fetch_model, folder_facts
 from cookbook.training.models.folder_facts import FolderFacts
 
 
@@ -184,7 +184,7 @@ def open_model(folder: Path) -> Generator:
         raise RecipeError(f"{folder}: cannot be opened ({type(error).__name__}: {first_line(error)})") from None
     if os.path.lexists(folder / GENERATION):
         model.generation_config = read_generation_config(folder)
-    return Generator(model=_placed(model), tokenizer=tokenizer, is_adapter=has_adapter)
+    return Generator(model=_placed(model, folder), tokenizer=tokenizer, is_adapter=has_adapter)
 
 
 def open_base(tuned: Generator, folder: Path) -> Generator:
@@ -215,7 +215,7 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
     except Exception as error:  # as above
         raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
-    return replace(tuned, model=_placed(model))
+    return replace(tuned, model=_placed(model, base_folder))
 
 
 def _opened(folder: str) -> Any:
@@ -224,5 +224,6 @@ def _opened(folder: str) -> Any:
     return kind.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
 
 
-def _placed(model: Any) -> Any:
+def _placed(model: Any, folder: str | Path) -> Any:
+    check_finite(model, folder)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -257,6 +257,20 @@ def load_model(
     return model
 
 
+def check_finite(model: torch.nn.Module, place: object) -> None:
+    """Check the values of a model that one process has whole, which no header tells: a model with NaN answers all the
+    same, and a loss of it is NaN.
+
+    Raises:
+        RecipeError: a weight is NaN or infinite.
+    """
+    for name, weight in model.named_parameters():
+        if not weight.is_floating_point() or not weight.numel():
+            continue
+        if not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise RecipeError(f"{place}: {name} has values that are not finite; fetch it again, or take an earlier one")
+
+
 def open_language_model(name: str | Path, **options: Any) -> Any:
     """`from_pretrained` of a folder's class, for causal language models or for scores; of a model with a tower, the
     language part alone.
