@@ -727,6 +727,9 @@ def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys,
 def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys):
     code, (line,), _ = checked(capsys, RECIPE, "--processes", "2", "--set", "batch.micro_batch_size=4")
     assert code == 0 and line.endswith("2 data-parallel processes x micro-batch 4 x accumulation 2")
+    _, (line,), _ = checked(capsys, RECIPE, "--processes", "2", "--set", "batch.micro_batch_size=auto")
+    assert "16 sequences a step = 2 data-parallel processes x micro-batch 1 (auto: that or more) x" in line
+    assert line.endswith("accumulation 8")
     code, _, mistakes = checked(capsys, RECIPE, "--set", "optim.lr=3", "--set", "nonsense=1")
     assert code == 2 and len(mistakes) == 2 and "optim.lr" in mistakes[0] and "nonsense" in mistakes[1]
     code, _, mistakes = checked(capsys, RECIPE, "--processes", "3")

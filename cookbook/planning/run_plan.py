@@ -102,7 +102,8 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
     start = f"{recipe.batch.global_batch_size} {recipe.objective.sample}s a step"
     if recipe.batch.micro_batch_tokens is not None:
         return f"{start}, split over {processes} in forwards of at most {recipe.batch.micro_batch_tokens} tokens"
-    micro = recipe.batch.micro_batch_size
+    size = recipe.batch.micro_batch_size
+    micro = f"{size:d} (auto: that or more)" if isinstance(size, Auto) else size
     return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
 
 
