@@ -296,6 +296,21 @@ def test_a_few_layers_tell_of_all(model_type, checkpointing, monkeypatch):
     assert of_few == traced(settings, config)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_the_backward_of_a_layer_leaves_grows_with_their_number(autocast, monkeypatch):
+    """RecurrentGemma's layers keep their state in an attribute, when they are recomputed with all that made it."""
+    config = config_of(model_type="recurrent_gemma", lru_width=192, head_dim=32, num_hidden_layers=8)
+    settings = recipe(True, precision="bf16")
+    sizes = {"rows": ROWS, "length": 8, "num_targets": ROWS * 8, "autocast": autocast, "tp_size": 1}
+    of_few = trace(config, settings, **sizes)
+    assert len(few_layers(config).layers) < 8
+    trace_all_layers(monkeypatch)
+    of_all = trace(config, settings, **sizes)
+    assert of_few == of_all
+    held = [one.held for one in of_all.phases if one.name == "backward"]
+    assert held[-1] > held[0]
+
+
 def test_layers_before_the_first_with_an_adapter_keep_nothing_and_those_like_them_behind_it_do(monkeypatch):
     """Attention, whose projections alone are adapted, is in the fourth and the eighth of qwen3_next's layers."""
     settings = recipe(precision="bf16", adapter={"name": "lora", "rank": 8, "targets": ["q_proj", "v_proj"]})

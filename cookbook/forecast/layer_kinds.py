@@ -52,6 +52,11 @@ def _few_layers(config: PreTrainedConfig, start: int) -> Few:
             if len(layers) < count and _kinds_of(shorter) == ([made_of[i] for i in layers], rest):
                 places = {kind: layers.index(i) for kind, i in inner.items()}
                 return Few(shorter, layers, [0, *(places[kind] for kind in kinds[1:-1]), len(layers) - 1])
+    return whole(config, count)
+
+
+def whole(config: PreTrainedConfig, count: int) -> Few:
+    """All of so many layers."""
     return Few(_with_layers(config, range(config.num_hidden_layers)), [*range(count)], [*range(count)])
 
 
@@ -118,9 +123,26 @@ def first_reached(phases: Sequence[Phase], few: Few) -> int:
     return next((layer for layer, place in enumerate(few.sources) if place in reached), 0)
 
 
-def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
+def grows_backward(phases: Sequence[Phase], few: Few) -> bool:
+    """Whether the backward of a layer leaves more than it frees, as RecurrentGemma's, which keeps its state."""
+    waits, _ = _waits(phases, few)
+    return min(waits[1:], default=0) < 0
+
+
+def _waits(phases: Sequence[Phase], few: Few) -> tuple[list[int], list[int]]:
+    """What the backward of each layer frees, of the first as if nothing; and what is held at the begin of each."""
+    of_layers = [(one.layer, one.held) for one in reversed(phases) if one.name == "backward" and one.layer is not None]
+    first = dict(of_layers)  # without those that a backward does not reach
+    held = [first.get(layer, first[min(first)]) for layer in range(len(few.layers))]
+    return [0, *(after - before for before, after in pairwise(held))], held
+
+
+def lengthened(phases: Sequence[Phase], few: Few, *, has_copies: bool) -> Iterator[Phase]:
     """The phases of the whole model, from those of a shorter one: each layer's are those of the layer that tells of it,
     above what the other layers hold then.
+
+    Args:
+        has_copies: of weights, which autocast makes in the forward and frees at its end.
     """
     if len(few.sources) == len(few.layers):
         yield from phases
@@ -128,22 +150,21 @@ def lengthened(phases: Sequence[Phase], few: Few) -> Iterator[Phase]:
     alone = {one.name: one for one in phases if one.layer is None}
     groups = {key: list(found) for key, found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward")))}
     forward = [one.held for one in phases if one.name in ("forward", "head")]
-    of_layers = [(one.layer, one.held) for one in reversed(phases) if one.name == "backward" and one.layer is not None]
-    first = dict(of_layers)  # without those that a backward does not reach
-    backward = [first.get(layer, first[min(first)]) for layer in range(len(few.layers))]
+    waits, backward = _waits(phases, few)
     kept = [after - before for before, after in pairwise(forward)]
-    # Less waits for a layer's backward than it kept: autocast's copies of weights have been freed by then.
-    waits = [0, *(after - before for before, after in pairwise(backward))]
     before = [*accumulate((kept[place] for place in few.sources), initial=forward[0])]
     below = [*accumulate(waits[place] for place in few.sources)]
     yield alone["embed"]
     for layer, place in enumerate(few.sources):
         yield from _raised(groups[place, True], layer, before[layer] - forward[place])
     yield from _raised([alone["head"]], None, before[-1] - forward[-1])
-    yield from _raised([alone["head backward"]], None, below[-1] - sum(waits))
+    # What waits for the backward is what the forward kept; without the copies, it is what the backward frees.
+    more = below[-1] - sum(waits) if has_copies else before[-1] - forward[-1]
+    yield from _raised([alone["head backward"]], None, more)
+    top = backward[-1] + more - below[-1]
     for layer, place in reversed(list(enumerate(few.sources))):
-        yield from _raised(groups.get((place, False), []), layer, backward[0] + below[layer] - backward[place])
-    yield from [alone["end"]] if "end" in alone else []
+        yield from _raised(groups.get((place, False), []), layer, top + below[layer] - backward[place])
+    yield from _raised([alone["end"]] if "end" in alone else [], None, top - backward[0])
 
 
 def _raised(phases: list[Phase], layer: int | None, by: int) -> Iterator[Phase]:

@@ -75,6 +75,8 @@ class Ledger(TorchDispatchMode):
         self.inputs: list[weakref.ref[Any]] = []
         """What the layers got."""
         self.keeps_inputs = False
+        self.copies = 0
+        """Bytes of weights that autocast frees at its end."""
         self._operations = 0
         self._experts = 1
         self._open: tuple[str, int | None, int] | None = None

@@ -22,7 +22,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
-from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, lengthened
+from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthened, whole
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.packing import STATEFUL, stops_compiling
@@ -125,7 +125,11 @@ def trace(
     if start := first_reached(ledger.phases, few):
         few = few_layers(config, start)
         ledger = run_first_that_works(_share_of(few.config, tp_size))
-    return ActivationTrace(phases=tuple(lengthened(ledger.phases, few)), keeps_inputs=ledger.keeps_inputs)
+    if ledger.copies and grows_backward(ledger.phases, few):
+        few = whole(config, len(few.sources))
+        ledger = run_first_that_works(_share_of(few.config, tp_size))
+    phases = tuple(lengthened(ledger.phases, few, has_copies=ledger.copies > 0))
+    return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
 
 
 def _ways(
@@ -454,6 +458,8 @@ def _trace_phases(
                 hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
                 hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
                 loss = nll_of_targets(model, hidden, targets).sum()
+                with_copies = ledger.live
+            ledger.copies = with_copies - ledger.live
             del hidden
             ledger.keeps_inputs = all(one() is not None for one in ledger.inputs[1:])
             ledger.begin("head backward")
