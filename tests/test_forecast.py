@@ -27,10 +27,20 @@ from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.mesh_sizes import _resized, better_sizes
-from cookbook.forecast.ranking import PlanReport, _simplest_first, forecast_all, micro_batch_of, rung_below
+from cookbook.forecast.ranking import PlanReport, _larger, _simplest_first, forecast_all, micro_batch_of, rung_below
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import SKELETONS, TRACES, Forecast, Verdict, _of_heaviest, _verdict, of_run, rank
+from cookbook.forecast.verdict import (
+    SKELETONS,
+    TRACES,
+    Forecast,
+    Verdict,
+    _of_heaviest,
+    _verdict,
+    of_run,
+    rank,
+    time_of_run,
+)
 from cookbook.planning.pipeline_stages import in_flight
 from cookbook.planning.run_plan import make_plan
 from cookbook.system.hardware import find_gpu, in_gib, parse_machines
@@ -592,6 +602,43 @@ def test_an_epoch_has_a_step_for_the_samples_that_are_left():
     """33 samples, 16 a step, are three steps."""
     report, *_ = small("1xH100", "single", "batch.global_batch_size=16", "run.max_steps=null", "run.num_epochs=2")
     assert as_record(report, "recipe", num_samples=33, price=None)["steps"] == 2 * 3
+
+
+def test_a_printed_time_and_price_are_those_of_the_forecast():
+    """500 steps on 8 GPUs, of which each costs 2 an hour."""
+    report, *_ = small("8xH100", "fsdp2", "batch.global_batch_size=16", "run.max_steps=500")
+    printed = in_words(report, "recipe", num_samples=None, price=2.0)
+    time = report.forecasts[0].time
+    hours = [500 * seconds / 3600 for seconds in (time.low, time.high)]
+    for pattern, expected in (
+        (r"^ +fsdp2 .* (\S+) to (\S+) s ", [time.low, time.high]),
+        (r"500 steps, (\S+) to (\S+) hours", hours),
+        (r"price +(\S+) to (\S+) at 2 a GPU and hour", [2 * 8 * one for one in hours]),
+    ):
+        found = re.search(pattern, printed, re.MULTILINE).groups()
+        assert [float(one) for one in found] == pytest.approx(expected, rel=0.06), "in two digits"
+
+
+def test_gpus_that_a_file_leaves_without_a_process_are_counted(tmp_path):
+    two = tmp_path / "ddp.yaml"
+    two.write_text(Path("accelerate_configs/ddp.yaml").read_text().replace("num_processes: auto", "num_processes: 2"))
+    recipe = small("8xH100", "ddp", "batch.global_batch_size=16")[0].recipe
+    report = forecast_all(recipe, [load_strategy(two)], parse_machines("8xH100", **ROOM), "recipe", limits=False)
+    printed = in_words(report, "recipe", num_samples=None, price=None)
+    assert "ddp has 2 processes, as its file writes: 6 of 8 GPUs would have nothing to do" in printed
+
+
+def test_larger_gpus_are_tried_from_the_smallest_on():
+    sizes = [int(one.text.removeprefix("2x").removesuffix("GB")) for one in _larger(parse_machines("2x14GB"))]
+    assert sizes == sorted(sizes) and sizes[0] == 16 and 80 in sizes
+
+
+def test_a_run_over_two_machines_is_forecast_as_the_plan_does():
+    report, *_ = small("2x8xH100", "ddp", "batch.global_batch_size=16")
+    (found,) = report.forecasts
+    config = find_config(report.recipe.model)[0]
+    assert time_of_run(config, report.recipe, found.strategy, found.plan, find_gpu("H100"), None) == found.time
+    assert "network" in {part.name for part in found.time.parts}
 
 
 def test_the_longest_sample_has_a_position_for_each_token():

@@ -10,7 +10,14 @@ from conftest import RECIPE
 
 from cookbook.config.strategy import load_strategy
 from cookbook.planning import run_plan as plan_module
-from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.planning.run_plan import (
+    default_num_processes,
+    launch_command,
+    load_pair,
+    make_plan,
+    show_command,
+    try_plan,
+)
 from cookbook.system.files import RecipeError
 
 
@@ -135,6 +142,21 @@ def test_a_clash_is_named(book, arguments, expected):
     assert len(mistakes) == len(expected)
     for mistake, words in zip(mistakes, expected, strict=True):
         assert words in mistake
+
+
+def test_each_machine_needs_gpus_for_its_own_processes(book):
+    recipe, ddp = load_pair(Path(RECIPE), ["batch.global_batch_size=16", "batch.micro_batch_size=1"])
+    of_two = {"num_processes": 16, "num_local": 8, "recipe_name": RECIPE}
+    assert make_plan(recipe, ddp, num_gpus=8, **of_two).num_processes == 16
+    with pytest.raises(RecipeError, match=r"8 processes on this machine, which has 4 GPUs; ask for at most 4"):
+        make_plan(recipe, ddp, num_gpus=4, **of_two)
+
+
+def test_only_a_process_that_there_is_can_be_profiled(book):
+    for rank, problem in ((1, None), (2, "but there are 2 processes; the last is 1")):
+        recipe, ddp = load_pair(Path(RECIPE), [f"run.profile={{steps: [2, 3], ranks: [{rank}]}}"])
+        _, mistakes = try_plan(recipe, ddp, num_processes=2, num_local=2, num_gpus=0, recipe_name=RECIPE)
+        assert mistakes == [] if problem is None else problem in mistakes[0]
 
 
 def test_fp16_with_a_gpu_and_fewer_processes_than_gpus_are_fine(book):
