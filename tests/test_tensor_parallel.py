@@ -3,22 +3,15 @@
 The curves of the shipped files are in the matrix (tests/test_equivalence*.py); here are mistakes and arithmetic.
 """
 
-import multiprocessing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from cookbook.config.mesh import Mesh
 from cookbook.planning.launchers import World
 from cookbook.training.engine import Engine
 from cookbook.training.engine.state import _distance, _holders
-from cookbook.training.models import loss
-from cookbook.training.models.structure import LogitTransform
 from tests.curves import SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
 from tests.test_equivalence_features import LORA
@@ -70,54 +63,15 @@ def test_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 
 
-def _head_of_a_rank(rank: int, folder: Path, chunk: int, errors: Any) -> None:
-    """Loss and gradients of a head of 11 tokens over two ranks, against those of the whole one."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    loss.LOGITS_BUDGET = chunk * 6  # rows of the first shard
-    torch.manual_seed(3)
-    whole, hidden, targets = torch.nn.Linear(8, 11), torch.randn(5, 8), torch.tensor([0, 5, 6, 10, 6])
-    scale = torch.linspace(0.5, 1.5, 5)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    head = torch.nn.Linear(8, 11)
-    for name, parameter in whole.named_parameters():
-        head.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    head.__class__ = loss.ShardedLossHead
-    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
-    pairs = []
-    for transform in (None, LogitTransform(scale=3.0, cap=1.5)):
-        found, logits = head(inputs[0], targets, transform), whole(inputs[1])
-        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
-        expected = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
-        for losses in (found, expected):
-            (losses * scale).sum().backward()
-        pairs.append((found, expected))
-        tokens = torch.tensor([[5, 6, 0], [0, 1, 10], [10, 9, 8], [6, 7, 5], [2, 5, 3]])
-        found = head(inputs[0], targets, transform, candidates=loss.Candidates(tokens, 1.5))
-        logits = whole(inputs[1])
-        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
-        expected = loss.with_candidates(changed, targets, loss.Candidates(tokens, 1.5))
-        for values in (found, expected):
-            (values * scale.outer(torch.linspace(-1, 2, 5))).sum().backward()
-        pairs.append((found, expected))
-    pairs.append((inputs[0].grad, inputs[1].grad))
-    pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
-    errors.put(max((left - right).abs().max().item() for left, right in pairs))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("chunk", [pytest.param(2, marks=pytest.mark.core), 100], ids=["chunked", "at once"])
-def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(tmp_path: Path, chunk: int):
-    # Not forked from here: a backward of an earlier test may have started autograd's threads for GPUs.
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", __name__])
-    errors = server.SimpleQueue()
-    ranks = [server.Process(target=_head_of_a_rank, args=(rank, tmp_path, chunk, errors)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
-    assert max(errors.get(), errors.get()) < 1e-6
+@pytest.mark.core
+def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(lab: Lab, tmp_path: Path):
+    """In parts of two rows, and at once."""
+    done = lab.parent.run(tmp_path, ["tests/divided_head.py"], processes=2, limit=60)
+    said = [(tmp_path / f"log_{rank}").read_text() for rank in range(2)]
+    assert done["codes"] == [0, 0], said
+    for text in said:
+        _, *found = next(line for line in text.splitlines() if line.startswith("DIFFERENCES")).split()
+        assert len(found) == 2 and all(float(one) < 1e-6 for one in found), found
 
 
 def test_a_loss_of_a_shard_alone_leaves_the_curve(lab: Lab):

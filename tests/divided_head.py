@@ -1,0 +1,52 @@
+"""Loss and gradients of a head of 11 tokens over two ranks, against those of the whole one.
+
+One process of a run of tests/warm_parent.py. Prints the largest difference, for each number of rows at a time.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from cookbook.training.models import loss
+from cookbook.training.models.structure import LogitTransform
+
+ROWS_AT_ONCE = (2, 100)
+
+
+def largest_difference(mesh: DeviceMesh, rows: int) -> float:
+    loss.LOGITS_BUDGET = rows * 6  # of the first shard
+    torch.manual_seed(3)
+    whole, hidden, targets = torch.nn.Linear(8, 11), torch.randn(5, 8), torch.tensor([0, 5, 6, 10, 6])
+    scale = torch.linspace(0.5, 1.5, 5)
+    head = torch.nn.Linear(8, 11)
+    for name, parameter in whole.named_parameters():
+        head.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    head.__class__ = loss.ShardedLossHead
+    inputs = [hidden.clone().requires_grad_() for _ in range(2)]
+    pairs = []
+    for transform in (None, LogitTransform(scale=3.0, cap=1.5)):
+        found, logits = head(inputs[0], targets, transform), whole(inputs[1])
+        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
+        expected = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
+        for losses in (found, expected):
+            (losses * scale).sum().backward()
+        pairs.append((found, expected))
+        tokens = torch.tensor([[5, 6, 0], [0, 1, 10], [10, 9, 8], [6, 7, 5], [2, 5, 3]])
+        found = head(inputs[0], targets, transform, candidates=loss.Candidates(tokens, 1.5))
+        logits = whole(inputs[1])
+        changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
+        expected = loss.with_candidates(changed, targets, loss.Candidates(tokens, 1.5))
+        for values in (found, expected):
+            (values * scale.outer(torch.linspace(-1, 2, 5))).sum().backward()
+        pairs.append((found, expected))
+    pairs.append((inputs[0].grad, inputs[1].grad))
+    pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
+    return max((left - right).abs().max().item() for left, right in pairs)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    print("DIFFERENCES", *(largest_difference(shards, rows) for rows in ROWS_AT_ONCE), flush=True)
+    dist.destroy_process_group()
