@@ -12,7 +12,6 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cookbook.commands.cli import app
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.planning.run_plan import load_pair, make_plan
@@ -143,12 +142,3 @@ SAID = {
 @pytest.mark.parametrize("path", SAID)
 def test_a_message_of_the_page_of_symptoms_stands_in_the_code(path: str) -> None:
     assert SAID[path] in (ROOT / path).read_text(encoding="utf-8") and SAID[path] in TROUBLE
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md"])
-def test_each_command_in_a_sentence_or_a_table_exists(page: str) -> None:
-    """tests/test_docs.py tries those of the fenced blocks."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    verbs = set(re.findall(r"`cookbook ([a-z][a-z-]*)", re.sub(r"(?ms)^```.*?^```$", "", text)))
-    assert len(verbs) >= 3
-    assert verbs <= {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands}
