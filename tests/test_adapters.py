@@ -2,6 +2,7 @@
 process computes from a saved one what the run computed at its end.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from cookbook.commands.merge import merge_run
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
+from cookbook.training.adapters import continued
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.models import train_tokenizer, weights_digest
 from tests.conftest import ROOT
@@ -353,3 +355,21 @@ def test_check_knows_the_layers_of_a_model_of_which_only_the_structure_is_here(c
     said = capsys.readouterr().err
     assert "'foo_proj', which is no linear layer of Qwen3MoeForCausalLM; it has q_proj" in said
     assert "has 'gate_up_proj'" not in said
+
+
+def test_an_adapter_from_before_rslora_does_not_go_on_with_its_scale(tmp_path: Path):
+    """What its file leaves out is peft's default."""
+    older = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    get_peft_model(new_model(), older).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    values = json.loads(path.read_text())
+    assert values.pop("use_rslora") is LoraConfig().use_rslora is False
+    path.write_text(json.dumps(values))
+    asked = {"name": "lora", "rank": 4, "alpha": 8.0, "targets": ["q_proj"], "path": str(tmp_path)}
+    for rslora in (False, True):
+        settings = AdapterSection(**asked, rslora=rslora)
+        empty = new_model()
+        adapters.add_adapter(empty, settings, seed=0)
+        refused = pytest.raises(RecipeError, match="whose use_rslora is False, and")
+        with refused if rslora else contextlib.nullcontext():
+            continued.check(empty, settings)

@@ -71,6 +71,7 @@ def test_any_cut_is_read_back_as_any_other(tmp_path: Path, monkeypatch, written:
         into = StagedPiece(piece.name, piece.kind, piece.start, piece.stride, torch.full(piece.data.shape, torch.nan))
         reader.read_into(into)
         assert torch.equal(into.data, piece.data)
+    assert torch.equal(torch.cat([*reader.parts("a.weight", "weight", 110, torch.float32)]).view(11, 10), whole)
 
 
 def test_many_files_are_read_with_few_of_them_open(tmp_path: Path, monkeypatch):

@@ -20,6 +20,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
+from cookbook.training.data.borders import Pieces
 from cookbook.training.data.encode import TextKeys
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import cached_tokens, ids_beyond, take
@@ -45,6 +46,16 @@ def test_chat_labels_are_the_answers_with_their_end_of_turn(tokenizer):
     assert tokens.num_targets.tolist() == [4, 3 + 4]
     assert num_dropped == {}
     assert (tokens.ids.dtype, tokens.is_label.dtype, tokens.offsets.dtype) == (np.int32, np.bool_, np.int64)
+
+
+def test_a_stretch_of_text_has_all_tokens_of_its_characters(tokenizer):
+    """The smiley has four, the umlaut two."""
+    text = "h\U0001f600i\u00e4"
+    encoding, ids = tokenizer(text).encodings[0], tokenizer(text).input_ids
+    assert len(ids) == 8
+    for start, end in itertools.combinations(range(len(text) + 1), 2):
+        first, last = Pieces(tokenizer).range_of(encoding, ids, text, start, end)
+        assert tokenizer.decode(ids[first:last]) == text[start:end]
 
 
 def test_shipped_template_writes_what_generation_is_prompted_with(tokenizer):

@@ -42,7 +42,7 @@ from cookbook.run import publish
 from cookbook.run.publish import merged, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
-from cookbook.training.checkpoint import folder
+from cookbook.training.checkpoint import folder, streamed
 from cookbook.training.checkpoint import write_model as building
 from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.saver import Saver
@@ -273,6 +273,17 @@ def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path,
 def saved_step(made: Run) -> int:
     made.save(3)
     return 3
+
+
+def test_a_streamed_weight_is_that_of_the_files_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(streamed, "CHUNK", 7)
+    found = StreamedModel.open(tmp_path)
+    assert found is not None
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(found.weight(name).read(torch.float32), tensor), name
 
 
 def test_files_that_differ_from_the_model_in_memory_are_not_streamed(tmp_path: Path):

@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from small_data import make_tokenizer, rows_of, run_tokenize
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
+from cookbook.planning.score_head import ScoreHead
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import _at_the_end, join
+from cookbook.training.models.first_head import scored_folder
 from tests.curves import Curve, Lab
 from tests.needs import need_trl
 from tests.test_equivalence_features import LORA, preferences
@@ -42,6 +45,29 @@ def loss_and_accuracy(model, tokenizer, rows: list[dict]) -> tuple[float, float]
     chosen, rejected = (scores_by_transformers(model, tokenizer, rows, which) for which in ("chosen", "rejected"))
     losses = torch.log1p(torch.exp(rejected - chosen)) + CENTER * (chosen + rejected) ** 2
     return losses.mean().item(), (chosen > rejected).double().mean().item()
+
+
+@pytest.mark.parametrize(("too_long", "count"), [(None, 1), ("cut", 2)])
+def test_a_pair_with_a_long_answer_is_left_out_unless_the_recipe_cuts_it(too_long: str | None, count: int):
+    rows = rows_of("preference", [{"prompt": "q", "chosen": "y", "rejected": "n" * size} for size in (1, 30)])
+    tokens, _ = run_tokenize(rows, make_tokenizer(), max_length=16, too_long=too_long, name="reward")
+    assert len(tokens.lengths) == 2 * count and tokens.row_lengths.max() > 30
+
+
+def test_a_head_is_drawn_from_the_seed_as_wide_as_transformers_draws_one(tmp_path: Path):
+    sizes = {"hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=32, initializer_range=0.05, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    config.num_labels = 60
+    theirs = AutoModelForSequenceClassification.from_config(config).score.weight
+
+    def drawn(seed: int) -> torch.Tensor:
+        head = ScoreHead(60, pad_token_id=0)
+        folder = scored_folder(str(tmp_path / "base"), head, seed=seed, cache=tmp_path / "cache")
+        return AutoModelForSequenceClassification.from_pretrained(folder).score.weight
+
+    assert torch.equal(drawn(1), drawn(1)) and (drawn(1) - drawn(2)).abs().max() > 0.05
+    assert drawn(1).std().item() == pytest.approx(theirs.std().item(), rel=0.05)
 
 
 def last_evaluation(folder: Path) -> dict:

@@ -58,7 +58,8 @@ def test_ranks_of_a_mesh_by_hand():
     assert (mesh.num_processes, mesh.data_parallel_size, mesh.token_parallel_size) == (4, 2, 4)
     assert [mesh.data_parallel_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [mesh.sequence_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
-    assert [mesh.length_multiple(100) for mesh in (Mesh(), Mesh(sequence=3), Mesh(tensor=2))] == [1, 3, 4]
+    meshes = (Mesh(), Mesh(sequence=3), Mesh(tensor=2), Mesh(sequence=6, tensor=2))
+    assert [mesh.length_multiple(100) for mesh in meshes] == [1, 3, 4, 12]
 
 
 @pytest.mark.parametrize(

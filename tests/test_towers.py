@@ -69,6 +69,28 @@ def need_package_of(model_type: str) -> None:
         needs.need_package(package)
 
 
+def test_a_tower_is_kept_bit_for_bit_and_its_configuration_names_the_dtype_of_the_rest(tmp_path: Path):
+    base, run, export = (tmp_path / name for name in ("base", "run", "export"))
+    model = whole_model(whole_config("gemma3"))
+    model.to(torch.bfloat16).save_pretrained(base)
+    for one in (run, export):
+        one.mkdir()
+    values = json.loads((base / "config.json").read_text())
+    for part in ("text_config", "vision_config"):  # as the files of the Hub have it
+        values[part]["dtype"] = "bfloat16"
+    for one in (base, run):
+        (one / "config.json").write_text(json.dumps(values))
+    Tower.of(base).keep(run)
+    tower, before = Tower.kept(run), tensors_of(base)
+    assert {name.partition(".")[0] for name in tower.tensors} == {"vision_tower", "multi_modal_projector"}
+    for name, weight in tower.tensors.items():
+        assert is_equal(weight.read(weight.own_dtype), before[name]), name
+    tower.write_config(export, torch.float16)
+    written = AutoConfig.from_pretrained(export)
+    assert written.get_text_config().dtype == written.dtype == torch.float16
+    assert written.vision_config.to_dict() == AutoConfig.from_pretrained(base).vision_config.to_dict()
+
+
 def trained(lab: Lab, folder: Path, strategy: str, settings: dict[str, str]) -> Curve:
     return lab.run(strategy, {**COMMON, **settings, "model": f"{{name_or_path: {folder}}}"})
 

@@ -1,0 +1,90 @@
+"""Steps of ZeRO's engine in one process are those of plain torch, and a restored one goes on with it. No run.
+
+python -m pytest -q tests/test_engine_zero.py
+"""
+
+import copy
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
+
+from cookbook.config.optim.groups import build_optimizer
+from cookbook.planning.launchers import World
+from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.training.checkpoint import resume
+from cookbook.training.engine import Engine, engine_class
+from cookbook.training.models.loss import add_loss
+from tests.test_engine_step import BETAS, CLIP, EPS, LEARNING_RATE, Plain, new_model, samples, save, saver_in, steps
+
+TIMEOUT = timedelta(minutes=5)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """One for all tests here: DeepSpeed keeps what it made of the first."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(book, group, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    # The last by accelerate, and for the whole process.
+    for name, value in (ranks | {"ACCELERATE_USE_DEEPSPEED": "true"}).items():
+        monkeypatch.setenv(name, value)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # which an engine sets for its whole process
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def engine_of(name: str, model: torch.nn.Module) -> Engine:
+    keys = {"learning_rate": LEARNING_RATE, "betas": [*BETAS], "eps": EPS, "weight_decay": 0.1, "max_grad_norm": CLIP}
+    recipe, strategy = load_pair(
+        Path("recipes/small.yaml"),
+        [f"optim.{key}={value}" for key, value in keys.items()],
+        Path(f"accelerate_configs/{name}.yaml"),
+    )
+    plan = make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="recipes/small.yaml")
+    world = World(rank=0, local_rank=0, num_processes=1, num_local=1, is_launched=True)
+    engine = engine_class(strategy)(strategy, plan, world, recipe, timeout=TIMEOUT)
+    add_loss(model)
+    engine.prepare(model, build_optimizer(model, recipe.optim, "no"), counts_beside="exp_avg")
+    return engine
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_zero_steps_as_plain_torch_and_goes_on_from_its_checkpoint(name: str, alone):
+    model, tokens, other = new_model(), samples(), new_model()
+    plain = Plain(copy.deepcopy(model), CLIP)
+    engine, saver = engine_of(name, model), saver_in(Path("checkpoints"))
+    expected = [plain.step(tokens), plain.step(tokens)]
+    found = steps(engine, tokens, range(1, 3))
+    (file,) = save(saver, engine, 2).glob("*.safetensors")
+    held = load_file(file)
+    assert len(held) == 3 * len(list(plain.model.parameters()))
+    for key, weight in plain.model.named_parameters():
+        for kind, tensor in ({"weight": weight} | plain.optimizer.state[weight]).items():
+            if kind != "step":
+                scale = tensor.detach().abs().max().item()
+                one = held[f"{key}|{kind}|0"]
+                torch.testing.assert_close(one, tensor.detach().flatten(), rtol=1e-4, atol=1e-5 * scale)
+    torch.nn.init.zeros_(other.lm_head.weight)
+    AcceleratorState._reset_state(True)
+    restored = engine_of(name, other)
+    resume.load(saver.newest, restored.parameter_shapes(), restored.restore)
+    expected += [plain.step(tokens), plain.step(tokens)]
+    found += steps(restored, tokens, range(3, 5))
+    for result, (loss, norm, _) in zip(found, expected, strict=True):
+        assert result.means == {"loss": pytest.approx(loss, rel=1e-6)}
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
