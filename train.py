@@ -383,7 +383,10 @@ def report_skip(run: "Run", services: "Services", batch: "StepBatch") -> None:
     decode = run.inputs.tokenizer.decode
     metrics.record_nonfinite(run.output_dir, step, engine.world.rank, batch, bad, decode, what=what)
     if run.progress.num_skipped > limit:
-        raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}")
+        name = run.recipe.model.name_or_path
+        is_first = run.progress.num_skipped == step and name is not None
+        doubt = f"; no step was finite: cookbook evaluate {name} ROWS says whether its weights are" if is_first else ""
+        raise FloatingPointError(f"step {step}: run.skip_nonfinite_steps is {limit}{doubt}")
 
 
 def evaluate(run: "Run", services: "Services") -> str | None:

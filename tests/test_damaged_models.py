@@ -25,6 +25,7 @@ from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.models import train_tokenizer, weights_digest
+from tests.curves import Lab
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, SETTINGS, TEMPLATE, GENERATION = (
@@ -280,6 +281,20 @@ def test_a_model_whose_values_are_not_finite_is_used_by_no_command(
     refused(COMMANDS[command], "norm.weight has values that are not finite", capsys)
 
 
+def test_a_run_of_such_a_model_says_how_to_look_at_it(place_of: Path, lab: Lab):
+    """Its values are not read before: a rank may have no more than a shard of them."""
+    weights = load_file(place_of / "model" / WEIGHTS)
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, place_of / "model" / WEIGHTS, metadata={"format": "pt"})
+    sections = yaml.safe_load((place_of / "recipe.yaml").read_text())
+    sections["model"]["name_or_path"] = str(place_of / "model")
+    sections["data"]["train"] = str(place_of / "rows.jsonl")
+    settings = {name: json.dumps(sections[name]) for name in ("model", "data", "batch")}
+    settings |= {"run.output_dir": str(place_of / "out"), "run.max_steps": "2", "schedule.warmup_steps": "0"}
+    done = lab.start("single", settings)
+    assert done.returncode == 1 and f"cookbook evaluate {place_of / 'model'} ROWS says whether" in done.stdout
+
+
 ADAPTER, ADAPTED = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -302,6 +317,7 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no JSON": (text(ADAPTER, "{"), ADAPTER),
     "settings a pipe": (place(ADAPTER, os.mkfifo), ADAPTER),
     "of an unknown kind": (keys(ADAPTER, peft_type="EVIL"), "adapter_config.json|peft_type"),
+    "of a prompt, not of layers": (keys(ADAPTER, peft_type="PROMPT_TUNING", num_virtual_tokens=4), "PROMPT_TUNING"),
     "a rank that is none": (keys(ADAPTER, r="evil"), "r is a string"),
     "a rank of another": (keys(ADAPTER, r=8), r"\[4, 32\]|adapter.rank: 8"),
     "an alpha that is no number": (keys(ADAPTER, lora_alpha=math.nan), "lora_alpha is a number, which it cannot be"),

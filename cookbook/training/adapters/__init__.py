@@ -726,7 +726,8 @@ def check_fits(folder: Path, config: PreTrainedConfig) -> None:
         raise RecipeError(f"{folder / 'adapter_config.json'}: peft cannot read it ({first_line(error)})") from None
     shapes_in(folder, str(folder))
     if settings.is_prompt_learning:
-        return
+        what = f"its peft_type is {settings.peft_type}, which adds to the prompt"
+        raise RecipeError(f"{folder}: {what}; only adapters of layers are read here")
     try:
         with in_language_names(folder) as named:
             first = _first_difference(named, config)
