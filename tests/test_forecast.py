@@ -5,6 +5,7 @@ python -m pytest -q tests/test_forecast.py
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from cookbook.commands.cli import main
 from cookbook.commands.plan import machines_for
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
-from cookbook.config.strategy import load_strategy
+from cookbook.config.strategy import known_strategies, load_strategy
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
@@ -742,6 +743,23 @@ def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(capsys, monkey
             assert answer() == calm
         finally:
             busy.kill()
+
+
+@pytest.mark.slow
+def test_no_order_of_a_set_decides_a_byte_of_the_answer():
+    """Two processes at once, whose texts have other hashes; the control is a set that shows its order."""
+    seen = f"; print(set({sorted(known_strategies())}))"
+    words = ["plan", LLAMA, "--gpus", "8xH100", "--json", "--strategy", "zero3", "--strategy", "fsdp2"]
+    code = f"from cookbook.commands.cli import main; main({words}){seen}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE
+        )
+        for seed in "12"
+    ]
+    (one, order), (two, other) = (process.communicate()[0].strip().rsplit(b"\n", 1) for process in started)
+    assert json.loads(one)["forecasts"] and one == two
+    assert order != other
 
 
 def test_the_answer_for_people(capsys):
