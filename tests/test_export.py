@@ -871,6 +871,35 @@ def test_checkpoints_are_listed_without_torch(run: Run):
     assert done.returncode == 0, done.stderr
 
 
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+OF_A_MODEL = {
+    f"{name} {what}": (name, damage)
+    for name in ("config.json", "tokenizer.json", "generation_config.json")
+    for what, damage in (("gone", Path.unlink), ("a list", lambda path: path.write_text("[]")), ("a pipe", a_pipe))
+}
+del OF_A_MODEL["generation_config.json gone"]  # a model need not have one
+
+
+@pytest.mark.parametrize(("name", "damage"), OF_A_MODEL.values(), ids=OF_A_MODEL)
+def test_a_damaged_file_of_the_model_is_named_before_anything_is_written(run: Run, name: str, damage):
+    damage(run.folder / "model" / name)
+    names = {*run.folder.iterdir()}
+    with pytest.raises(RecipeError, match=rf"model/{name}|model: .*; put back what the run wrote there"):
+        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
+    assert {*run.folder.iterdir()} == names
+
+
+def test_a_new_token_that_its_tokenizer_does_not_have_is_refused(run: Run):
+    path = run.folder / "model" / adapters.BASE_RECORD
+    path.write_text(json.dumps({**json.loads(path.read_text()), "new_tokens": {"<new>": 10**9}}))
+    with pytest.raises(RecipeError, match="gives <new> the id 1000000000, and its tokenizer another"):
+        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
+
+
 def test_what_it_started_from_must_be_named(run: Run):
     (run.folder / "model" / adapters.BASE_RECORD).write_text("[]")
     with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):

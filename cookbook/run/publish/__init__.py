@@ -21,11 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.planning.language_part import open_config, whole_config, with_rows
+from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer
 from cookbook.planning.score_head import ScoreHead
 from cookbook.run.publish.card import model_card
 from cookbook.run.publish.merged import write_merged
 from cookbook.system.console import in_bytes
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.system.hosts import TORCHRUN
 from cookbook.training import adapters, models
 from cookbook.training.adapters import BASE_RECORD, Base
@@ -244,7 +245,28 @@ def _check_export(target: Path, model_files: Path, state: dict[str, Any], recipe
         raise RecipeError(f"{model_files}: missing; a run writes it at its start, and an export needs it") from None
     if base.sha256 != state["made_from"]["model"]:
         raise RecipeError(f"{model_files}: is of another model than the checkpoint was made with (another SHA-256)")
+    known = _read_small_files(model_files)
+    odd = [f"{token} the id {number}" for token, number in base.new_tokens.items() if known.get(token) != number]
+    refuse([f"{model_files / BASE_RECORD}: new_tokens gives {one}, and its tokenizer another" for one in odd])
     return base
+
+
+def _read_small_files(model_files: Path) -> dict[str, int]:
+    """Open what an export copies; returns the tokenizer's tokens and their ids.
+
+    Raises:
+        RecipeError: a file is damaged or gone.
+    """
+    try:
+        open_config(model_files)
+        if os.path.lexists(model_files / GENERATION):
+            read_generation_config(model_files)
+        tokens: dict[str, int] = read_tokenizer(model_files).get_vocab()
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{model_files}: {first_line(error)}; put back what the run wrote there") from None
+    return tokens
 
 
 def _check_room(target: Path, state: dict[str, Any], dtype: torch.dtype) -> None:
