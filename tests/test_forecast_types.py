@@ -87,5 +87,5 @@ def few_tell_of_all(model_type: str, config: PreTrainedConfig, length: int, monk
     of_all = traces.work(FSDP2, 1)
     assert [(one.name, one.layer) for one in of_few.phases] == [(one.name, one.layer) for one in of_all.phases]
     peak, expected = (max(one.peak for one in found.phases) for found in (of_few, of_all))
-    assert peak == pytest.approx(expected, rel=0.01)
+    assert 0.99 * expected <= peak <= 1.02 * expected
     return True
