@@ -771,7 +771,12 @@ sys.exit(code)
 
 @pytest.mark.parametrize(
     "arguments",
-    [["check"], ["explain", str(ZERO3)], ["explain", str(ZERO3), "--json"], ["explain", str(ZERO3), "fsdp2"]],
+    [
+        ["check", str(ZERO3)],
+        ["explain", str(ZERO3)],
+        ["explain", str(ZERO3), "--json"],
+        ["explain", str(ZERO3), "fsdp2"],
+    ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_imported(arguments):

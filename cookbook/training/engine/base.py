@@ -371,7 +371,7 @@ class Engine:
         them out, with their decay and moments, and DeepSpeed, whose tensors are flat, does not.
         """
         for parameter in self._trained():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.numel():  # FSDP1 has weights of which a process holds nothing
                 parameter.grad = torch.zeros_like(parameter)
 
     def _unusual(self, norm: float) -> Unusual | None:
