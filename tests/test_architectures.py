@@ -116,9 +116,12 @@ ADAPTER = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "0.1"}
 """At ten times this rate rounding grows: in a plain loop of five steps over eight samples, their order alone changed
 Qwen3-Next's losses by 2e-3 in float32, and by 1e-15 in float64."""
 
+SAME_WEIGHT = 1e-6
+ROUNDS_MORE = ("qwen3_next",)
+"""1.8e-6 under FSDP2, of weights that were moved by 8e-2."""
 AT_A_TIE = ("dots3_note_text",)
-"""Model types of which a token or an expert is selected by scores that lie within their rounding of one another: under
-ZeRO-3 the last evaluation was off by 6e-5, with weights that agree within 2e-8."""
+"""Model types that select a token or an expert by scores within their rounding of one another: two adapters whose
+weights agree within 2e-8, of one process and of ZeRO-3, have losses 6e-5 apart in transformers alone too."""
 
 
 @pytest.mark.slow
@@ -135,11 +138,16 @@ def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monk
     alone, targets = architectures.train(lab, folder, "adapted")
     assert targets == row["lora"].get("targets")
     (_, first, _), (_, last, _) = alone.evaluations
-    assert first - last > 1000 * SGD_LOSS, "it learns"
-    assert merge_run(alone.folder, "float32") == 0
-    for written in ("export", "merged"):
+    if model_type in UNMERGED:
+        with pytest.raises(RecipeError, match="is also another layer's weight"):
+            merge_run(alone.folder, "float32")
+    else:
+        assert merge_run(alone.folder, "float32") == 0
+    for written in ("export", *(["merged"] if model_type not in UNMERGED else [])):
         assert abs(architectures.library_loss(lab, folder, alone.folder / written, False) - last) < SGD_LOSS, written
     expected, settings = exported(alone.folder)
+    moved = max(float(weight.abs().max()) for name, weight in expected.items() if "lora_B" in name)
+    assert first > last and moved > 100 * SAME_WEIGHT, "it learns"
     for column in (name for name in SHARDED if "loss" in row.get(name, {})):
         monkeypatch.setitem(architectures.COLUMNS, f"adapted_{column}", (SHARDED[column], ADAPTER))
         curve, _ = architectures.train(lab, folder, f"adapted_{column}")
@@ -147,8 +155,17 @@ def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monk
         assert others == settings and weights.keys() == expected.keys(), column
         far = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
         print(model_type, column, f"losses {architectures.distance(curve, alone):.0e}, weights {far:.0e}")
-        assert architectures.distance(curve, alone) < (1e-4 if model_type in AT_A_TIE else SGD_LOSS), column
-        assert far < 1e-6, column
+        assert far < (5 if model_type in ROUNDS_MORE else 1) * SAME_WEIGHT, column
+        if model_type in AT_A_TIE:
+            last = architectures.library_loss(lab, folder, curve.folder / "export", False)
+            assert abs(curve.evaluations[-1][1] - last) < SGD_LOSS, column
+            assert curve.losses == pytest.approx(alone.losses, abs=SGD_LOSS), column
+        else:
+            assert architectures.distance(curve, alone) < SGD_LOSS, column
+
+
+UNMERGED = ("zamba", "zamba2")
+"""Their layers share weights, each with an adapter of its own, which one merged weight cannot have."""
 
 
 def exported(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

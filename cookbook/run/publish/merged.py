@@ -87,7 +87,11 @@ def as_trained(base: str, adapter: Path, record: Base, *, cache: Path = Path(".c
 
 
 def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
-    """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed."""
+    """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed.
+
+    Raises:
+        RecipeError: layers share a weight, but not what their adapters make of it.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.trainable_tokens import TrainableTokensLayer
@@ -106,6 +110,11 @@ def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight
             for key in own or streamed.tensors_of(module.get_base_layer()):
                 # One wrapper is in another where two parameters of a module have adapters.
                 of_layer = f"{name.replace('.base_layer', '')}.{key}"
+                if of_layer not in weights:
+                    what = "is also another layer's weight, and each has an adapter of its own"
+                    raise RecipeError(
+                        f"{of_layer} {what}: one model cannot have both; serve the adapter beside its base"
+                    )
                 weights[of_layer] = weights[of_layer]._replace(parts=partial(_merged_layer, streamed, module, key))
         elif isinstance(module, TrainableTokensLayer):
             of_rows = f"{name.removesuffix('.token_adapter')}.weight"

@@ -74,13 +74,15 @@ class StreamedModel:
         """Names of the parameters that a module itself has in the files."""
         return [key for key, parameter in module.named_parameters(recurse=False) if id(parameter) in self._names]
 
-    @contextlib.contextmanager
-    def filled(self, *modules: torch.nn.Module) -> Iterator[None]:
+    def filled(self, *modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """The parameters of these modules, and of all in them, in memory."""
+        return self._filled(module for one in modules for module in one.modules())
+
+    @contextlib.contextmanager
+    def _filled(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         empty = [
             (module, key, parameter)
-            for one in modules
-            for module in one.modules()
+            for module in modules
             for key, parameter in module.named_parameters(recurse=False)
             if id(parameter) in self._names
         ]
@@ -114,7 +116,7 @@ class StreamedModel:
         with contextlib.ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(self._filled_in_forward(layer))
-            stack.enter_context(self.filled(*(leaf for leaf in outside if not any(leaf.children()))))
+            stack.enter_context(self._filled(outside))
             return probe_logits(self.model)
 
     @contextlib.contextmanager

@@ -265,7 +265,8 @@ def check_finite(model: torch.nn.Module, place: object) -> None:
         RecipeError: a weight is NaN or infinite.
     """
     for name, weight in model.named_parameters():
-        if not weight.is_floating_point() or not weight.numel():
+        in_4_bits = getattr(weight, "quant_state", None) is not None  # of which pairs lie in a tensor of another dtype
+        if in_4_bits or not weight.is_floating_point() or not weight.numel():
             continue
         if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise RecipeError(f"{place}: {name} has values that are not finite; fetch it again, or take an earlier one")
