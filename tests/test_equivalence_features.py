@@ -295,7 +295,7 @@ def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy:
     that processes have other numbers of samples; at a rate at which these models do not blow a last bit up.
     """
     model = {"model": f"{{name_or_path: {folder_of(lab, model_type)}, gradient_checkpointing: true}}"}
-    model |= {"optim.learning_rate": "0.005"}
+    model |= {"optim.learning_rate": "0.001"}
     budget = {"batch": "{global_batch_size: 16, micro_batch_tokens: 200}"}
     packed = lab.run(strategy, model | PACKED | budget, processes=2)
     padded = lab.run("single", model | {"data.packing": "false"})
