@@ -92,6 +92,33 @@ DRIVER_NAMES = {
 def test_what_a_driver_calls_a_gpu_is_recognised(name):
     found = find_gpu(name)
     assert (found and found.name) == DRIVER_NAMES[name]
+    if found:
+        assert parse_machines(f"8x{name}").gpu is found, "a person may write what the driver prints"
+
+
+@pytest.mark.parametrize(
+    ("names", "gpu"),
+    [
+        ("H100 80GB, h100-sxm5, NVIDIA H100 80 GB HBM3, H100SXM", "H100"),
+        ("GB200 NVL72, gb200-nvl72, NVIDIA GB200, GB200-186GB, GB200 192GB", "GB200"),
+        ("GB300 NVL72, GB300-288GB, HGX GB300", "GB300"),
+        ("B200 192GB, DGX B200, HGX B200, B200-180GB", "B200"),
+        ("MI325, mi325x OAM, AMD Instinct MI325X, MI325X-256GB", "MI325X"),
+        ("MI350, Instinct MI350X", "MI350X"),
+        ("MI355, AMD MI355X", "MI355X"),
+        ("A40 PCIe, a-40, A40 48GB", "A40"),
+        ("L40 PCIe, NVIDIA L40", "L40"),
+        ("Tesla P100, P100-SXM2-16GB", "P100"),
+        ("PRO 4500, RTXPRO4500, RTX PRO 4500 32GB", "RTX-PRO-4500"),
+        ("pro6000, RTX PRO 6000 Blackwell", "RTX-PRO-6000"),
+        ("2080ti, RTX 2080 Ti 11GB", "RTX2080Ti"),
+        ("RTX 3060 12GB, GeForce RTX 3060", "RTX3060"),
+    ],
+)
+def test_a_gpu_is_known_by_its_kind_in_many_spellings(names, gpu):
+    assert {name: parse_machines(f"2x{name}").gpu.name for name in names.split(", ")} == dict.fromkeys(
+        names.split(", "), gpu
+    )
 
 
 def test_every_row_has_a_name_of_a_driver_and_its_own_name():
@@ -167,6 +194,9 @@ def test_the_peak_of_a_gpu_without_bf16_is_none():
         ("4xA100-40GB", 1, 4, "A100-40GB", 39.2),
         ("8xa100", 1, 8, "A100-80GB", 79.2),
         ("2 x RTX 4090", 1, 2, "RTX4090", 23.2),
+        ("8 H100", 1, 8, "H100", 78.9),
+        ("4 4090", 1, 4, "RTX4090", 23.2),
+        ("8 x 80 GB", 1, 8, None, 78.9),
         ("1x4090", 1, 1, "RTX4090", 23.2),
         ("8x80GB", 1, 8, None, 78.9),
         ("1x24GB", 1, 1, None, 21.7),
@@ -236,8 +266,16 @@ def test_what_a_kind_of_machine_has_that_no_figure_tells_is_a_note():
         ("L20", "did you mean L40?"),
         ("A100-64GB", "did you mean A100-"),
         ("8xpotato", "known here: "),
-        ("4080 SUPER", "no GPU 4080SUPER in the table"),
-        ("8xTPU v5e", "TPUv5e is a TPU of Google; training here needs GPUs of NVIDIA, or AMD's"),
+        ("4080 SUPER", "did you mean RTX4080, of 16 GB?"),
+        ("RTX 3080 12GB", "did you mean RTX3080, of 10 GB?"),
+        ("8H100", "write the number of GPUs first, as in 8xH100"),
+        ("H100 x 8", "write the number of GPUs first, as in 8xH100"),
+        ("8xTPU v5e", "TPU-v5e is a TPU of Google; training here needs GPUs of NVIDIA, or AMD's"),
+        ("google tpu", "is a TPU"),
+        ("AWS Trainium2", "is a chip of AWS"),
+        ("Intel Gaudi 3", "is a Gaudi of Intel"),
+        ("Arc B580", "is a GPU of Intel"),
+        ("Apple silicon", "is a chip of Apple"),
         ("v5p", "is a TPU"),
         ("trn1", "is a chip of AWS"),
         ("16xInferentia2", "is a chip of AWS"),

@@ -134,10 +134,10 @@ RTX5070Ti      | 5070 TI         | blackwell  | 16   | 16303  | 87.9  | 896    |
 RTX5070        | 5070            | blackwell  | 12   | 12227  | 61.7  | 672    |        | PCIe5 | paper RTX 50, 2025
 RTX5080        | 5080            | blackwell  | 16   | 16303  | 112.6 | 960    |        | PCIe5 | paper RTX 50, 2025
 RTX5090        | 5090            | blackwell  | 32   | 32607  | 209.5 | 1792   |        | PCIe5 | paper RTX 50, 2025
-RTX-PRO-4500   | RTX PRO 4500    | blackwell  | 32   | 32623  | 219.7 | 896    |        | PCIe5 | from technical.city
-RTX-PRO-5000   | RTX PRO 5000    | blackwell  | 48   | 48935  | 258   | 1344   |        | PCIe5 | RTX PRO 5000, 2025
-RTX-PRO-6000-Max-Q | RTX PRO 6000 MAX Q | blackwell | 96 | 97887 | 438.9 | 1792 |      | PCIe5 | RTX PRO 6000, 2025
-RTX-PRO-6000   | RTX PRO 6000    | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com
+RTX-PRO-4500   | PRO 4500        | blackwell  | 32   | 32623  | 219.7 | 896    |        | PCIe5 | from technical.city
+RTX-PRO-5000   | PRO 5000        | blackwell  | 48   | 48935  | 258   | 1344   |        | PCIe5 | RTX PRO 5000, 2025
+RTX-PRO-6000-Max-Q | PRO 6000 MAX Q | blackwell | 96 | 97887 | 438.9 | 1792 |      | PCIe5 | RTX PRO 6000, 2025
+RTX-PRO-6000   | PRO 6000        | blackwell  | 96   | 97887  | 503.8 | 1792   |        | PCIe5 | from hmc-tech.com
 GB10           | GB10/DGX_SPARK/DGXSPARK | blackwell | 128 | 122573 |  | 273    |        | 300   | DGX Spark, 2025
 H800-PCIe      | H800 PCIE       | hopper     | 80   | 81559  | 756   | 2000   |        | PCIe5 | sellers, 2023
 H800           | H800            | hopper     | 80   | 81559  | 989   | 3350   | 200    | PCIe5 | sellers, 2023
@@ -149,12 +149,12 @@ H200-NVL       | H200 NVL        | hopper     | 141  | 143771 | 835   | 4800   |
 H200           | H200            | hopper     | 141  | 143771 | 989   | 4800   | 450    | PCIe5 | H200, 2024
 GH200          | GH200           | hopper     | 96   | 97871  | 989   | 4000   |        | 450   | GH200 with HBM3, 2023
 B200           | B200            | blackwell  | 180  | 183359 | 2250  | 8000   | 900    | PCIe5 | HGX and DGX B200, 2024
-GB200          | GB200           | blackwell  | 186  | 189471 | 2500  | 8000   | 900    | 225   | GB200 NVL72, 2024
+GB200          | GB200/GB200_NVL | blackwell  | 186  | 189471 | 2500  | 8000   | 900    | 225   | GB200 NVL72, 2024
 B300           | B300            | blackwell  | 288  | 275040 | 2250  | 8000   | 900    | PCIe5 | HGX B300, 2025
-GB300          | GB300           | blackwell  | 279  | 284208 | 2500  | 8000   | 900    | 225   | GB300 NVL72, 2025
-MI355X         | MI355 X         | cdna4      | 288  | 294892 | 2516  | 8000   | 537    | PCIe5 | AMD MI355X, 2025
-MI350X         | MI350 X         | cdna4      | 288  | 294892 | 2307  | 8000   | 537    | PCIe5 | AMD MI350X, 2025
-MI325X         | MI325 X         | cdna3      | 256  | 262124 | 1307  | 6000   | 448    | PCIe5 | AMD MI325X, 2024
+GB300          | GB300/GB300_NVL | blackwell  | 279  | 284208 | 2500  | 8000   | 900    | 225   | GB300 NVL72, 2025
+MI355X         | MI355/MI355X    | cdna4      | 288  | 294892 | 2516  | 8000   | 537    | PCIe5 | AMD MI355X, 2025
+MI350X         | MI350/MI350X    | cdna4      | 288  | 294892 | 2307  | 8000   | 537    | PCIe5 | AMD MI350X, 2025
+MI325X         | MI325/MI325X    | cdna3      | 256  | 262124 | 1307  | 6000   | 448    | PCIe5 | AMD MI325X, 2024
 MI300X         | MI300 X         | cdna3      | 192  | 196588 | 1307  | 5300   | 448    | PCIe5 | AMD MI300X, 2023
 """
 
@@ -187,14 +187,18 @@ def _sheet(words: str) -> str:
 
 GPUS = tuple(_read(row) for row in _TABLE.strip().splitlines()[1:])
 
-OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "G", "MAX", "SERVER", "NVL", "PCIE", "SUPER"}
+OTHER_GPUS = {"LAPTOP", "MOBILE", "MIG", "TI", "D", "X", "E", "G", "P", "Q", "MAX", "SERVER", "NVL", "PCIE", "SUPER"}
 """Words that make another GPU of a name, unless the row asks for them: an RTX 3090 Ti, a slice of a GPU, an H20-3e."""
 
+ALSO_GB = {"GH200": "480", "B200": "192", "GB200": "192", "GB300": "288"}
+"""Other sizes in names of a GPU: what its chips have in all, or, of a GH200, the memory of its CPU."""
+
 NOT_SERVED = {
-    r"TPU.*|V\d[EP]|TRILLIUM|IRONWOOD": "a TPU of Google",
-    r"TRAINIUM\d?|TRN\d.*|INFERENTIA\d?|INF\d.*": "a chip of AWS",
-    r"GAUDI\d?|HPU|HL\d+": "a Gaudi of Intel",
-    r"(APPLE)?M\d(PRO|MAX|ULTRA)?|MPS|MAC.*": "a chip of Apple",
+    r"(GOOGLE|CLOUD)*TPU.*|V\d[EP]|TRILLIUM|IRONWOOD": "a TPU of Google",
+    r"(AWS|AMAZON)?(TRAINIUM|TRN|INFERENTIA|INF)\d*.*": "a chip of AWS",
+    r"(INTEL)?GAUDI\d?|HPU|HL\d+": "a Gaudi of Intel",
+    r"INTEL.*|ARC[A-Z]\d+|PVC": "a GPU of Intel",
+    r"APPLE.*|M\d(PRO|MAX|ULTRA)?|MPS|MAC.*": "a chip of Apple",
     r"ASCEND.*|NPU|910[A-D]\d?": "an Ascend of Huawei",
 }
 """Accelerators that are neither NVIDIA's nor AMD's, by what people call them, without signs."""
@@ -211,6 +215,10 @@ def _is_word(word: str, tokens: list[str]) -> bool:
     return any(tokens[i : i + len(part)] == part for part in parts for i in range(len(tokens)))
 
 
+def _has_words(gpu: Gpu, tokens: list[str]) -> bool:
+    return all(_is_word(word, tokens) for word in gpu.words)
+
+
 def find_gpu(name: str) -> Gpu | None:
     """The row of a GPU by what a driver or a person calls it; None for one that is not in the table.
 
@@ -219,10 +227,10 @@ def find_gpu(name: str) -> Gpu | None:
     tokens = _tokens(name)
     sizes = set(re.findall(r"(\d+)\s*GB", name.upper()))
     for gpu in GPUS:
-        # The name of a GH200 has the memory of its CPU too.
-        known = {str(gpu.sold_gb)} | ({"480"} if gpu.name == "GH200" else set())
+        known = {str(gpu.sold_gb), ALSO_GB.get(gpu.name, "")}
         foreign = OTHER_GPUS.intersection(tokens).difference(*map(_tokens, gpu.words))
-        if all(_is_word(word, tokens) for word in gpu.words) and sizes <= known and not foreign:
+        foreign -= {"PCIE"} if gpu.nvlink is None else set()  # what has no other link is that one
+        if _has_words(gpu, tokens) and sizes <= known and not foreign:
             return gpu
     return None
 
@@ -329,7 +337,9 @@ def parse_machines(text: str, **room: float | None) -> Machines:
     Raises:
         RecipeError: no such GPU, with the nearest name, or a count or size that no machine has.
     """
-    plain = re.sub(r"\s+", "", text).replace("*", "x").replace("×", "x")  # noqa: RUF001
+    plain = re.sub(r"\s*[*×]\s*|(?<=\d)\s*x\s*(?=\w)", "x", " ".join(text.split()))  # noqa: RUF001
+    plain = re.sub(r"(?i)(?<=\d) (?=([kmgt]i?)?b\b|g\b)", "", plain)  # 80 GB
+    plain = re.sub(r"^(\d{1,2}) ", r"\1x", plain).replace(" ", "-")  # 8 H100; NVIDIA H100 80GB
     shape = re.fullmatch(r"(?i)(?:(\d+)x)?(?:(\d+)x)?([a-z0-9][\w.\-]*)", plain)
     if shape is None:
         raise RecipeError(f"--gpus {text}: not understood; write 8x80GB, 8xH100, 2x8xH100 or cpu")
@@ -392,11 +402,17 @@ def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
         if not 4 <= sold_gb <= 300:
             raise RecipeError(f"--gpus {text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB")
         return None, _usable(sold_gb)
+    if counted := re.fullmatch(r"(?i)(\d{1,3})-?([a-z].*)|([a-z].*?)-?x-?(\d{1,3})", kind):
+        number, name = counted[1] or counted[4], counted[2] or counted[3]
+        if find_gpu(name) is not None and (counted[1] or find_gpu(kind) is None):
+            raise RecipeError(f"--gpus {text}: not understood; write the number of GPUs first, as in {number}x{name}")
     gpu = find_gpu(kind)
     if gpu is None:
         names = {gpu.name.upper(): gpu.name for gpu in GPUS}
         close = _nearest(kind.upper(), list(names))
         hint = f"did you mean {names[close]}?" if close else f"known here: {', '.join(names.values())}."
+        if akin := next((gpu for gpu in GPUS if _has_words(gpu, _tokens(kind))), None):  # an RTX 4080 SUPER
+            hint = f"did you mean {akin.name}, of {akin.sold_gb} GB?"
         raise RecipeError(f"--gpus {text}: no GPU {kind} in the table; {hint} Or write its memory, as in 8x80GB")
     return gpu, gpu.usable_gib
 
