@@ -3481,7 +3481,7 @@ FAULTS = (
     Fault(
         "adapters",
         "cookbook/training/engine/zero.py",
-        "            module.register_forward_pre_hook(ask, prepend=True)\n",
+        "            module.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)\n",
         "            ask\n",
         "adapters on experts alone end in a traceback under ZeRO-3",
         "tests/test_expert_adapters.py::test_adapters_on_experts_alone_have_the_curve_of_one_process",

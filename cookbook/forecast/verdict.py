@@ -32,7 +32,7 @@ from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.forecast.trace import Untraceable, holds_scores
 from cookbook.forecast.trace import trace as trace_pass
-from cookbook.planning.meshes import BUFFER_SIZE, mesh_problem, swap_limit, units_problem
+from cookbook.planning.meshes import mesh_problem, share_beyond_buffer, units_problem
 from cookbook.planning.packing import STATEFUL, TOKEN_BY_TOKEN, decide
 from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
@@ -241,7 +241,9 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
             if recipe.mixed_precision == precision and not has:
                 lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
                 raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
-    _check_nvme_buffers(strategy, found, count, bytes_of(recipe.compute_precision))
+    largest, bytes_each = max(weight.num_elements for weight in found.weights), bytes_of(recipe.compute_precision)
+    if problem := share_beyond_buffer(strategy, largest, "the largest weight", count, bytes_each):
+        raise RecipeError(f"{strategy.deepspeed_file or strategy.path}: {problem}")
     if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
         raise RecipeError(f"{strategy.path}: {problem}")
     plan = _plan(recipe, strategy, count, machines, recipe_name)
@@ -340,22 +342,6 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
     )
-
-
-def _check_nvme_buffers(strategy: Strategy, found: Skeleton, count: int, bytes_each: int) -> None:
-    """Raises RecipeError if the largest shard of a weight exceeds a swap buffer.
-
-    DeepSpeed would fail after minutes of loading (runtime/swap_tensor/partitioned_param_swapper.py:357).
-    """
-    if strategy.offload_param != "nvme" or strategy.deepspeed is None:
-        return
-    buffer = strategy.deepspeed["zero_optimization"]["offload_param"].get("buffer_size", BUFFER_SIZE)
-    part = -(-max(weight.num_elements for weight in found.weights) // count)
-    if part > buffer and part * bytes_each >= swap_limit(strategy):
-        asked = f"write at least {part:,}, a process's shard of the largest weight"
-        raise RecipeError(
-            f"{strategy.deepspeed_file or strategy.path}: offload_param.buffer_size is {buffer:,}; {asked}"
-        )
 
 
 def _step_time(

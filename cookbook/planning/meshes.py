@@ -186,23 +186,31 @@ def swap_limit(strategy: Strategy) -> int:
 
 
 def buffer_problem(config: Any, strategy: Strategy, num_processes: int, bytes_each: int) -> str | None:
-    """Why the buffers of weights on NVMe cannot hold a process's share of the largest weight, the embedding or the
-    first matrices of all experts of a layer, or None (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py,
-    `get_buffer`: an assertion while the weights are read).
+    """Why the buffers of weights on NVMe cannot hold a process's share of the largest weight that a config tells of,
+    the embedding or the first matrices of all experts of a layer, or None.
 
     Args:
         bytes_each: bytes of an element of the weights.
     """
-    if strategy.offload_param != "nvme":
-        return None
     width, rows = _size(config, "hidden_size") or 0, _size(config, "vocab_size") or 0
     inner = _size(config, "moe_intermediate_size", "intermediate_size") or 0
     of_experts = 2 * inner * (_size(config, *EXPERTS) or 0)
+    whose = "a layer's experts" if of_experts > rows else "the embedding"
+    return share_beyond_buffer(strategy, max(rows, of_experts) * width, whose, num_processes, bytes_each)
+
+
+def share_beyond_buffer(
+    strategy: Strategy, num_elements: int, whose: str, num_processes: int, bytes_each: int
+) -> str | None:
+    """Why a buffer of weights on NVMe cannot hold a process's share of a weight of so many elements, or None
+    (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py, `get_buffer`: an assertion while the weights are read).
+    """
+    if strategy.offload_param != "nvme":
+        return None
     size = (strategy.zero.get("offload_param") or {}).get("buffer_size") or BUFFER_SIZE
-    share = -(-max(rows, of_experts) * width // num_processes)
+    share = -(-num_elements // num_processes)
     if share <= size or share * bytes_each < swap_limit(strategy):
         return None
-    whose = "a layer's experts" if of_experts > rows else "the embedding"
     return f"offload_param.buffer_size is {size:.0f}, and a process's share of {whose} {share}; write {share}"
 
 

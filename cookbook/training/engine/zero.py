@@ -461,15 +461,17 @@ def _ask_for_gradients(model: torch.nn.Module) -> None:
     """
     from deepspeed.utils import z3_leaf_module
 
-    def ask(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, *others = inputs
-        if torch.is_grad_enabled() and not any(getattr(one, "requires_grad", False) for one in inputs):
-            first = first.detach().requires_grad_()
-        return first, *others
+    def ask(_: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        given = dict(enumerate(inputs)) | named
+        floats = {place: one for place, one in given.items() if torch.is_tensor(one) and one.is_floating_point()}
+        if torch.is_grad_enabled() and floats and not any(one.requires_grad for one in floats.values()):
+            place = next(iter(floats))
+            given[place] = floats[place].detach().requires_grad_()
+        return tuple(given[place] for place in range(len(inputs))), {name: given[name] for name in named}
 
     for module in model.modules():
         if z3_leaf_module(module):
-            module.register_forward_pre_hook(ask, prepend=True)
+            module.register_forward_pre_hook(ask, prepend=True, with_kwargs=True)
 
 
 @contextlib.contextmanager
