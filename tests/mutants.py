@@ -4,7 +4,7 @@
     python tests/mutants.py --part 3/20 --checked   the same of every 20th fault, from this one on
 
 The faults are in tests/planted.py. The tests of each run in a process forked from one that has imported the libraries;
-it imports the project anew. There are as many copies as cores, and as many such processes.
+it imports the project again. There are as many copies as cores, and as many such processes.
 """
 
 import argparse

@@ -453,7 +453,7 @@ FAULTS = (
         "cookbook/training/adapters/__init__.py",
         'if not name.startswith(beside) or "lora_" in name}',
         'if "lora_" in name}',
-        "weights of the base in an adapter's file replace the base's own, and nobody is told",
+        "weights of the base in an adapter's file replace the base's own in silence",
         "tests/test_damaged_models.py::test_a_damaged_adapter_is_named_too",
     ),
     Fault(
@@ -1776,7 +1776,7 @@ FAULTS = (
         "cookbook/run/stages.py",
         "progress.num_samples",
         "0",
-        "a resumed run begins its data anew",
+        "a resumed run begins its data from its start",
         "tests/test_resume.py::test_an_interrupted_run_is_the_uninterrupted_one_to_the_last_bit",
     ),
     Fault(
@@ -2355,7 +2355,7 @@ FAULTS = (
         "cookbook/training/engine/loss_scale.py",
         'if name != "settings"}',
         'if name not in ("settings", "tolerated")}',
-        "a resumed run tolerates overflows anew",
+        "a resumed run counts its overflows from none",
         "tests/test_loss_scale.py::test_what_is_saved_goes_on_as_if_uninterrupted",
     ),
     Fault(
@@ -2371,7 +2371,7 @@ FAULTS = (
         "cookbook/training/models/structure.py",
         (".split():\n        return []"),
         (".split() or config:\n        return []"),
-        "nobody is told that a model type was never compared",
+        "no line says that a model type was never compared",
         "tests/test_architectures.py::test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run",
     ),
     Fault(

@@ -208,7 +208,7 @@ OTHERS = {
 
 
 def test_an_adapter_begins_with_the_weights_of_another_that_fits(tmp_path):
-    """One of peft's own, in its logits; each other setting is told with what to write."""
+    """One of peft's own, in its logits; each other setting is refused with what to write."""
     peft = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     theirs = get_peft_model(new_model(), peft)
     theirs.save_pretrained(tmp_path)

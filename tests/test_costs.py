@@ -406,7 +406,7 @@ def counted_by_torch(config: PreTrainedConfig, recipe: Recipe) -> float:
 
     Eager attention multiplies all positions, masked ones too: 3 x 2 products of T x T x width in each layer. Flash
     kernels skip what a mask leaves out, and so a ruler must not count it: it is taken off here and counted by hand.
-    Grouped products of experts are none for the dispatcher, hence eager ones.
+    Grouped products of experts are none for the dispatcher, so these are eager ones.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")

@@ -726,7 +726,7 @@ def test_a_row_of_the_table_is_in_the_json():
 
 @pytest.mark.slow
 def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(capsys, monkeypatch):
-    """Traced anew beside a process that never waits, while each look at a clock finds an hour gone."""
+    """Traced again beside a process that never waits, while each look at a clock finds an hour gone."""
 
     def answer() -> tuple[str, str]:
         for made in (TRACES, SKELETONS, FOUND):

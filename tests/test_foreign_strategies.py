@@ -603,7 +603,7 @@ def test_machines_of_deepspeed_are_started_by_torchrun_whatever_the_file_leaves_
 
 
 def test_two_runs_on_a_machine_never_share_the_port_of_the_other_rendezvous(tmp_path: Path):
-    """torchrun's c10d store is at 29400 unless it is told another address, which `accelerate launch` does not."""
+    """torchrun's c10d store is at 29400 unless another address is set, which `accelerate launch` does not."""
     strategy = load_strategy(yaml_of_accelerate(tmp_path, "ddp", rdzv_backend="c10d", same_network=False))
     command = launch_command("r.yaml", strategy, num_processes=2, assignments=[])
     asked, *_ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))

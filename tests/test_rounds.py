@@ -423,7 +423,7 @@ def server():
 
 
 def test_a_server_samples_from_the_weights_of_each_round_or_not_at_all(lab, forked, model, tmp_path, capsys, server):
-    """Started anew by hand for each round; its answers and their log-probabilities are transformers' of the export."""
+    """Started again by hand for each round; its answers and their log-probabilities are transformers' of the export."""
     values = settings(tmp_path, model, rounds=ROUNDS | {"sampler": server.address})
     out, told = tmp_path / "out", []
     server.serve(str(model))  # the right weights, in a folder that does not say so
@@ -582,7 +582,7 @@ def test_vllm_is_asked_for_answers_that_a_batch_does_not_change_where_it_can(cap
 
 @pytest.mark.slow
 def test_vllm_is_started_for_each_round_with_the_adapter_merged(lab, forked, model, tmp_path, capsys, monkeypatch):
-    """A program of that name on the PATH, by transformers; it ends with its round, and when it fails it is told."""
+    """A program of that name on the PATH, by transformers; it ends with its round, and its failure is reported."""
     program = tmp_path / "bin/vllm"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", str(program.parent))

@@ -305,7 +305,7 @@ def tool_texts(tools: list[Any] | None) -> list[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """The parts of a text between tags of reasoning, around which templates set white space anew."""
+    """The parts of a text between tags of reasoning, around which templates change white space."""
     return [piece for piece in re.split(r"\s*</?think>\s*", text) if piece.strip()]
 
 

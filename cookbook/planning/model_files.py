@@ -1,5 +1,5 @@
-"""The small files of a model's folder, as transformers reads them. Whatever is wrong with one, its path and the reason
-are told: a library waits for a pipe without end, and raises anything over what it did not expect.
+"""The small files of a model's folder, as transformers reads them. An error has the path and the reason, whatever is
+wrong: a library waits for a pipe without end, and raises anything over what it did not expect.
 """
 
 import json

@@ -237,7 +237,7 @@ class Engine:
         """Run every forward and backward of one optimizer step.
 
         Every engine averages gradients over the D ranks that see different tokens, and we want d(sum of all losses)/N.
-        Hence each rank runs backward on  loss sum x D / N,  where N counts the whole global batch. Accumulation adds up
+        So each rank runs backward on  loss sum x D / N,  where N counts the whole global batch. Accumulation adds up
         micro-batches and needs no factor: accelerate has 1, and DeepSpeed's backward `scale_wrt_gas=False`.
 
         Args:
