@@ -97,15 +97,20 @@ def shards(files: object) -> Callable[[Path], None]:
     return damage
 
 
+def renamed(name: str) -> Callable[[Path], object]:
+    """Has the weights under another name."""
+    return lambda folder: (folder / WEIGHTS).rename(folder / name)
+
+
 NEST = "[" * 100_000
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "config empty": (text(CONFIG, ""), CONFIG),
     "config no JSON": (text(CONFIG, "{"), CONFIG),
     "config a list": (text(CONFIG, "[]"), CONFIG),
     "config not UTF-8": (text(CONFIG, b'{"a": "\xff"}'), CONFIG),
     "config nested": (text(CONFIG, NEST), CONFIG),
     "config without a type": (text(CONFIG, "{}"), CONFIG),
-    "config of an unknown type": (keys(CONFIG, model_type="evil"), CONFIG),
+    "config of an unknown type": (keys(CONFIG, model_type="evil"), "has no such model_type; correct it, or take"),
     "config type a list": (keys(CONFIG, model_type=[1]), CONFIG),
     "config size a text": (keys(CONFIG, hidden_size="32"), CONFIG),
     "config no heads": (keys(CONFIG, num_attention_heads=0), CONFIG),
@@ -114,11 +119,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "config vocabulary without end": (keys(CONFIG, vocab_size=10**18), CONFIG),
     "config hidden act": (keys(CONFIG, hidden_act="evil"), CONFIG),
     "config rope": (keys(CONFIG, rope_parameters={"rope_type": "evil", "rope_theta": 1.0}), CONFIG),
+    "config dtype of integers": (keys(CONFIG, dtype="int8"), "dtype is 'int8', and should be float32, bfloat16"),
+    "config dtype a number": (keys(CONFIG, torch_dtype=5), "torch_dtype is 5, and should be float32"),
+    "config dtype no name": (keys(CONFIG, dtype="auto"), "dtype is 'auto', and should be"),
+    "config dtype of 8 bits": (keys(CONFIG, dtype="float8_e4m3fn"), "dtype is 'float8_e4m3fn', and should be"),
+    "config dropout": (keys(CONFIG, attention_dropout=2.0), "attention_dropout is 2.0, and should be at least 0"),
+    "config eos a text": (keys(CONFIG, eos_token_id="<|im_end|>"), "Field 'eos_token_id' with value '<|im_end|>'"),
     "config attention": (keys(CONFIG, attn_implementation="flash_attention_2"), CONFIG),
     "config quantization a list": (keys(CONFIG, quantization_config=[1]), CONFIG),
     "config quantization empty": (keys(CONFIG, quantization_config={}), "quantized"),
     "config a pipe": (place(CONFIG, os.mkfifo), CONFIG),
     "config a folder": (place(CONFIG, Path.mkdir), CONFIG),
+    "tokenizer gone": (
+        lambda folder: [(folder / name).unlink() for name in (TOKENIZER, SETTINGS)],
+        f"lay {TOKENIZER} and {SETTINGS} of the model there",
+    ),
     "tokenizer empty": (text(TOKENIZER, ""), TOKENIZER),
     "tokenizer nested": (text(TOKENIZER, NEST), TOKENIZER),
     "tokenizer without a model": (text(TOKENIZER, "{}"), TOKENIZER),
@@ -153,7 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "header dtype": (header(lambda values: first(values).update(dtype="I32x")), WEIGHTS),
     "header dtype of integers": (
         header(lambda values: first(values).update(dtype="I32")),
-        "lm_head.weight as whole numbers",
+        "lm_head.weight in I32, which no weight is",
     ),
     "header dtype wider": (header(lambda values: first(values).update(dtype="F64")), WEIGHTS),
     "header shape below zero": (header(lambda values: first(values).update(shape=[-1, -32])), WEIGHTS),
@@ -165,7 +180,32 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "index map empty": (shards({"weight_map": {}}), INDEX),
     "index of numbers": (shards({"weight_map": {"lm_head.weight": 5}}), INDEX),
     "index outside": (shards({"weight_map": {"lm_head.weight": "../outside.safetensors"}}), INDEX),
-    "index missing": (shards({"weight_map": {"lm_head.weight": "model-2.safetensors"}}), "model-2.safetensors"),
+    "index missing": (
+        shards({"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}),
+        "model-2.safetensors",
+    ),
+    "index without metadata": (shards({"weight_map": {"lm_head.weight": "model-1.safetensors"}}), '"metadata": {}'),
+    "index alone": (
+        lambda folder: [
+            shards({"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}})(folder),
+            (folder / "model-1.safetensors").unlink(),
+        ],
+        "model-1.safetensors cannot be read (No such file",
+    ),
+    "weights in shards without an index": (renamed("model-00001-of-00002.safetensors"), f"but no {INDEX}"),
+    "weights under another name": (
+        renamed("consolidated.safetensors"),
+        f"it has consolidated.safetensors, but no {WEIGHTS}",
+    ),
+    "weights of an adapter alone": (
+        lambda folder: [
+            renamed("adapter_model.safetensors")(folder),
+            (folder / "adapter_config.json").write_text("{}"),
+        ],
+        "an adapter without its base",
+    ),
+    "weights pickled": (renamed("pytorch_model.bin"), "from_pretrained(OLD).save_pretrained(NEW) writes it so"),
+    "weights of llama.cpp": (renamed("model-Q4_K_M.gguf"), "from_pretrained(OLD, gguf_file=NAME).save_pretrained(NEW)"),
 }
 
 

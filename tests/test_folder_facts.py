@@ -22,7 +22,7 @@ from cookbook.config.sections import AdapterSection, DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.data.stream import Stream
-from cookbook.training.models import folder_facts, train_tokenizer, weights_digest
+from cookbook.training.models import folder_facts, load_config, train_tokenizer, weights_digest
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from tests.curves import ROOT, Lab
 from tests.experts import experts, needs_experts
@@ -68,6 +68,13 @@ def sharded(folder: Path) -> Path:
     return max(folder.glob("model-*.safetensors"))
 
 
+def in_two_shards(folder: Path, more: float) -> None:
+    """The last shard has a tensor of another too, with more added to it."""
+    last = sharded(folder)
+    name, tensor = min(load_file(min(folder.glob("model-*.safetensors"))).items())
+    save_file({**load_file(last), name: tensor + more}, last, metadata={"format": "pt"})
+
+
 def cut(path: Path, length: int) -> None:
     path.write_bytes(path.read_bytes()[:length])
 
@@ -102,6 +109,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: sharded(folder).unlink(),
         r"model-\S+.safetensors cannot be read \(No such file or directory\); fetch it again",
     ),
+    "a tensor is in two shards": (
+        lambda folder: in_two_shards(folder, 1.0),
+        r"model-0000\d\S+ and model-0000\d\S+ hold model\S+ with other values; fetch both again",
+    ),
     "a shard is short": (
         lambda folder: cut(sharded(folder), 1000),
         r"model-\S+.safetensors has 1,000 bytes, and by its header [\d,]+; fetch",
@@ -113,6 +124,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantized": (
         lambda folder: write(folder, "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
         r"its weights are quantized \(gptq\), which cannot be trained; name the model",
+    ),
+    "quantized by GPTQ, whose file its config.json does not name": (
+        lambda folder: tensors(
+            folder,
+            lambda found: [
+                found.pop(UP),
+                found.update({UP.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}),
+            ],
+        ),
+        r"hold model.layers.1.mlp.up_proj.qweight, as quantized weights do, .*; name the model in 16 or 32 bits",
+    ),
+    "quantized by ModelOpt, with a scale that is a number": (
+        lambda folder: tensors(
+            folder,
+            lambda found: found.update({UP: found[UP].to(torch.float8_e4m3fn), f"{UP}_scale": torch.tensor(0.1)}),
+        ),
+        rf"hold {UP}_scale, as quantized weights do",
     ),
     "the padding is beyond": (
         lambda folder: write(folder, "config.json", pad_token_id=400),
@@ -172,6 +200,7 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
     [
         lambda folder: None,
         sharded,
+        lambda folder: in_two_shards(folder, 0.0),
         lambda folder: other_head(folder, like_embedding=True),
         lambda folder: tensors(folder, lambda found: found.update({HEAD: found.pop(EMBEDDING)})),
         lambda folder: tensors(
@@ -180,7 +209,16 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
         lambda folder: tensors(folder, lambda found: found.update({k: t.half() for k, t in found.items()})),
         lambda folder: tensors(folder, lambda found: found.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
     ],
-    ids=["as saved", "in shards", "head stored too", "only the head", "of the backbone", "in 16 bits", "an old mask"],
+    ids=[
+        "as saved",
+        "in shards",
+        "a tensor twice",
+        "head stored too",
+        "only the head",
+        "of the backbone",
+        "in 16 bits",
+        "an old mask",
+    ],
 )
 def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):
     change(folder)
@@ -207,7 +245,7 @@ def test_the_first_id_without_a_row_is_beyond(folder: Path):
     assert not facts(folder).notes
     write(folder, "config.json", bos_token_id=rows)
     (note,) = facts(folder).notes
-    assert f"bos_token_id {rows} of config.json is beyond the {rows:,} rows of its embedding" in note
+    assert f"bos_token_id {rows} of config.json is none of the {rows:,} rows of its embedding" in note
 
 
 def test_an_embedding_may_have_more_rows_than_the_tokenizer(folder: Path):
@@ -228,7 +266,7 @@ def test_what_does_not_harm_the_training_is_a_note(folder: Path):
     found = facts(folder)
     assert found.num_embeddings == len(tokenizer) - 1
     beyond, begin, ends = found.notes
-    assert "more tokens than its embedding has rows" in beyond and "bos_token_id 999 of config.json is beyond" in begin
+    assert "more tokens than its embedding has rows" in beyond and "bos_token_id 999 of config.json is none of" in begin
     assert "texts end with 2 (<|im_end|>)" in ends
 
 
@@ -239,10 +277,36 @@ def test_transformers_alone_would_load_it(damage: str, folder: Path):
     assert LlamaForCausalLM.from_pretrained(folder).num_parameters() > 20_000
 
 
+def test_an_expert_of_another_shape_is_named_as_the_files_have_it(folder: Path):
+    """transformers says only that it cannot make one tensor of them all."""
+    config = mixtral(folder)
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        (name,) = (
+            name for name in found if re.search(r"layers.0\..*experts.2\..*w3|layers.0\..*experts.2.up_proj", name)
+        )
+        found[name] = found[name][:-1].clone()
+
+    tensors(folder, change)
+    with pytest.raises(RecipeError, match=r"layers.0\.\S+experts.2.\S+ \[47, 32\] and \[48, 32\]; correct config.json"):
+        check_folder(folder, config)
+
+
+def test_a_router_takes_no_more_experts_than_there_are(folder: Path):
+    mixtral(folder, num_experts_per_tok=5)
+    with pytest.raises(RecipeError, match="num_experts_per_tok 5, of 4 experts"):
+        load_config(str(folder), 64)
+
+
+def mixtral(folder: Path, **keys: int) -> MixtralConfig:
+    config = MixtralConfig(**SIZES, vocab_size=384, num_local_experts=4, **keys)
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_lost_expert_is_named_as_the_files_would_have_it(lost: int, folder: Path):
-    MixtralForCausalLM(MixtralConfig(**SIZES, vocab_size=384, num_local_experts=4)).save_pretrained(folder)
-    assert check_folder(folder, AutoConfig.from_pretrained(folder)).num_embeddings == 384
+    assert check_folder(folder, mixtral(folder)).num_embeddings == 384
     names = [name for name in load_file(folder / "model.safetensors") if ".layers.0." in name and ".experts.2." in name]
     assert len(names) == 3, "an expert is three tensors"
     tensors(folder, lambda found: [found.pop(name) for name in names[:lost]])
@@ -345,6 +409,33 @@ def test_commands_refuse_it_too(folder: Path, tmp_path: Path, capsys: pytest.Cap
         assert main(words) == 2, words
         shown = capsys.readouterr()
         assert f"its files hold {HEAD}, {EMBEDDING} with other values" in shown.err + shown.out
+
+
+def test_check_refuses_a_head_for_sequences_and_a_folder_of_nothing_as_a_start_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=folder, rows=rows_in(tmp_path)))
+    write(folder, "config.json", architectures=["LlamaForSequenceClassification"])
+    tensors(folder, lambda found: found.update({"score.weight": torch.ones(2, 32)}))
+    assert main(["check", str(recipe)]) == 2
+    assert "whose head scores sequences; name the language model" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert main(["check", str(recipe)]) == 2
+    assert "it has no weights in safetensors; fetch model.safetensors" in capsys.readouterr().err
+
+
+def test_check_says_where_weights_are_missing_that_a_plan_does_without(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "inner").mkdir()
+    (folder / "model.safetensors").rename(folder / "inner/model.safetensors")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=folder, rows=rows_in(tmp_path)))
+    assert main(["check", str(recipe)]) == 0
+    shown = capsys.readouterr()
+    assert "no weights in safetensors; its folder inner has some: name that; until then" in shown.out + shown.err
 
 
 def test_check_reads_a_model_of_the_hub_once_it_is_in_the_cache(

@@ -48,6 +48,8 @@ KINDS: dict[str, dict[str, tuple[type, ...]]] = {
     },
 }
 """Kinds of values that transformers and peft take unseen, and miss later; and those of our own record."""
+DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double")
+"""What `dtype` of a configuration may be, which that of an export follows: torch's names of what needs no scales."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 10_000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
@@ -103,8 +105,18 @@ def _naming(folder: str | Path, needed: Sequence[str], *others: str) -> Iterator
         if isinstance(error, OSError | ValueError) and not any(path.name in needed for path in there):
             raise
         files = " with ".join(path.name for path in there[:2]) or needed[0]
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise RecipeError(f"{Path(folder, files)}: transformers cannot read it ({why})") from None
+        raise RecipeError(f"{Path(folder, files)}: {_reason(error)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """Why transformers did not read a file, and what to do where that follows."""
+    from transformers import __version__
+
+    if "trust_remote_code" in str(error):
+        return "it contains custom code, which is not run here; take a model that transformers reads by its own code"
+    if "does not recognize this architecture" in str(error):
+        return f"transformers {__version__} has no such model_type; correct it, or take a model of one that it has"
+    return f"transformers cannot read it ({type(error).__name__}: {first_line(error)})"
 
 
 def values_of(path: Path) -> dict[str, Any]:
@@ -153,7 +165,10 @@ def _check(path: Path) -> None:
 
 def why_not(what: str, error: Exception) -> str:
     """Why a model's configuration or tokenizer was not opened, after the place that names the model."""
-    return str(error) if isinstance(error, RecipeError) else f"no {what} there ({first_line(error)})"
+    if isinstance(error, RecipeError):
+        return str(error)
+    way = f"; lay {TOKENIZER[0]} and {SETTINGS[0]} of the model there" if what == "tokenizer" else ""
+    return f"no {what} there ({first_line(error)}){way}"
 
 
 def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
@@ -164,11 +179,22 @@ def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
         and not (isinstance(value, kinds) and isinstance(value, bool) <= (bool in kinds) and _is_finite(value))
     ]
     if name == CONFIG:
-        for part in (values, *(one for one in values.values() if isinstance(one, dict))):
+        parts = (one for key, one in values.items() if isinstance(one, dict) and key != "quantization_config")
+        for part in (values, *parts):
             found += [
                 f"{key} is {part[key]:,}, more than any model has"
                 for key, most in MOST.items()
                 if isinstance(part.get(key), int) and part[key] > most
+            ]
+            found += [
+                f"{key} is {part[key]!r:.40}, and should be float32, bfloat16 or float16"
+                for key in ("dtype", "torch_dtype")
+                if part.get(key) not in (None, *DTYPES)
+            ]
+            found += [
+                f"{key} is {value}, and should be at least 0 and less than 1"
+                for key, value in part.items()
+                if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and not 0 <= value < 1
             ]
     return found
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin|.*\.gguf")
+"""Files of weights that transformers reads, and this project does not."""
 MAX_HEADER = 100_000_000
 """Bytes, as in the library (safetensors/src/tensor.rs, MAX_HEADER_SIZE)."""
 BITS = {
@@ -72,16 +74,43 @@ def weight_files(folder: Path) -> tuple[list[Path], str | None]:
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS], None
     if not os.path.lexists(folder / INDEX):
-        return [], "it has no weights in safetensors, and no other format is read"
+        return [], f"it has no weights in safetensors; {_way_to_weights(folder)}"
     names, why = _names_in_index(folder / INDEX)
     return [folder / name for name in names], why and f"it has no weights in safetensors: {INDEX} {why}"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, or a part of them, in any format that transformers reads; or says that it has."""
+    ends = (".safetensors", INDEX)
+    return any(name.endswith(ends) or OTHER_WEIGHTS.fullmatch(name) for name in os.listdir(folder))
+
+
+def _way_to_weights(folder: Path) -> str:
+    """What to do where there is neither `WEIGHTS` nor `INDEX`."""
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    parts = [name for name in names if name.endswith(".safetensors")]
+    if shards := [name for name in parts if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]:
+        return f"it has {_first_of(shards)}, but no {INDEX}, which names them: fetch that too"
+    if parts:
+        return f"it has {_first_of(parts)}, but no {WEIGHTS}, which is the name that is read: fetch that"
+    if others := [name for name in names if OTHER_WEIGHTS.fullmatch(name)]:
+        gguf = ", gguf_file=NAME" * others[0].endswith(".gguf")
+        way = f"AutoModelForCausalLM.from_pretrained(OLD{gguf}).save_pretrained(NEW) writes it so"
+        return f"it has {_first_of(others)}, and no other format is read: {way}"
+    inside = sorted(path.parent.name for name in (WEIGHTS, INDEX) for path in folder.glob(f"*/{name}"))
+    return f"its folder {inside[0]} has some: name that" if inside else f"fetch {WEIGHTS} of the model"
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _names_in_index(path: Path) -> tuple[list[str], str | None]:
     try:
         if (why := why_no_file(path)) is not None:
             return [], why
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        index = json.loads(path.read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
         odd = [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
     except OSError as error:
         return [], f"cannot be read ({error.strerror})"
@@ -89,6 +118,8 @@ def _names_in_index(path: Path) -> tuple[list[str], str | None]:
         return [], "has no weight_map from the name of each tensor to its file"
     if odd or not names:
         return [], f"names {odd[0]!r}, which is no safetensors file of this folder" if odd else "names no file"
+    if not isinstance(index.get("metadata"), dict):  # transformers 5.23, utils/hub.py, get_checkpoint_shard_files
+        return [], 'has no metadata, without which transformers does not read it; write "metadata": {} into it'
     return names, None
 
 

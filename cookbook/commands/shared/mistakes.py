@@ -7,10 +7,13 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ALL_LINEAR, ModelSection
+from cookbook.planning.model_files import CONFIG
 from cookbook.planning.offline import known_model
+from cookbook.planning.score_head import head_wanted
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
+from cookbook.system.tensor_files import has_weights, weight_files
 
 
 def lacks_checkpoint(recipe: Recipe) -> list[str]:
@@ -38,8 +41,12 @@ def check_model(recipe: Recipe) -> list[str]:
         RecipeError: what does not agree.
     """
     here, name = _weights_here(recipe.model), recipe.model.name_or_path
-    if here is None:  # it can be planned with all the same
-        return _notes_on_names(recipe)
+    if here is None:
+        why = weight_files(Path(name))[1] if name and Path(name).is_dir() else None
+        lacks = (
+            [f"model.name_or_path is {name!r}: {why}; until then it can be planned with, and not run"] if why else []
+        )
+        return lacks + _notes_on_names(recipe)
     if not num_gpus():
         quiet_deepspeed()
     from cookbook.training import adapters, models
@@ -51,6 +58,7 @@ def check_model(recipe: Recipe) -> list[str]:
     tokenizer = models.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
     place = f"model.name_or_path is {name!r}"
     facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
+    head_wanted(recipe.objective, config, tokenizer.pad_token_id)
     _check_teacher(recipe, tokenizer, facts.num_embeddings)
     notes = facts.notes
     return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
@@ -83,12 +91,12 @@ def _check_teacher(recipe: Recipe, tokenizer: Any, num_rows: int | None) -> None
 
 
 def _weights_here(model: ModelSection) -> Path | None:
-    """A model's folder, its own or that of the Hub's cache; None if weights, or a part of them, are not there."""
+    """A model's folder, or that of the Hub's cache; None of a configuration alone, or if the cache lacks weights."""
     name = model.name_or_path
     if name is None:
         return None
     if Path(name).is_dir():
-        return Path(name) if any(Path(name).glob("*.safetensors")) else None
+        return Path(name) if has_weights(Path(name)) or not (Path(name) / CONFIG).exists() else None
     from huggingface_hub import snapshot_download
 
     try:

@@ -28,6 +28,7 @@ from transformers.utils import logging
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.language_part import open_config, open_options
+from cookbook.planning.meshes import num_experts
 from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.packing import packing_problem, short_window
 from cookbook.planning.score_head import auto_class, is_scored
@@ -91,8 +92,9 @@ def resolve_model(model: ModelSection, *, seed: int, texts: Iterable[str], finge
 
 
 def _refuse_adapter(name: str, key: str = "model.name_or_path") -> None:
-    """Refuse an adapter's own folder, as a run exports it, in the place of a model."""
-    if (Path(name) / ADAPTER_FILE).is_file() and not (Path(name) / "config.json").is_file():
+    """Refuse an adapter's own folder, as a run exports it, in the place of a model. It may have a config.json."""
+    folder = Path(name)
+    if (folder / ADAPTER_FILE).is_file() and not ((folder / "config.json").is_file() and weight_files(folder)[0]):
         problem = "an adapter without its base; write both as one with `cookbook merge`, and name that"
         raise RecipeError(f"{key} is {name!r}: {problem}")
 
@@ -192,7 +194,7 @@ def load_config(name: str, max_length: int, *, key: str = "model.name_or_path") 
     problem = not_served(config)
     if problem is not None:
         raise RecipeError(f"{key} is {name!r}: {problem}")
-    refuse(_check_positions(config, max_length))
+    refuse([*_check_positions(config, max_length), *_check_router(config, f"{key} is {name!r}")])
     return config
 
 
@@ -207,6 +209,13 @@ def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
             f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
             f" depends on the longest sample of a micro-batch; use at most {original}"
         ]
+    return []
+
+
+def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
+    count, taken = num_experts(config), getattr(config, "num_experts_per_tok", None)
+    if count > 1 and isinstance(taken, int) and taken > count:
+        return [f"{place}: config.json has num_experts_per_tok {taken}, of {count} experts; correct it"]
     return []
 
 

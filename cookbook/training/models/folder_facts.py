@@ -4,6 +4,7 @@ not decide which model is trained. transformers draws a tensor that the files la
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,12 @@ NUM_NAMED = 5
 """Tensors that a mistake names."""
 ROWS_AT_ONCE = 4096
 """Rows of a matrix that are compared at a time."""
+PACKED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|quant_state\S*|input_scale)$"
+    r"|\.weight_(scale\w*|packed|shape|zero_point|g_idx)$|_(blocks|scales|scale_inv)$"
+)
+"""Names of what belongs to a weight of GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt, fp8 and MXFP4."""
+NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -76,10 +83,7 @@ def check_folder(
     rows, mistakes = config.vocab_size, []
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        mistakes.append(
-            f"its weights are quantized ({how}), which cannot be trained; name the model in 16 or 32 bits from which"
-            " they were made (adapter.name: qlora quantizes it by itself)"
-        )
+        mistakes.append(f"its weights are quantized ({how}), which cannot be trained; {NOT_QUANTIZED}")
     else:
         stored, mistakes = read_headers(folder)
         if not mistakes:
@@ -134,7 +138,13 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     for path in paths:
         try:
             tensors, _ = read_header(path)
-            stored |= {key: Stored(path, one["shape"], one["dtype"]) for key, one in tensors.items()}
+            found = {key: Stored(path, one["shape"], one["dtype"]) for key, one in tensors.items()}
+            mistakes += [
+                f"{path.name} and {stored[key].path.name} hold {key} with other values; fetch both again"
+                for key in sorted(found.keys() & stored.keys())
+                if not _are_equal([(key, stored[key]), (key, found[key])])
+            ]
+            stored |= found
         except OSError as error:
             mistakes.append(f"{path.name} cannot be read ({error.strerror}); fetch it again")
         except BadHeader as error:
@@ -159,16 +169,22 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tup
         mistakes.append(f"its files lack {_names(missing)}, which would be random; {way}")
     # Old versions of GPT-J and others saved their causal mask, [1, 1, T, T], and what it masks with, a number.
     masks = {key for key, one in stored.items() if one.shape in ([], [1, 1, *one.shape[-1:] * 2])}
-    if left := sorted(found["unexpected_keys"] - masks):
+    left = sorted(found["unexpected_keys"] - masks)
+    if packed := sorted(filter(PACKED.search, found["unexpected_keys"])):
+        why = f"its files hold {_names(packed)}, as quantized weights do, whatever config.json says; {NOT_QUANTIZED}"
+        return [why], model.get_input_embeddings().weight.shape[0]
+    if left:
+        # With tensors missing, what is saved so would have random ones.
+        way = f", or leave them out: {kind.__name__}.from_pretrained(OLD).save_pretrained(NEW)" if not missing else ""
         mistakes.append(
             f"its files hold {_names(left)}, for which {kind.__name__} of its config.json has no place; correct"
-            f" config.json, or leave them out: {kind.__name__}.from_pretrained(OLD).save_pretrained(NEW)"
+            f" config.json{way}"
         )
     shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(found["mismatched_keys"])]
     if shapes:
         mistakes.append(f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json")
-    if odd := _whole_numbers(model, stored):
-        mistakes.append(f"its files hold {_names(odd)} as whole numbers ({stored[odd[0]].dtype}); fetch it again")
+    if odd := _no_fractions(model, stored):
+        mistakes.append(f"its files hold {_names(odd)} in {stored[odd[0]].dtype}, which no weight is; fetch it again")
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         # transformers ties them if only one is in the files; if both are, differently under each strategy.
         if model.get_parameter(target) is not model.get_parameter(source):
@@ -214,16 +230,24 @@ def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, Store
     try:
         with torch.device("meta"):
             model = kind(copy.deepcopy(config))
-        missing = sorted(revert_weight_conversion(model, dict(model.state_dict())).keys() - stored.keys())
+        wanted = revert_weight_conversion(model, dict(model.state_dict()))
     except Exception:
-        missing = []
+        wanted = {}
+    missing = sorted(wanted.keys() - stored.keys())
+    shapes = [
+        f"{key} {stored[key].shape} and {[*tensor.shape]}"
+        for key, tensor in sorted(wanted.items())
+        if key in stored and stored[key].shape != [*tensor.shape]
+    ]
     if missing:  # one of the tensors of which a larger one is made
         return f"its files lack {_names(missing)}; fetch it again, or take the config.json that belongs to it"
+    if shapes:
+        return f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json"
     return f"transformers cannot load it by its config.json ({type(error).__name__}: {first_line(error)})"
 
 
-def _whole_numbers(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
-    """Tensors that are whole numbers or bits in the files, of which transformers would make fractions."""
+def _no_fractions(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
+    """Tensors that are whole, complex or bits in the files, of which transformers would make fractions."""
     keys, state = [key for key, one in stored.items() if "F" not in one.dtype], model.state_dict()
     names = renamed(model, keys) if keys else {}
     return sorted(key for key, name in names.items() if name in state and state[name].is_floating_point())
@@ -231,14 +255,23 @@ def _whole_numbers(model: PreTrainedModel, stored: dict[str, Stored]) -> list[st
 
 def _compare_tied(model: PreTrainedModel, stored: dict[str, Stored], tied: set[str]) -> list[str]:
     keys = [key for key, name in renamed(model, stored).items() if name in tied]
-    one, *others = [safe_open(stored[key].path, framework="pt").get_slice(key) for key in keys]
-    spans = [slice(start, start + ROWS_AT_ONCE) for start in range(0, stored[keys[0]].shape[0], ROWS_AT_ONCE)]
-    if all(torch.equal(one[span].float(), other[span].float()) for other in others for span in spans):
+    if _are_equal([(key, stored[key]) for key in keys]):
         return []
     return [
         f"config.json says tie_word_embeddings: true, but its files hold {_names(keys)} with other values; write false"
         " there, or take out of the files what is not the model's"
     ]
+
+
+def _are_equal(tensors: list[tuple[str, Stored]]) -> bool:
+    """Whether tensors, by their names in the files, have the same values."""
+    shapes = [one.shape for _, one in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        return False
+    one, *others = [safe_open(one.path, framework="pt").get_slice(key) for key, one in tensors]
+    rows = range(0, shapes[0][0], ROWS_AT_ONCE) if shapes[0] else ()
+    spans: list[Any] = [slice(start, start + ROWS_AT_ONCE) for start in rows] or [...]
+    return all(torch.equal(one[span].float(), other[span].float()) for other in others for span in spans)
 
 
 def renamed(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
@@ -284,8 +317,8 @@ def _notes(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenize
             numbers = value if isinstance(value, list) else [] if value is None else [value]
             if key == "eos_token_id":
                 ends |= {*numbers}
-            if any(number >= rows for number in numbers):
-                notes.append(f"{key} {value} of {name} is beyond the {rows:,} rows of its embedding")
+            if any(not 0 <= number < rows for number in numbers):
+                notes.append(f"{key} {value} of {name} is none of the {rows:,} rows of its embedding")
     if ends and not tokenizer.chat_template and tokenizer.eos_token_id not in (None, *ends):
         own = f"{tokenizer.eos_token_id} ({tokenizer.eos_token})"
         notes.append(f"texts end with {own} of its tokenizer, and its generation at {sorted(ends)}; add the one there")
