@@ -2137,10 +2137,18 @@ FAULTS = (
     Fault(
         "folders",
         "cookbook/training/models/folder_facts.py",
-        "if any(number >= rows for number in numbers):",
-        "if any(number > rows for number in numbers):",
+        "if any(not 0 <= number < rows for number in numbers):",
+        "if any(not 0 <= number <= rows for number in numbers):",
         "a special id that is the first without a row is not noted",
         "tests/test_folder_facts.py::test_the_first_id_without_a_row_is_beyond",
+    ),
+    Fault(
+        "folders",
+        "cookbook/training/models/folder_facts.py",
+        'sorted(filter(PACKED.search, found["unexpected_keys"]))',
+        "sorted(filter(PACKED.search, left))",
+        "fp8 weights whose scales are a number each are trained without them",
+        "tests/test_folder_facts.py::test_a_damaged_folder_is_refused_by_what_is_wrong_with_it",
     ),
     Fault(
         "folders",
