@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +37,7 @@ TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "speed_goa
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run"}
 LED = {
+    "gpu_node/attention",
     "gpu_node/collectives",
     "gpu_node/liger",
     "race/gate",
@@ -232,10 +234,38 @@ def node_of(tmp_path: Path, *words: str) -> gpu_node.Node:
 
 
 def test_what_one_gpu_cannot_do_is_skipped_by_name(tmp_path: Path):
-    node = node_of(tmp_path, "--simulate", "1", "--parts", "bandwidth", "compiled", "hangs", "saving", "liger")
+    node = node_of(
+        tmp_path, "--simulate", "1", "--parts", "bandwidth", "compiled", "hangs", "saving", "attention", "liger"
+    )
     found = list(gpu_node.run_parts(node))
-    assert [one.state for one in found] == 6 * ["skipped"]
+    assert [one.state for one in found] == 8 * ["skipped"]
     assert found[0].said == "one GPU exchanges nothing" and found[-1].name == "two machines"
+
+
+@pytest.mark.parametrize(("off", "state"), [("0", "passed"), ("0.1", "failed")])
+def test_another_attention_kernel_is_measured_beside_torchs_own(tmp_path: Path, monkeypatch, off: str, state: str):
+    """A stand-in for FlashAttention 3, which torch calls in packed rows and in padded ones."""
+    need_simulated_gpus()
+    stand_in = str(ROOT / "tests" / "stand_in_flash")
+    monkeypatch.syspath_prepend(stand_in)
+    monkeypatch.setenv("PYTHONPATH", stand_in)
+    monkeypatch.setenv("STAND_IN_OFF", off)
+    node = node_of(tmp_path, "--simulate", "1", "--parts", "attention", "--length", "64")
+    found = next(gpu_node.run_parts(node))
+    assert (found.name, found.state) == ("FA3", state) and "FA3" in found.figures, found
+    distances = found.figures["FA3"]["distances"]
+    assert all((distances[one][0] > 0.1) is (state == "failed") for one in ("packed", "padded")), distances
+
+
+def test_a_part_that_ends_in_an_error_leaves_the_others_their_time(tmp_path: Path, monkeypatch):
+    def breaks(node: gpu_node.Node) -> Iterator[gpu_node.Result]:
+        yield gpu_node.Result("hangs", "one", "passed", "")
+        raise KeyError("no such key")
+
+    monkeypatch.setitem(gpu_node.PARTS, "hangs", breaks)
+    found = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", "hangs", "saving")))
+    assert [one.state for one in found] == ["passed", "failed", "skipped", "skipped"]
+    assert found[1].said == "KeyError: 'no such key'"
 
 
 def test_jobs_on_a_node_have_gpus_of_their_own():
@@ -270,7 +300,15 @@ def test_workers_of_the_gpu_tests_have_gpus_of_their_own(tmp_path: Path):
 def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: Path):
     need_simulated_gpus()
     words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--output", str(tmp_path)]
-    words += ["--strategies", "ddp", "--wide", "single", "--model", json.dumps(gpu_node.TINY | {"vocab_size": 512})]
+    words += [
+        "--strategies",
+        "ddp",
+        "--wide",
+        "single",
+        "zero3",
+        "--model",
+        json.dumps(gpu_node.TINY | {"vocab_size": 512}),
+    ]
     words += ["--length", "64", "--steps", "3", "--mebibytes", "1", "--hang-seconds", "30"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2400)
     found = json.loads((tmp_path / "node.json").read_text())["results"]
@@ -282,6 +320,8 @@ def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: P
         ("strategies", "ddp"),
         ("widths", "single"),
         ("widths", "single, run twice"),
+        ("widths", "zero3"),
+        ("widths", "zero3, run twice"),
         ("hangs", "SIGSTOP, eager"),
         ("hangs", "SIGKILL, eager"),
         ("saving", "fsdp2 in the background, then zero3"),

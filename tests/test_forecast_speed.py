@@ -16,7 +16,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import step_time
 from cookbook.forecast.activations import ActivationTrace, Phase
-from cookbook.forecast.costs.flops import ModelSizes, Recompute, Step, sizes_of, work
+from cookbook.forecast.costs.flops import ModelSizes, Recompute, Step, TrainedWeight, sizes_of, work
 from cookbook.forecast.costs.traffic import Transfer, checkpoint_traffic, host_traffic, transfers
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
@@ -447,7 +447,7 @@ def test_messages_of_another_run_are_not_those_of_the_ledger(lab):
 def test_calls_by_hand():
     """4 bytes a number: buckets of 1 MiB and then 25 MiB, each with the tensor that fills it; DeepSpeed's before it."""
     million = 2**20
-    sizes = replace(SMALL, trained=[(million, True, 0)] * 20 + [(1000, False, 0)])
+    sizes = replace(SMALL, trained=[TrainedWeight(million, True, 0)] * 20 + [TrainedWeight(1000, False, 0)])
     (ddp,) = transfers(shipped("ddp"), sizes, STEP, 4)
     assert ddp.calls == 1 + 2 + 1  # 4 MiB and the small one; 7 and 7 of 4 MiB; 5
     deepspeed = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 3 * million, "allgather_bucket_size": 10**7}}
@@ -468,7 +468,8 @@ def test_gradients_of_the_last_stage_by_hand(mib: float, is_tied: bool, calls: i
     part = int(mib * 2**18)
     trained = [(8 * part, True, None), *((4 * part, True, i // 2) for i in range(8)), (2 * part, False, None)]
     trained += [] if is_tied else [(8 * part, True, None)]
-    sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=trained)
+    weights = [TrainedWeight(*one) for one in trained]
+    sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=weights)
     found = {one.what: one for one in transfers(shipped("pp"), sizes, STEP, 4)}
     assert found["gradients"].calls == calls
     # One more between both ends, which are two ranks apart.
@@ -477,6 +478,42 @@ def test_gradients_of_the_last_stage_by_hand(mib: float, is_tied: bool, calls: i
     if tied:
         assert (tied.num_bytes, tied.kind, tied.calls) == (4 * sizes.vocab * sizes.hidden, "all-reduce", 1)
         assert (tied.ranks, tied.stride) == (2, 2)
+
+
+ADAPTED = replace(
+    FROZEN,
+    first_matrices=3,
+    column_ranks=9 * [2],
+    row_ranks=[2, 2, 2],
+    num_undivided=100,
+    num_undivided_trained=6,
+    adapted_ends=3,
+)
+"""Adapters of rank 2 on queries, keys and values, and on what ends a layer. 10 weights of it are trained."""
+
+
+@pytest.mark.parametrize(
+    ("recompute", "numbers", "calls"),
+    [
+        # A token's hidden state of 4, summed over 6 rows, 12 columns and the embedding; ranks of 12 matrices.
+        (False, 4 * (6 + 12 + 1) + 12 * 2, 6 + 12 + 12 + 2),
+        # All rows again, as what follows reads them, and their ranks; and gradients of the first layer's input.
+        (True, 4 * (12 + 15 + 1) + 15 * 2, 12 + 15 + 15 + 2),
+        ("selective", 4 * (12 + 15 + 1) + 15 * 2, 12 + 15 + 15 + 2),
+    ],
+)
+def test_sums_of_tensor_parallel_beside_an_adapter_by_hand(recompute: Recompute, numbers: int, calls: int):
+    """In 16 bits for 20 tokens, and the input of the head for 6 labels."""
+    sums, _ = transfers(shipped("tp"), ADAPTED, replace(STEP, recompute=recompute), 2)
+    assert (sums.what, sums.num_bytes, sums.calls) == ("activations", 2 * (20 * numbers + 6 * 4), calls)
+
+
+def test_what_tensor_parallel_leaves_whole_is_in_each_process():
+    """Gradients of 6 trained weights and of half of 4; FSDP2 gathers 100 weights and half of 900."""
+    copies = transfers(shipped("ddp_tp"), ADAPTED, STEP, 4)[-1]
+    assert (copies.what, copies.num_bytes) == ("gradients", 4 * (6 + 4 / 2))
+    found = {one.what: one.num_bytes for one in transfers(shipped("fsdp2_tp"), ADAPTED, STEP, 4)}
+    assert (found["weights, forward"], found["gradients"]) == (2 * (100 + 900 / 2), 4 * (6 + 4 / 2))
 
 
 def test_both_ends_of_a_pipeline_by_hand():

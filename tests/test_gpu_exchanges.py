@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.forecast_accuracy.simulated import settings_of
-from cookbook.config.strategy import load_strategy, strategy_path
 from tests.exchanges import Asked, stuck
 from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
 from tests.step_messages import assert_sends_what_is_forecast, step_2
@@ -121,18 +120,22 @@ def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab
             assert_sends_what_is_forecast(run, other)
 
 
-IN_PART = [name for name in DISTRIBUTED if load_strategy(strategy_path(name)).tp_size > 1]
-"""The forecast counts no messages of an adapter's own under tensor parallel."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", others_by_turn([name for name in DISTRIBUTED if name not in IN_PART], ("fsdp2", "zero2"))
-)
+@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ("fsdp2", "zero2", "tp")))
 def test_with_an_adapter_a_step_sends_what_is_forecast(gpu_lab: GpuLab, strategy: str):
     settings = settings_for(strategy, "bf16", True)
     lora = gpu_lab.run(strategy, settings | {"adapter.name": "lora", "adapter.rank": "4"})
     assert_sends_what_is_forecast(lora, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", ["all-linear", "[q_proj, v_proj]", "[up_proj]", ""])
+@pytest.mark.parametrize("recompute", ["false", "true", "selective"])
+def test_tensor_parallel_sends_what_is_forecast_whatever_is_adapted_or_recomputed(gpu_lab: GpuLab, adapted, recompute):
+    """Below the first adapter nothing needs a gradient, unless its layer is recomputed."""
+    settings = settings_for("tp", "bf16", True) | {"model.gradient_checkpointing": recompute}
+    settings |= {"adapter": f"{{name: lora, rank: 4, targets: {adapted}}}"} if adapted else {}
+    assert_sends_what_is_forecast(gpu_lab.run("tp", settings), "tp")
 
 
 def gathers_run_beside_layers(run: GpuRun, num_units: int = 3) -> bool:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,10 @@ HERE = Path(__file__).parent
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "triton", "liger_kernel")
 KERNELS = ("rope", "rms_norm", "swiglu")
 """Those of Liger, by the names of its own arguments."""
+ATTENTION = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
+"""Kernels that torch 2.13 calls where a program activates them, and modules of the packages that have them."""
+AS_FAR = 2.0
+"""Times as far from float32 as torch's own kernel is, in 16 bits: the band of another kernel. Chosen."""
 OUTPUT = ROOT / "outputs" / "gpu_node"
 BAND = 5e-3
 """Between the losses of a strategy and of one GPU, as tests/test_gpu_matrix.py has it for bf16."""
@@ -134,8 +139,12 @@ class Node:
         loaded = load_strategy(strategy_path(strategy))
         return loaded.num_processes or default_num_processes(loaded, 0)
 
-    def recipe(self, name: str, sizes: dict[str, Any], *, length: int, batch: int, rate: float) -> Path:
-        """A recipe of full sequences, with its rows beside it."""
+    def recipe(self, name: str, sizes: dict[str, Any] | Path, *, length: int, batch: int, rate: float) -> Path:
+        """A recipe of full sequences, with its rows beside it.
+
+        Args:
+            sizes: of a new model, or the folder of one.
+        """
         rows, path = self.folder / f"{name}.jsonl", self.folder / f"{name}.yaml"
         chance = random.Random(0)
         texts = (" ".join(chance.choices(WORDS, k=length)) for _ in range(4 * batch))
@@ -144,7 +153,7 @@ class Node:
         values = {
             "strategy": "single",
             "mixed_precision": "bf16",
-            "model": {"from_scratch": sizes},
+            "model": {"name_or_path": str(sizes)} if isinstance(sizes, Path) else {"from_scratch": sizes},
             "data": {"train": str(rows), "max_length": length, "packing": True},
             "batch": {"global_batch_size": batch, "micro_batch_size": 1},
             "optim": {"learning_rate": rate},
@@ -317,8 +326,7 @@ def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND,
 def speed_of(job: Job) -> dict[str, Any]:
     """Its step, memory and forecast; no speed of simulated GPUs."""
     steps, record = job.curve.steps[NUM_WARMUP:], job.curve.record
-    found = {"peak_memory_gib": record["peak_memory_gib"], "forecast": record.get("forecast")}
-    found["step_forecast"] = record.get("step_forecast")
+    found: dict[str, Any] = {key: record.get(key) for key in ("peak_memory_gib", "forecast", "step_forecast")}
     for key in ("step_seconds", "mfu", "num_tokens"):
         if values := [line[key] for line in steps if key in line]:
             found[key] = statistics.median(values)
@@ -365,11 +373,33 @@ def write_experts(node: Node, single: Job) -> Path:
     return folder
 
 
+def write_wide(node: Node) -> Path:
+    """The wide model, in bf16 as published ones are: under ZeRO the weights that are trained start rounded, and small
+    updates of others have another curve (docs/equivalence.md). Each machine writes the same.
+    """
+    import torch
+
+    from cookbook.config.sections import ScratchModel
+    from cookbook.training.models import new_model, train_tokenizer
+
+    sizes = ScratchModel(**node.arguments.model)
+    folder = node.folder / "-".join(["model", *map(str, node.arguments.model.values())])
+    if not folder.exists():
+        part = folder.with_name(f"{folder.name}.{node.arguments.machine}")
+        tokenizer = train_tokenizer([" ".join(WORDS)], sizes.vocab_size)
+        tokenizer.save_pretrained(part)
+        new_model(sizes, tokenizer, seed=0).to(torch.bfloat16).save_pretrained(part)
+        with contextlib.suppress(OSError):  # another machine was first
+            part.rename(folder)
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
 def widths(node: Node) -> Iterator[Result]:
     """Two layers of an 8B: the loss of one GPU, twice; the share of the peak; and what compiling broke."""
     chosen = node.arguments
     many = 2 * node.cards.count * node.machines
-    recipe = node.recipe("wide", chosen.model, length=chosen.length, batch=many, rate=1e-5)
+    recipe = node.recipe("wide", write_wide(node), length=chosen.length, batch=many, rate=1e-5)
     settings = {"run.max_steps": chosen.steps}
     if not chosen.machine:
         single = node.start("wide-single", recipe, "single", 1, settings, alone=True)
@@ -402,7 +432,7 @@ def compiled(node: Node) -> Iterator[Result]:
         yield Result("compiled", "graph breaks", "skipped", "simulated GPUs have no Triton")
         return
     name, count = ("fsdp2", 2) if node.cards.count > 1 else ("single", 1)
-    recipe = node.recipe("wide", node.arguments.model, length=node.arguments.length, batch=4, rate=1e-5)
+    recipe = node.recipe("wide", write_wide(node), length=node.arguments.length, batch=4, rate=1e-5)
     settings = {"run.max_steps": node.arguments.steps}
     eager = node.start("eager", recipe, name, count, settings)
     job = node.start("compiled", recipe, name, count, settings | {"model.compile": True})
@@ -505,7 +535,39 @@ def liger(node: Node) -> Iterator[Result]:
         yield Result("liger", name, "failed" if done.returncode else "passed", said, {"log": told})
 
 
-PARTS = {one.__name__: one for one in (doctor, bandwidth, strategies, widths, compiled, hangs, saving, liger)}
+def attention(node: Node) -> Iterator[Result]:
+    """Other attention kernels beside torch's own: no further from float32, and how much faster."""
+    for name, modules in ATTENTION.items():
+        if any(find_spec(module) is None for module in modules):  # in this order: a parent is imported for its part
+            yield Result("attention", name, "skipped", f"not installed: {modules[-1]}")
+            continue
+        length = node.arguments.length
+        words = [sys.executable, str(HERE / "attention.py"), name, *map(str, (min(length, 2048), length, 8 * length))]
+        with node.cards.take(1) as mine:
+            variables = {**node.environment, **({} if node.simulated else _visible(mine))}
+            done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stdout if done.returncode == 2 else done.stderr).strip() or f"exit code {done.returncode}"
+            state = "skipped" if done.returncode == 2 else "failed"
+            yield Result("attention", name, state, said.splitlines()[-1], {"log": said[-2000:]})
+            continue
+        yield kernel_beside(name, json.loads(done.stdout.splitlines()[-1]), simulated=bool(node.simulated))
+
+
+def kernel_beside(name: str, figures: dict[str, Any], *, simulated: bool) -> Result:
+    """An attention kernel beside torch's own, by what attention.py measured."""
+    own, other = figures["default"], figures[name]
+    pairs = [zip(own["distances"][layout], far, strict=True) for layout, far in other["distances"].items()]
+    ratios = [theirs / ours for layout in pairs for ours, theirs in layout]
+    said = f"{max(ratios):.2g} times as far from float32 as torch's own kernel"
+    faster = ", ".join(f"{own['seconds'][one] / taken:.2f} at {one}" for one, taken in other["seconds"].items())
+    said += "; simulated: no speed" if simulated else f"; times as fast: {faster}"
+    state = "passed" if all(ratio <= AS_FAR for ratio in ratios) else "failed"  # NaN is no such ratio
+    return Result("attention", name, state, said, figures)
+
+
+_PARTS = (doctor, bandwidth, strategies, widths, compiled, hangs, saving, attention, liger)
+PARTS = {one.__name__: one for one in _PARTS}
 OVER_MACHINES = ("doctor", "bandwidth", "widths")
 
 
@@ -528,7 +590,10 @@ def run_parts(node: Node) -> Iterator[Result]:
         if node.machines > 1 and name not in OVER_MACHINES:
             yield Result(name, name, "skipped", "of one machine: make test-gpu-node without --machines")
             continue
-        yield from PARTS[name](node)
+        try:
+            yield from PARTS[name](node)
+        except Exception as error:  # the other parts are worth their time all the same
+            yield Result(name, name, "failed", f"{type(error).__name__}: {error}", {"log": traceback.format_exc()})
     if node.machines == 1:
         yield Result("machines", "two machines", "skipped", "--machines 2 --machine 0 --first ADDRESS --shared FOLDER")
 

@@ -5,7 +5,7 @@ Counts matrix products only; for attention, the positions inside the causal mask
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cookbook.forecast.costs.inputs import Skeleton, Weight
 from cookbook.planning.attention_layers import Attention, attention_layers, first_of
@@ -14,6 +14,16 @@ from cookbook.planning.score_head import is_scored
 
 Recompute = Literal[False, True, "selective"]
 Precision = Literal["bf16", "fp16", "no"]
+
+
+class TrainedWeight(NamedTuple):
+    """A trained weight, whole."""
+
+    numel: int
+    is_matrix: bool
+    layer: int | None
+    is_divided: bool = False
+    """Whether tensor parallel divides it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +59,25 @@ class ModelSizes:
     """The `width` of each of these layers, if they differ."""
     column_matrices: int = 0
     """Matrices of all layers that tensor parallel divides by their outputs; each has an input's gradient to sum."""
+    first_matrices: int = 0
+    """Those of them whose input needs no gradient, as nothing before it is trained; recomputed layers have it."""
     row_matrices: int = 0
     """Those that it divides by their inputs; each has an output to sum."""
+    column_ranks: Sequence[int] = ()
+    """Ranks of an adapter's matrices beside the `column_matrices`; each has as many sums of gradients."""
+    row_ranks: Sequence[int] = ()
+    """Ranks of those beside the `row_matrices`; each has as many sums of outputs."""
+    adapted_ends: int = 0
+    """Layers of which the last row matrix has an adapter, which reads the input after that matrix did."""
+    num_undivided: int = 0
+    """Parameters that tensor parallel leaves whole in each process."""
+    num_undivided_trained: int = 0
     is_embedding_divided: bool = False
     """Whether tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
     is_tied: bool = False
     """Whether embedding and head are one matrix."""
-    trained: Sequence[tuple[int, bool, int | None]] = ()
-    """Elements of each trained weight in the model's order, whether it is a matrix, and its layer. Empty: not known."""
+    trained: Sequence[TrainedWeight] = ()
+    """In the model's order. Empty: not known."""
 
     @property
     def is_full(self) -> bool:
@@ -93,6 +114,10 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     widest = max(layers, key=lambda one: one.width, default=Attention(0, 0, 0.0, None))
     widths = [one.width for one in layers]
     head = [w for w in skeleton.weights if w.part == ("embedding" if skeleton.is_tied else "head")]
+    undivided = [weight for weight in skeleton.weights if weight.shard_dim is None]
+    columns, rows = _divided(skeleton, 0), _divided(skeleton, 1)
+    ends = {weight.layer: weight for weight in rows}
+    adapted = {weight.name.partition(".lora_")[0] for weight in skeleton.weights if ".lora_" in weight.name}
     return ModelSizes(
         num_parameters=sum(weight.num_elements for weight in skeleton.weights),
         num_trained=sum(weight.num_elements for weight in skeleton.weights if weight.is_trained),
@@ -111,18 +136,44 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_routed=len({weight.layer for weight in routed}) * round(share * experts),
         windows=[one.window for one in layers],
         widths=widths if len(set(widths)) > 1 else (),
-        column_matrices=_divided(skeleton, 0),
-        row_matrices=_divided(skeleton, 1),
+        column_matrices=len(columns),
+        first_matrices=_without_gradient(skeleton),
+        row_matrices=len(rows),
+        column_ranks=[weight.shape[1] for weight in _divided(skeleton, 0, of_adapter=True)],
+        row_ranks=[weight.shape[0] for weight in _divided(skeleton, 1, of_adapter=True)],
+        adapted_ends=sum(weight.name.partition(".base_layer.")[0] in adapted for weight in ends.values()),
+        num_undivided=sum(weight.num_elements for weight in undivided),
+        num_undivided_trained=sum(weight.num_elements for weight in undivided if weight.is_trained),
         is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
         is_tied=skeleton.is_tied,
-        trained=[(one.num_elements, len(one.shape) > 1, one.layer) for one in skeleton.weights if one.is_trained],
+        trained=[
+            TrainedWeight(one.num_elements, len(one.shape) > 1, one.layer, one.shard_dim is not None)
+            for one in skeleton.weights
+            if one.is_trained
+        ],
     )
 
 
-def _divided(skeleton: Skeleton, dim: int) -> int:
-    """Matrices of the layers that tensor parallel divides along a dimension; an adapter's lie beside them."""
-    found = (weight for weight in skeleton.weights if weight.layer is not None and ".lora_" not in weight.name)
-    return sum(weight.shard_dim == dim and len(weight.shape) > 1 for weight in found)
+def _divided(skeleton: Skeleton, dim: int, *, of_adapter: bool = False) -> list[Weight]:
+    """Matrices of the layers that tensor parallel divides along a dimension, or an adapter's beside them."""
+    found = (weight for weight in skeleton.weights if weight.layer is not None and len(weight.shape) > 1)
+    return [weight for weight in found if weight.shard_dim == dim and (".lora_" in weight.name) == of_adapter]
+
+
+def _without_gradient(skeleton: Skeleton) -> int:
+    """See `ModelSizes.first_matrices`. In the order of a layer's weights those that read the same follow each other."""
+    is_needed = any(weight.is_trained for weight in skeleton.weights if weight.part == "embedding")
+    is_trained, before, count = False, None, 0
+    for weight in skeleton.weights:
+        if weight.layer is None or len(weight.shape) < 2:
+            continue
+        if ".lora_" not in weight.name:
+            if weight.shard_dim == 0:
+                is_needed |= is_trained and before != 0
+                count += not is_needed
+            before = weight.shard_dim
+        is_trained |= weight.is_trained
+    return count
 
 
 @dataclass(frozen=True, kw_only=True)

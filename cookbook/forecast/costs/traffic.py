@@ -174,7 +174,8 @@ def _state_transfers(
             return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
         twice = _exchanged_bytes(strategy, step) * _held_twice(strategy, sizes) * sizes.head_trained
-        own, copies = (reduced + twice) / mesh.tensor / mesh.pipeline, mesh.token_parallel_size
+        whole = _exchanged_bytes(strategy, step) * sizes.num_undivided_trained
+        own, copies = _of_each(mesh, reduced + twice, whole), mesh.token_parallel_size
         calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _copy_buckets(strategy, mesh, sizes, step)
         gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
         return [*found, *([gradients] if copies > 1 else [])]
@@ -215,6 +216,11 @@ PASSES = ("forward", "backward")
 def _held_twice(strategy: Strategy, sizes: ModelSizes) -> int:
     """Weights of an embedding that is also the head: the first stage of a pipeline has it, and the last one."""
     return sizes.head if sizes.is_tied and strategy.pp_size > 1 else 0
+
+
+def _of_each(mesh: Mesh, number: float, undivided: float) -> float:
+    """What each process of a stage has, the mean of all stages, of which tensor parallel leaves a part whole."""
+    return ((number - undivided) / mesh.tensor + undivided) / mesh.pipeline
 
 
 def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
@@ -274,7 +280,7 @@ def _ddp_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
 def _copy_buckets(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> int | None:
     """Without DDP the last stage's gradients, or shards of them, fill flat buckets (engine/collectives.py, add_up)."""
     item = _exchanged_bytes(strategy, step)
-    shards = [(numel // (mesh.tensor if is_matrix else 1), layer) for numel, is_matrix, layer in sizes.trained]
+    shards = [(one.numel // (mesh.tensor if one.is_divided else 1), one.layer) for one in sizes.trained]
     if mesh.pipeline > 1:
         own = _layers_of_last_stage(sizes, mesh.pipeline, mesh.chunks)
         first = next((i for i, (_, layer) in enumerate(shards) if layer is not None), 0)
@@ -299,7 +305,7 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     0.19.8, runtime/utils.py, all_gather_dp_groups).
     """
     limit = strategy.zero.get("allgather_bucket_size", 5 * 10**8)
-    groups = [sum(numel for numel, is_matrix, _ in sizes.trained if is_matrix == kind) for kind in (True, False)]
+    groups = [sum(one.numel for one in sizes.trained if one.is_matrix == kind) for kind in (True, False)]
     return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
 
@@ -318,14 +324,16 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         kept = 2 if strategy.kind == "fsdp1" and not sizes.is_tied else 1
         again = sizes.num_parameters - experts - kept * sizes.head
     twice = _held_twice(strategy, sizes)
-    weights, regathered = half * (sizes.num_parameters + twice - experts) / divided, half * again / divided
+    mesh, whole = strategy.mesh(num_processes), sizes.num_undivided
+    weights = half * _of_each(mesh, sizes.num_parameters + twice - experts, whole)
+    regathered = half * _of_each(mesh, again, whole) if again else 0.0
     trained = sizes.num_trained + twice * sizes.head_trained
     if strategy.kind == "fsdp1" and not sizes.is_full:
         # A layer is one flat parameter, reduced whole with zeros for what is frozen in it; so is the root's, if any of
         # it is trained (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
         in_root = 0 if sizes.head_trained else (1 if sizes.is_tied else 2) * sizes.head
         trained = sizes.num_parameters - in_root
-    gradients = _exchanged_bytes(strategy, step) * (trained - experts) / divided
+    gradients = _exchanged_bytes(strategy, step) * _of_each(mesh, trained - experts, sizes.num_undivided_trained)
     own, owners = half * experts / expert, group // expert
     of_own = _exchanged_bytes(strategy, step) * experts / expert
     gathered, reduced = _fsdp_units(strategy, sizes)
@@ -378,24 +386,30 @@ def _layers_of_last_stage(sizes: ModelSizes, num_stages: int, chunks: int) -> li
 def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, half: int) -> list[Transfer]:
     """Tensor parallel: all-reduces of what attention and MLP return in the forward, and of the gradient of what each of
     their matrices divided by columns reads, one by one (transformers 5.23, distributed/tensor_parallel.py,
-    ColwiseParallel); of the embedding and of the head's input; and what the head's loss needs. Shoeybi et al. 2019 (3)
-    have one in the backward for all matrices that read the same. Gradients have the dtype of the residual stream, which
-    the matrices round. A process of a pipeline has its share of the layers; of both ends this is the mean over its
-    stages. Without what an adapter adds.
+    ColwiseParallel), with as many of an adapter beside each, of the size of its rank; of the embedding and of the
+    head's input; and what the head's loss needs. Shoeybi et al. 2019 (3) have one in the backward for all matrices that
+    read the same. Gradients have the dtype of the residual stream, which the matrices round. A process of a pipeline
+    has its share of the layers; of both ends this is the mean over its stages.
     """
     if mesh.tensor == 1:
         return []
     groups, stages = mesh.token_parallel_size, mesh.pipeline
     full = hidden_bytes(strategy, step.precision, is_full=sizes.is_full)
-    tokens, labelled = (count / groups * sizes.hidden for count in (step.num_tokens, step.num_labelled))
-    # Recomputation stops before the sum that ends a layer, which nothing in it reads.
-    rows = sizes.row_matrices + (max(0, sizes.row_matrices - sizes.num_layers) if step.recompute is True else 0)
-    of_layers = half * rows + full * sizes.column_matrices
-    of_ends = full * tokens * sizes.is_embedding_divided + half * labelled
+    tokens, labelled = step.num_tokens / groups, step.num_labelled / groups
+    rows, columns = sizes.row_matrices, sizes.column_matrices - sizes.first_matrices
+    row_ranks, column_ranks = [*sizes.row_ranks], sizes.column_ranks
+    if step.recompute:  # selective keeps products, and not what is summed of them
+        # It stops before the sum that ends a layer, unless something in it reads what comes after.
+        rows += max(0, sizes.row_matrices - sizes.num_layers + sizes.adapted_ends)
+        row_ranks, columns = 2 * row_ranks, sizes.column_matrices
+    of_layers = sizes.hidden * (half * rows + full * columns) + half * sum([*row_ranks, *column_ranks])
+    of_ends = sizes.hidden * (full * tokens * sizes.is_embedding_divided + half * labelled)
     terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
     last = len(_layers_of_last_stage(sizes, stages, mesh.chunks))
     share = last / sizes.num_layers if sizes.num_layers else 0.0
-    calls = round(share * (rows + sizes.column_matrices)) + 1 + (sizes.is_embedding_divided and stages == 1)
+    columns = columns if stages == 1 else sizes.column_matrices
+    calls = round(share * (rows + columns + len(row_ranks) + len(column_ranks))) + 1
+    calls += sizes.is_embedding_divided and stages == 1
     micro = step.micro_batches
     reduced = _repeated("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
     loss = _repeated("loss", "all-gather", terms / stages, mesh.tensor, calls=1)
