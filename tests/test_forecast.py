@@ -27,8 +27,17 @@ from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
-from cookbook.forecast.mesh_sizes import _resized, better_sizes
-from cookbook.forecast.ranking import PlanReport, _larger, _simplest_first, forecast_all, micro_batch_of, rung_below
+from cookbook.forecast.mesh_sizes import better_sizes, changed_sizes, resized
+from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
+from cookbook.forecast.ranking import (
+    PlanReport,
+    _larger,
+    _more,
+    _simplest_first,
+    forecast_all,
+    micro_batch_of,
+    rung_below,
+)
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import (
@@ -286,6 +295,50 @@ def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
     assert only(adapted, "1x32GB", "fsdp2").verdict == "fits" and only(adapted, "1x24GB", "fsdp2").verdict != "fits"
 
 
+def planned(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> PlanReport:
+    """As `cookbook plan --strategy` has it, without other strategies."""
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
+    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe", limits=False, more=True)
+
+
+def test_each_kind_of_change_that_helps_is_named_and_fits(llama):
+    """A sample of 131,072 tokens: half of it in each process is too much; a quarter fits, as do the others named."""
+    batch, data = (
+        section.model_copy(update=new)
+        for section, new in ((llama.batch, {"micro_batch_size": 1}), (llama.data, {"max_length": 131072}))
+    )
+    long = llama.model_copy(update={"batch": batch, "data": data})
+    said = planned(long, "4xH100", "fsdp2_sp", room={"host_gib": 512.0}).suggestion
+    *ways, more = said.split("; or ")
+    assert ways == [
+        "with sp_size 4 in its file, fsdp2_sp fits",
+        "with model.gradient_checkpointing: offload, fsdp2_sp fits",
+        "with adapter: {name: lora}, fsdp2_sp fits",
+    ]
+    assert re.fullmatch(r"take more: fsdp2_sp fits on 8xH100, fsdp2_sp on 4x\d+GB", more)
+    hosted = long.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": "offload"})})
+    adapted = long.model_copy(update={"adapter": AdapterSection(name="lora")})
+    for recipe, gpus in ((hosted, "4xH100"), (adapted, "4xH100"), (long, "8xH100"), (long, more.split()[-1])):
+        assert only(recipe, gpus, "fsdp2_sp").verdict == "fits"
+    assert only(long, "4xH100", "fsdp2_sp").verdict == "tight"
+
+
+def test_beside_what_offloads_it_is_said_what_fits_on_the_gpus_alone(llama):
+    found = planned(llama, "1xRTX4090", "single", "zero3_offload", room={"host_gib": 256.0})
+    assert (found.forecasts[0].strategy.name, found.forecasts[0].verdict) == ("zero3_offload", "fits")
+    adapted, more = found.suggestion.split("; or take more: ")
+    assert adapted == "with adapter: {name: lora}, batch.micro_batch_size: 1, single fits"
+    assert more == "single fits on 1x180GB, with batch.micro_batch_size: 1", "zero3_offload does on less"
+    said = in_words(found, "recipe", num_samples=None, price=None)
+    assert "Or, on the GPUs alone and without a doubt: with adapter: {name: lora}" in said
+    assert planned(llama, "8xH100", "zero3", "zero3_offload").suggestion is None, "zero3 fits"
+
+
+def test_more_gpus_are_powers_of_two():
+    assert [way.text for way in _more(parse_machines("3xH100"))][:3] == ["4xH100", "8xH100", "2x8xH100"]
+    assert [way.text for way in _more(parse_machines("2x3xH100"))][:2] == ["2x4xH100", "4x4xH100"]
+
+
 def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faster(llama):
     names = ("fsdp2", "single", "ddp")
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
@@ -299,8 +352,19 @@ def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faste
 def test_all_gpus_of_a_machine_may_share_the_experts():
     """The file has two groups of experts, so that 8 of them would need 16 GPUs."""
     strategy = load_strategy(Path("accelerate_configs/fsdp2_ep.yaml"))
-    assert _resized(strategy, "ep_size", 8, 8).written_mesh.num_processes == 8
-    assert _resized(strategy, "ep_size", 4, 8) == replace(strategy, ep_size=4)
+    tried = {sizes["ep_size"]: one for sizes, one in resized(strategy, parse_machines("8xH100"))}
+    assert tried[8].written_mesh.num_processes == 8
+    assert tried[4] == replace(strategy, ep_size=4)
+    assert sizes_in_words(changed_sizes([strategy], tried[8])) == "ep_size 8 and dp_shard_size 1", "to be written both"
+    assert changed_sizes([strategy], tried[4]) == {"ep_size": 4} and changed_sizes([strategy], strategy) == {}
+
+
+def test_two_sizes_of_a_mesh_are_varied_together():
+    strategy = load_strategy(Path("accelerate_configs/pp_tp.yaml"))
+    tried = [tuple(sizes.values()) for sizes, _ in resized(strategy, parse_machines("2x8xH100"))]
+    assert set(tried) == {(4, 4), (2, 2), (2, 4), (4, 2), (2, 8), (8, 2)}, "tensor and stages, up to 16 GPUs"
+    assert [size for size, one in resized(strategy, parse_machines("1xH100"))] == [{"tp_size": 2, "pp_size": 2}]
+    assert resized(load_strategy(Path("accelerate_configs/zero3.yaml")), parse_machines("8xH100")) == []
 
 
 def test_another_strategy_comes_before_another_recipe(llama):
@@ -387,7 +451,7 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("2x8xH100", **ROOM)
     tp, fsdp2 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("tp", "fsdp2"))
     (found,) = better_sizes(recipe, [tp, fsdp2], machines, "recipe")
-    tried = dict(found.forecasts)
+    tried = {sizes["tp_size"]: one for sizes, one in found.forecasts}
     assert list(tried) == [2, 4, 8] and found.best is tried[4]
     assert [one.verdict for one in tried.values()] == ["tight", "fits", "cannot run"]
     copy = tmp_path / "tp.yaml"
@@ -399,8 +463,8 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     printed = in_words(report, "recipe", num_samples=None, price=None, sizes=[found])
     assert re.search(r"tp tp_size 4 +fits .* s +best\n", printed) and "28 query heads and 4 key heads cannot" in printed
     (recorded,) = as_record(report, "recipe", num_samples=None, price=None, sizes=[found])["sizes"]
-    assert [recorded[key] for key in ("strategy", "key", "written")] == ["tp", "tp_size", 2]
-    rows = {row["size"]: row for row in recorded["forecasts"]}
+    assert [recorded[key] for key in ("strategy", "written")] == ["tp", {"tp_size": 2}]
+    rows = {row["sizes"]["tp_size"]: row for row in recorded["forecasts"]}
     assert {size: row["verdict"] for size, row in rows.items()} == {2: "tight", 4: "fits", 8: "cannot run"}
     assert [size for size, row in rows.items() if row["is_best"]] == [4]
     assert rows[4]["needed"] == tried[4].memory.needed
@@ -415,8 +479,8 @@ def test_stages_may_be_more_than_the_gpus_of_a_machine():
     recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("8x1xH100", **ROOM)
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("pp", "tp")]
     (found,) = better_sizes(recipe, strategies, machines, "recipe")
-    assert [(size, one.verdict) for size, one in found.forecasts] == [(2, "tight"), (4, "fits"), (8, "fits")]
-    assert (found.key, found.best.strategy.pp_size) == ("pp_size", 8)
+    seen = [(sizes["pp_size"], one.verdict) for sizes, one in found.forecasts]
+    assert seen == [(2, "tight"), (4, "fits"), (8, "fits")] and found.best.strategy.pp_size == 8
 
 
 def test_a_run_forecasts_as_the_plan_does(llama):
@@ -693,7 +757,7 @@ def test_json_has_what_the_table_is_made_of():
     found = json.loads(done.stdout)
     (sizes,) = found["sizes"]
     printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words).stdout)
-    assert [str(row["size"]) for row in sizes["forecasts"]] == printed
+    assert [str(row["sizes"]["tp_size"]) for row in sizes["forecasts"]] == printed
     one, tp = sorted(found["forecasts"], key=lambda one: "tp" in one["strategy"])
     gathers = [message["calls"] for message in one["messages"] if message["kind"] == "all-gather"]
     assert gathers == 2 * [one["gradient_accumulation_steps"] * 33] and one["messages"][-1]["calls"] > 0
@@ -772,12 +836,14 @@ def test_the_answer_for_people(capsys):
     assert "names the memory" in printed or "gives the memory and not the speed" in printed
 
 
-def test_the_stages_of_the_page_are_those_of_today(capsys):
-    command, shown = re.search(r"\$ cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text()).groups()
+@pytest.mark.parametrize(("i", "is_there"), [(0, "on the GPUs alone"), (1, "micro-batches in flight")])
+def test_what_the_page_shows_is_printed_today(i, is_there, capsys):
+    blocks = re.findall(r"\$ cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text())
+    command, shown = blocks[i]
     assert main(command.split()) == 0
     printed = capsys.readouterr().out
     parts = [part for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE) if part]
-    assert len(parts) == 2 and "micro-batches in flight" in parts[0] and all(part in printed for part in parts)
+    assert is_there in parts[0] and all(part in printed for part in parts)
 
 
 def test_the_gb_of_a_label_are_read_as_gib():
@@ -869,6 +935,8 @@ def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
     assert order("1xH100", fsdp2, zero3, far) == ["fsdp2", "zero3", "single"], "surely slower"
     assert order("1xH100", fsdp2, one("single", 1, 2, "tight")) == ["fsdp2", "single"]
     assert order("2xH100", fsdp2, zero3, near) == ["fsdp2", "zero3", "single"], "the others have twice as much"
+    lacks = [replace(found, verdict="does not fit") for found in (fsdp2, near)]
+    assert order("1xH100", *lacks) == ["fsdp2", "single"], "where nothing fits the nearest comes first"
 
 
 def test_a_next_step_of_two_keys_names_both():

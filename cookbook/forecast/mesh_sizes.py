@@ -1,6 +1,9 @@
 """Sizes of a mesh that suit a model and machines better than those in a strategy's file."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from cookbook.config.recipe import Recipe
@@ -15,47 +18,82 @@ KEYS = ("tp_size", "sp_size", "pp_size", "ep_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The forecasts of a strategy under each size of one dimension of its mesh."""
+    """The forecasts of a strategy under other sizes of its mesh."""
 
     name: str
     """Name of the strategy."""
-    key: str
-    written: int
-    forecasts: list[tuple[int, Forecast]]
-    """By size, ascending."""
+    written: dict[str, int]
+    """By key, as in its file."""
+    forecasts: list[tuple[dict[str, int], Forecast]]
+    """By sizes, ascending."""
 
     @property
     def best(self) -> Forecast:
         return min((one for _, one in self.forecasts), key=rank)
 
+    @property
+    def as_written(self) -> Forecast:
+        return next(one for sizes, one in self.forecasts if sizes == self.written)
+
     def is_resharded(self, one: Forecast) -> bool:
         """Whether another size of the mesh is not that of the file either."""
-        return one.strategy.dp_shard_size != dict(self.forecasts)[self.written].strategy.dp_shard_size
+        return one.strategy.dp_shard_size != self.as_written.strategy.dp_shard_size
 
 
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
-    """Those of the strategies for which another size than that of the file is best and may run.
+    """Those of the strategies for which other sizes than those of the file are best and may run.
 
     The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine, or of
-    stages up to all: what those send is little.
+    stages up to all: what those send is little. Two sizes of a mesh are varied together.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     found = []
     for strategy in strategies:
-        for key in (key for key in KEYS if getattr(strategy, key) > 1 and key not in strategy.open_sizes):
-            most = machines.num_gpus if key == "pp_size" else machines.gpus_each
-            tried = [2**power for power in range(1, most.bit_length())]
-            sizes = sorted({*tried, getattr(strategy, key)})
-            resized = {size: _resized(strategy, key, size, machines.num_gpus) for size in sizes}
-            forecasts = [(size, forecast(traces, one, machines, limits=False)) for size, one in resized.items()]
-            found.append(Sizes(name=strategy.name, key=key, written=getattr(strategy, key), forecasts=forecasts))
-    return [one for one in found if one.best.verdict in MAY_RUN and one.best is not dict(one.forecasts)[one.written]]
+        if written := sizes_of_mesh(strategy):
+            tried = resized(strategy, machines)
+            forecasts = [(sizes, forecast(traces, one, machines, limits=False)) for sizes, one in tried]
+            found.append(Sizes(name=strategy.name, written=written, forecasts=forecasts))
+    return [one for one in found if one.best.verdict in MAY_RUN and one.best is not one.as_written]
 
 
-def _resized(strategy: Strategy, key: str, size: int, num_gpus: int) -> Strategy:
-    """The strategy with another size; of experts without further shards where both are more than the GPUs."""
-    sizes: dict[str, Any] = {key: size}
-    changed = replace(strategy, **sizes)
-    if key == "ep_size" and changed.written_mesh.num_processes > num_gpus:
+def sizes_of_mesh(strategy: Strategy) -> dict[str, int]:
+    """Those that may be varied, by key."""
+    keys = (key for key in KEYS if key not in strategy.open_sizes)
+    return {key: getattr(strategy, key) for key in keys if getattr(strategy, key) > 1}
+
+
+def resized(strategy: Strategy, machines: Machines) -> list[tuple[dict[str, int], Strategy]]:
+    """The strategy with other sizes, and as it is; of two keys those that the GPUs suffice for."""
+    written = sizes_of_mesh(strategy)
+    found = []
+    for values in product(*(_powers(key, size, machines) for key, size in written.items())):
+        sizes = dict(zip(written, values, strict=True))
+        if len(sizes) == 1 or sizes == written or math.prod(values) <= machines.num_gpus:
+            found.append((sizes, _resized(strategy, sizes, machines.num_gpus)))
+    return found if written else []
+
+
+def _powers(key: str, written: int, machines: Machines) -> Sequence[int]:
+    most = machines.num_gpus if key == "pp_size" else machines.gpus_each
+    return sorted({2**power for power in range(1, most.bit_length())} | {written})
+
+
+def _resized(strategy: Strategy, sizes: dict[str, int], num_gpus: int) -> Strategy:
+    """The strategy with other sizes; of experts without further shards where both are more than the GPUs."""
+    values: dict[str, Any] = dict(sizes)
+    changed = replace(strategy, **values)
+    if "ep_size" in sizes and changed.written_mesh.num_processes > num_gpus:
         return replace(changed, dp_shard_size=1)
     return changed
+
+
+def changed_sizes(strategies: Sequence[Strategy], one: Strategy) -> dict[str, int]:
+    """Those of its mesh, by key, that are not as in the file of its path, which is that of one of the strategies."""
+    written = next(strategy for strategy in strategies if strategy.path == one.path)
+    keys = [*sizes_of_mesh(written), *({"dp_shard_size"} - written.open_sizes)]
+    return {key: getattr(one, key) for key in keys if getattr(one, key) != getattr(written, key)}
+
+
+def in_words(sizes: dict[str, int]) -> str:
+    """`tp_size 4 and pp_size 2`; empty for none."""
+    return " and ".join(f"{key} {size}" for key, size in sizes.items())

@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
+from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.verdict import (
@@ -44,7 +46,7 @@ class PlanReport:
     origin: str
     """The source of the model's structure."""
     suggestion: str | None
-    """What to change if nothing fits."""
+    """What to change if nothing fits, or if what may fit is not sure to or moves its state to the host or a disk."""
     no_time: str | None
     """Why there is no forecast of time, if there is none."""
     time_caveat: str | None
@@ -72,7 +74,8 @@ def forecast_all(
     Args:
         others: strategies to suggest if none of `strategies` fits.
         limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
-        more: if nothing fits and no change helps, also find how many GPUs would do.
+        more: name each kind of change that helps and not the first alone, how many GPUs would do among them; also where
+            something fits that offloads or is not sure to.
 
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
@@ -86,12 +89,10 @@ def forecast_all(
     traces = TraceCache(config, recipe, recipe_name)
     found = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
     ranked = _simplest_first(sorted(found, key=rank), machines)
-    suggestion = None
-    if ranked[0].verdict == "does not fit":
-        enough = _enough(traces, [*strategies, *others], machines) if more else ""
-        suggestion = _suggestion(traces, strategies, others, machines)
-        suggestion = f"{suggestion}; or take more: {enough}" if suggestion and enough else suggestion
-        suggestion = suggestion or (enough and f"{NOTHING_HELPS}: {enough}") or None
+    best, suggestion = ranked[0], None
+    if best.verdict == "does not fit" or (more and best.verdict in MAY_RUN and not _is_sure(best)):
+        ways = Ways(traces, strategies, others, machines, is_sure=best.verdict in MAY_RUN)
+        suggestion = ways.in_words() if more else next(iter(ways), None)
     return PlanReport(
         recipe=traces.recipe,
         machines=machines,
@@ -107,9 +108,16 @@ def forecast_all(
     )
 
 
+def _is_sure(one: Forecast) -> bool:
+    """Whether it fits without a doubt on the GPUs alone."""
+    return one.verdict in ("fits", "not judged") and not one.strategy.offloads
+
+
 def _simplest_first(ranked: list[Forecast], machines: Machines) -> list[Forecast]:
     """On one GPU one process without an engine comes before what is faster by less than the forecast's own width."""
-    best = ranked[0]
+    best = next(iter(ranked), None)
+    if best is None or best.verdict not in MAY_RUN:  # then the nearest comes first
+        return ranked
     simple = next((one for one in ranked if one.strategy.kind == "single" and one.verdict == best.verdict), None)
     if machines.num_gpus != 1 or simple is None or simple.time is None or best.time is None:
         return ranked
@@ -118,38 +126,146 @@ def _simplest_first(ranked: list[Forecast], machines: Machines) -> list[Forecast
     return [simple, *(one for one in ranked if one is not simple)]
 
 
+@dataclass(frozen=True)
+class Ways:
+    """What to change if nothing fits, or is sure to: of each kind the first change that helps."""
+
+    traces: TraceCache
+    strategies: Sequence[Strategy]
+    others: Sequence[Strategy]
+    """That may take the place of `strategies`."""
+    machines: Machines
+    is_sure: bool = False
+    """Whether only what fits without a doubt counts, on the GPUs alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Other strategies; a smaller micro-batch, recomputation, both, its inputs in host memory; an adapter."""
+        new = self._new
+        if best := self._best(self.traces, new):
+            yield f"strategy {best.strategy.name} fits{_if_there(best)}"
+        for ladder in (self._of_memory(), self._of_adapters()):
+            for words, changes in ladder:
+                try:
+                    changed = self.traces.changed(**changes)
+                except RecipeError:  # nobody wrote these settings, so that they do not suit this model is no mistake
+                    continue
+                if best := self._best(changed, [*self.strategies, *new]):
+                    yield f"with {words}, {best.strategy.name} fits{_if_there(best)}"
+                    break
+
+    def in_words(self) -> str | None:
+        """All of them, with other sizes of meshes, and how many GPUs or which would do."""
+        ways, enough = [*self], _enough(self.traces, [*self.strategies, *self._new], self.machines, self.is_sure)
+        ways = [*self._of_meshes(), *ways]
+        if not ways and not self.is_sure:
+            return f"{NOTHING_HELPS}: {enough}" if enough else None
+        return "; or ".join([*ways, *([f"take more: {enough}"] if enough else [])]) or None
+
+    @property
+    def _new(self) -> list[Strategy]:
+        known = {strategy.path for strategy in self.strategies}
+        return [strategy for strategy in self.others if strategy.path not in known]
+
+    def _best(self, traces: TraceCache, strategies: Sequence[Strategy]) -> Forecast | None:
+        able = [one for one in strategies if not (self.is_sure and one.offloads)]
+        return _best(traces, able, self.machines, ("fits",) if self.is_sure else ("fits", *UNKNOWN))
+
+    def _of_meshes(self) -> Iterator[str]:
+        """A strategy that fits with other sizes than those of its file."""
+        every = [*self.strategies, *self._new]
+        if best := self._best(self.traces, _other_sizes(every, self.machines)):
+            sizes = in_words(changed_sizes(every, best.strategy))
+            yield f"with {sizes} in its file, {best.strategy.name} fits{_if_there(best)}"
+
+    def _of_memory(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        recipe = self.traces.recipe
+        if micro_batch_of(recipe) > 1:
+            yield "batch.micro_batch_size: 1", self._small
+        if recipe.model.recompute is not True:
+            yield "model.gradient_checkpointing: true", self._saved
+            both = self._small | self._saved
+            yield "batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both
+        if recipe.model.gradient_checkpointing != "offload" and not recipe.model.compile:
+            hosted = recipe.model.model_copy(update={"gradient_checkpointing": "offload"})
+            words = "batch.micro_batch_size: 1 and " * (micro_batch_of(recipe) > 1)
+            yield f"{words}model.gradient_checkpointing: offload", self._small | {"model": hosted}
+
+    def _of_adapters(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        recipe, least = self.traces.recipe, self._small | self._saved
+        words = ", batch.micro_batch_size: 1" * (micro_batch_of(recipe) > 1)
+        words += ", model.gradient_checkpointing: true" * (recipe.model.recompute is not True)
+        if recipe.adapter is None:
+            for name in ("lora", "qlora"):
+                yield f"adapter: {{name: {name}}}{words}", least | {"adapter": AdapterSection(name=name)}
+        elif recipe.adapter.name == "lora":
+            four_bits = recipe.adapter.model_copy(update={"name": "qlora"})
+            yield f"adapter.name: qlora{words}", least | {"adapter": four_bits}
+
+    @property
+    def _small(self) -> dict[str, Any]:
+        batch = self.traces.recipe.batch
+        return {"batch": batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})}
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        """Recomputation, unless the recipe has what needs less."""
+        model = self.traces.recipe.model
+        if model.recompute is True:
+            return {}
+        return {"model": model.model_copy(update={"gradient_checkpointing": True})}
+
+
+def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
+    pairs = [(written, one) for written in strategies for _, one in resized(written, machines)]
+    return [one for written, one in pairs if one != written]
+
+
 MORE_GPUS = 256
 """The most that are tried where fewer do not suffice."""
 
 
-def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machines) -> str:
-    """How many of these GPUs would do, and how large as many would have to be, with strategies that share the weights
-    or, on one GPU, need not: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty where none is found."""
+def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, is_sure: bool = False) -> str:
+    """How many of these GPUs would do, and how large as many would have to be, or where neither does how many of which,
+    with strategies that share the weights or, on one GPU, need not: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty
+    where none is found."""
     small = traces.recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
     if not machines.gpus_each:
         return ""
     try:
         changed = traces.changed(batch=small)
-    except RecipeError:  # as in `_suggestion`
+    except RecipeError:  # as in `Ways`
         return ""
-    sharing = [one for one in strategies if one.kind == "single" or one.fsdp is not None or one.zero_stage == 3]
-    found = []
-    for ways in (_more(machines), _larger(machines)):
-        tried = ((way, _best(changed, sharing, way, ("fits", *UNKNOWN))) for way in ways)
-        found += [next(((way.text, best) for way, best in tried if best), None)]
-    fits = [
-        f"{best.strategy.name}{' fits' * (not i)} on {text}{_if_there(best)}"
-        for i, (text, best) in enumerate(filter(None, found))
-    ]
-    return ", ".join(fits) + ", with batch.micro_batch_size: 1" * bool(fits and micro_batch_of(traces.recipe) > 1)
+    able = [one for one in strategies if not (is_sure and one.offloads)]
+    divided = [one for one in able if max(one.tp_size, one.pp_size) > 1]
+    sharing = [one for one in able if one.kind == "single" or one.fsdp is not None or one.zero_stage == 3]
+    sharing = [one for one in sharing if one not in divided]
+    verdicts: tuple[Verdict, ...] = ("fits",) if is_sure else ("fits", *UNKNOWN)
+    found: list[str] = []
+    for ways in (_more, _larger, _more_and_larger):
+        if found and ways is _more_and_larger:
+            break
+        for way in ways(machines):
+            best = _best(changed, sharing, way, verdicts)
+            if best is None and ways is _more and way.num_machines == 1:
+                best = _best(changed, [*divided, *_other_sizes(divided, way)], way, verdicts)
+            if best:
+                text = re.sub(r"^(\d+x)+", "1x", way.text) if best.strategy.kind == "single" else way.text
+                sizes = in_words(changed_sizes(able, best.strategy))
+                name = f"{best.strategy.name}{sizes and f' with {sizes}'}"
+                found.append(f"{name}{' fits' * (not found)} on {text}{_if_there(best)}")
+                break
+    return ", ".join(found) + ", with batch.micro_batch_size: 1" * bool(found and micro_batch_of(traces.recipe) > 1)
 
 
 def _more(machines: Machines) -> Iterator[Machines]:
-    """The same GPUs, twice as many each time: of a machine up to 8, then such machines."""
+    """The same GPUs, twice as many each time, powers of two: of a machine up to 8, then such machines."""
     kind = re.sub(r"^(\d+x)*", "", machines.text)
     each, count = machines.gpus_each, machines.num_machines
     while 2 * each * count <= MORE_GPUS:
-        each, count = (2 * each, count) if 2 * each <= USUAL_GPUS and count == 1 else (each, 2 * count)
+        if each & (each - 1):
+            each = 1 << each.bit_length()
+        else:
+            each, count = (2 * each, count) if 2 * each <= USUAL_GPUS and count == 1 else (each, 2 * count)
         text = f"{count}x" * (count > 1) + f"{each}x{kind}"
         yield replace(machines, text=text, gpus_each=each, num_machines=count)
 
@@ -163,6 +279,14 @@ def _larger(machines: Machines) -> Iterator[Machines]:
             yield replace(
                 larger, host_gib=machines.host_gib, nvme_gib=machines.nvme_gib, fabric_gbits=machines.fabric_gbits
             )
+
+
+def _more_and_larger(machines: Machines) -> Iterator[Machines]:
+    """More GPUs with more memory, the least memory in all first, in machines of which nothing else is known."""
+    more = [(way.num_gpus, way.num_machines, way.gpus_each) for way in _more(machines)]
+    sizes = [(way.usable_gib or 0, way.text.rpartition("x")[2]) for way in _larger(machines)]
+    for (_, count, each), (_, size) in sorted(product(more, sizes), key=lambda pair: pair[0][0] * pair[1][0]):
+        yield parse_machines(f"{count}x{each}x{size}" if count > 1 else f"{each}x{size}")
 
 
 def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
@@ -209,7 +333,7 @@ def rung_below(
         others: strategies to suggest.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    return _suggestion(traces, [strategy], others, _less_than(traces, strategy, machines))
+    return next(iter(Ways(traces, [strategy], others, _less_than(traces, strategy, machines))), None)
 
 
 def _less_than(traces: TraceCache, strategy: Strategy, machines: Machines) -> Machines:
@@ -357,50 +481,14 @@ def next_strategy(
     return None
 
 
-def _suggestion(
-    traces: TraceCache, strategies: Sequence[Strategy], others: Sequence[Strategy], machines: Machines
-) -> str | None:
-    """The first change that makes something fit: another strategy, a smaller micro-batch, recomputation, both, its
-    inputs in host memory, an adapter."""
-    recipe, verdicts = traces.recipe, ("fits", *UNKNOWN)
-    known = {strategy.path for strategy in strategies}
-    new = [strategy for strategy in others if strategy.path not in known]
-    if best := _best(traces, new, machines, verdicts):
-        return f"strategy {best.strategy.name} fits{_if_there(best)}"
-    small = recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
-    saved = recipe.model.model_copy(update={"gradient_checkpointing": True})
-    ladder: list[tuple[str, dict[str, Any]]] = []
-    if micro_batch_of(recipe) > 1:
-        ladder.append(("batch.micro_batch_size: 1", {"batch": small}))
-    if recipe.model.recompute is not True:
-        both = {"batch": small, "model": saved}
-        ladder.append(("model.gradient_checkpointing: true", {"model": saved}))
-        ladder.append(("batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both))
-    if recipe.model.gradient_checkpointing != "offload" and not recipe.model.compile:
-        hosted = recipe.model.model_copy(update={"gradient_checkpointing": "offload"})
-        words = "batch.micro_batch_size: 1 and " * (micro_batch_of(recipe) > 1)
-        ladder.append((f"{words}model.gradient_checkpointing: offload", {"batch": small, "model": hosted}))
-    if recipe.adapter is None:
-        for name in ("lora", "qlora"):
-            less = {"adapter": AdapterSection(name=name), "batch": small, "model": saved}
-            ladder.append((f"adapter: {{name: {name}}}, micro_batch_size: 1 and gradient_checkpointing: true", less))
-    for words, changes in ladder:
-        try:
-            changed = traces.changed(**changes)
-        except RecipeError:  # nobody wrote these settings, so that they do not suit this model is no mistake
-            continue
-        if best := _best(changed, [*strategies, *new], machines, verdicts):
-            return f"with {words}, {best.strategy.name} fits{_if_there(best)}"
-    return None
-
-
 def _best(
     traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, verdicts: Sequence[Verdict]
 ) -> Forecast | None:
     """The best forecast with one of these verdicts."""
     possible = (strategy for strategy in strategies if may_fit(traces, strategy, machines))
     found = (forecast(traces, strategy, machines, limits=False) for strategy in possible)
-    return min((one for one in found if one.verdict in verdicts), key=rank, default=None)
+    ranked = sorted((one for one in found if one.verdict in verdicts), key=rank)
+    return next(iter(_simplest_first(ranked, machines)), None)
 
 
 def _if_there(one: Forecast) -> str:

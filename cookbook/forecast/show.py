@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cookbook.forecast.costs.traffic import by_link, links_in_words
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.mesh_sizes import Sizes
+from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import NOTHING_HELPS, ByAuto, PlanReport
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
@@ -123,14 +124,14 @@ def _sizes(found: Sequence[Sizes]) -> str:
     """A row for each size of a mesh that was tried, where another than that of the file is best."""
     rows: list[Row] = [("size of the mesh", "verdict", "GiB a GPU", "step", "")]
     for sizes in found:
-        for size, one in sizes.forecasts:
+        for tried, one in sizes.forecasts:
             notes = ["best"] if one is sizes.best else []
-            notes += ["in its file"] if size == sizes.written else []
+            notes += ["in its file"] if tried == sizes.written else []
             notes += [f"with dp_shard_size {one.strategy.dp_shard_size}"] if sizes.is_resharded(one) else []
             notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
             rows.append(
                 (
-                    f"{sizes.name} {sizes.key} {size}",
+                    f"{sizes.name} {sizes_in_words(tried)}",
                     _verdict(one),
                     in_gib(*one.memory.needed) if one.memory else "-",
                     _range(one.time.low, one.time.high, " s") if one.time else "-",
@@ -249,7 +250,8 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
             total = time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
             cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
-    return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4)])
+    sure = [page((f"Or, on the GPUs alone and without a doubt: {report.suggestion}.",))] * bool(report.suggestion)
+    return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4), *sure])
 
 
 def _stages(memory: Memory) -> list[Row]:
@@ -377,11 +379,10 @@ def _auto_record(one: ByAuto) -> dict[str, Any]:
 def _sizes_record(sizes: Sizes) -> dict[str, Any]:
     return {
         "strategy": sizes.name,
-        "key": sizes.key,
         "written": sizes.written,
         "forecasts": [
             {
-                "size": size,
+                "sizes": tried,
                 "dp_shard_size": one.strategy.dp_shard_size,
                 "is_best": one is sizes.best,
                 "verdict": one.verdict,
@@ -389,6 +390,6 @@ def _sizes_record(sizes: Sizes) -> dict[str, Any]:
                 "needed": one.memory.needed if one.memory else None,
                 "step_seconds": [one.time.low, one.time.high] if one.time else None,
             }
-            for size, one in sizes.forecasts
+            for tried, one in sizes.forecasts
         ],
     }
