@@ -786,6 +786,15 @@ def test_a_row_of_the_table_is_in_the_json():
     cells += [f"{float(f'{seconds:.2g}'):,.10g}" for seconds in one["step_seconds"]]
     cells += [in_gib(one["host"])] if one["host"] else []
     assert [cell for cell in cells if cell not in row] == [], row
+    step = record["a_step"]
+    batch = (
+        f"= {one['data_parallel_size']} data-parallel processes x micro-batch {step['micro_batch_size']} x accumulation"
+    )
+    assert f"{step['sequences']} sequences a step {batch} {one['gradient_accumulation_steps']}\n" in printed
+    assert f"at most {step['tokens_at_most']:,} tokens; activations recomputed\n" in printed
+    assert step["gradient_checkpointing"] is True and step["by_auto"] == []
+    slow, fast = (f"{float(f'{rate:.2g}'):,.10g}" for rate in one["tokens_per_second_a_gpu"])
+    assert f"{slow} to {fast} tokens/s a GPU" in printed
 
 
 @pytest.mark.slow

@@ -37,11 +37,14 @@ def plan(
 
     quiet_deepspeed()
     with imports():
+        from transformers.utils import logging
+
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import by_auto, forecast_all
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
 
+    logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
     others = load_known() if strategy else []
     outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)
     sizes = better_sizes(recipe, strategies, machines, str(path))

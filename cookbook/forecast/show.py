@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cookbook.forecast.costs.inputs import micro_batch_of
 from cookbook.forecast.costs.traffic import by_link, links_in_words
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.mesh_sizes import Sizes
@@ -311,13 +312,15 @@ def as_record(
     settings: Sequence[ByAuto] = (),
 ) -> dict[str, Any]:
     """Everything, in bytes and seconds; arguments as for `in_words`."""
-    steps = _num_steps(report, num_samples)
+    steps, recipe = _num_steps(report, num_samples), report.recipe
+    tokens, kind = tokens_of_step(recipe), recipe.model.gradient_checkpointing
     found = []
     for one in report.forecasts:
         memory, time = one.memory, one.time
         record: dict[str, Any] = {"strategy": one.strategy.path, "is_own": _is_own(report, one)}
         record |= {name: getattr(one, name) for name in ("verdict", "why", "num_processes")}
         if one.plan is not None:
+            record["data_parallel_size"] = one.plan.data_parallel_size
             record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
         if memory is not None:
             names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
@@ -337,10 +340,11 @@ def as_record(
                 for message in one.messages
             ]
         if time is not None:
-            record["step_seconds"] = [time.low, time.high]
+            for end, each in (("", time), ("_of_kernels", one.time_of_kernels)):
+                if each is not None:
+                    record[f"step_seconds{end}"] = [each.low, each.high]
+                    record[f"tokens_per_second_a_gpu{end}"] = each.tokens_per_second(tokens, one.num_processes)
             record["bottleneck"] = time.bottleneck
-            if one.time_of_kernels is not None:
-                record["step_seconds_of_kernels"] = [one.time_of_kernels.low, one.time_of_kernels.high]
             record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
             if steps is not None:
                 record["hours"] = time.hours(steps)
@@ -354,6 +358,9 @@ def as_record(
         | {"notes": [*machines.notes, *report.notes]},
         "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
         | {"structure_from": report.origin},
+        "a_step": {"sequences": recipe.batch.global_batch_size, "micro_batch_size": micro_batch_of(recipe)}
+        | {"tokens_at_most": tokens, "gradient_checkpointing": kind if isinstance(kind, str) else bool(kind)}
+        | {"by_auto": autos(recipe)},
         "steps": steps,
         "forecasts": found,
         "sizes": [_sizes_record(one) for one in sizes],
