@@ -797,14 +797,14 @@ def test_a_row_of_the_table_is_in_the_json():
     assert f"{slow} to {fast} tokens/s a GPU" in printed
 
 
-@pytest.mark.slow
-def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(capsys, monkeypatch):
+@pytest.mark.parametrize("path", ["recipes/quickstart.yaml", pytest.param(LLAMA, marks=pytest.mark.slow)])
+def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(path, capsys, monkeypatch):
     """Traced again beside a process that never waits, while each look at a clock finds an hour gone."""
 
     def answer() -> tuple[str, str]:
         for made in (TRACES, SKELETONS, FOUND):
             made.clear()
-        assert main(["plan", LLAMA, "--gpus", "8xH100", "--strategy", "zero3"]) == 0
+        assert main(["plan", path, "--gpus", "8xH100", "--strategy", "zero3"]) == 0
         return capsys.readouterr()
 
     calm = answer()
