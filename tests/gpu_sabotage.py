@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import modeling_utils
 
 from cookbook.run import shortage
-from cookbook.training.engine import Engine
+from cookbook.training.engine import Engine, ddp
 from cookbook.training.engine.collectives import Collectives
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.zero import Zero
@@ -73,6 +74,21 @@ def gathers_in_turn() -> None:
 
     _fsdp_param_group.FSDPCommContext.get_all_gather_streams = streams
     _fsdp_param_group.FSDPParamGroup._backward_prefetch = lambda self: None
+
+
+def gathers_when_needed() -> None:
+    """ZeRO-3 asks for a weight when its layer is to compute, and not for those of the next."""
+    plain = PartitionedParameterCoordinator.__init__
+
+    def init(self: Any, *others: Any, **options: Any) -> None:
+        plain(self, *others, **options | {"prefetch_bucket_sz": 0})
+
+    PartitionedParameterCoordinator.__init__ = init
+
+
+def one_bucket() -> None:
+    """DDP reduces all gradients when the backward has ended."""
+    ddp.TORCHS_BUCKET_MIB = 1000
 
 
 def gathers_beside_the_update() -> None:

@@ -5,6 +5,7 @@ for each other, streams that do not wait. `GpuLab.run` looks at every run that a
 python -m pytest -q tests/test_gpu_exchanges.py
 """
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -160,6 +161,46 @@ def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
     run, in_turn = (gpu_lab.run("fsdp2", settings, sabotage=name) for name in (None, "gathers_in_turn"))
     assert gathers_run_beside_layers(run) and not gathers_run_beside_layers(in_turn)
     assert in_turn.losses == run.losses
+
+
+def backward_goes_on_beside_sums(run: GpuRun) -> bool:
+    """Whether under DDP the layers compute on between the first sum of gradients that is asked for and the last."""
+    sums = [[one for one in step_2(report) if one.name.startswith("all_reduce")] for report in run.reports()]
+    return all(log[-1].begun - log[0].begun > 2 * A_LAYER for log in sums)
+
+
+@pytest.mark.slow
+def test_gradients_are_summed_while_the_backward_goes_on(gpu_lab: GpuLab):
+    """In buckets of 25 MiB, of which this model has three."""
+    settings = settings_for("ddp", "bf16", True)
+    run, at_the_end = (gpu_lab.run("ddp", settings, recipe="memory", sabotage=name) for name in (None, "one_bucket"))
+    assert backward_goes_on_beside_sums(run) and not backward_goes_on_beside_sums(at_the_end)
+    assert at_the_end.losses == run.losses
+
+
+def gathers_before_layers_compute(run: GpuRun, num_layers: int = 4) -> bool:
+    """Whether in each micro-batch of step 2 under ZeRO-3 the weights of all layers are asked for within the time of
+    one, by gathers that wait for none of them.
+    """
+    found = []
+    for report in run.reports():
+        kinds = [(kind, list(some)) for kind, some in groupby(step_2(report), lambda one: one.name[:10])]
+        for gathers in [some for kind, some in kinds if kind == "all_gather"]:
+            assert sum(sum(one.sizes) for one in gathers) > num_layers * 10**6, "half of a layer's weights and more"
+            ahead = gathers[-1].begun - gathers[0].begun < A_LAYER
+            found.append(ahead and len({one.done for one in gathers}) == 1)
+    assert len(found) == 2 * 2, "two processes of two micro-batches"
+    return all(found)
+
+
+@pytest.mark.slow
+def test_zero3_gathers_layers_before_they_compute(gpu_lab: GpuLab):
+    """As many weights as its prefetch takes, which here is all that it does not keep whole."""
+    settings = settings_for("zero3", "bf16", True)
+    names = (None, "gathers_when_needed")
+    run, needed = (gpu_lab.run("zero3", settings, recipe="memory", sabotage=name) for name in names)
+    assert gathers_before_layers_compute(run) and not gathers_before_layers_compute(needed)
+    assert needed.losses == run.losses
 
 
 @pytest.mark.slow
