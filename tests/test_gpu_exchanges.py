@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from benchmarks.forecast_accuracy.simulated import settings_of
+from tests.curves import Lab
 from tests.exchanges import Asked, stuck
+from tests.experts import experts, needs_experts
 from tests.gpu_runs import GpuLab, GpuRun, assert_orderly
 from tests.step_messages import assert_sends_what_is_forecast, step_2
-from tests.test_equivalence import DISTRIBUTED
+from tests.test_equivalence import DISTRIBUTED, STRATEGIES
 from tests.test_gpu_features import SIGTERM_IN_STEP_1
 from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve, settings_for
 from tests.turns import others_by_turn
 
 pytestmark = pytest.mark.simulated
+EVERY = [name for name in STRATEGIES if name != "single"]
 PAIR = {"0": [0, 1]}
 A_LAYER = 100
 """Uses of memory in the forward of a layer, or more."""
@@ -87,23 +90,29 @@ def test_who_failed_may_be_waited_for_and_nobody_else():
     assert len(stuck(crossed, ranks, failed=[0])) == 3
 
 
+def packed(strategy: str, lab: Lab) -> dict[str, str]:
+    """In bf16; under expert parallel a mixture, of which each token goes to all experts, see `test_gpu_matrix.py`."""
+    mixture = experts(lab, num_experts_per_tok=6) if needs_experts(strategy) else {}
+    return settings_for(strategy, "bf16", True) | mixture
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ("zero3",)))
-def test_a_stop_and_a_resume_are_in_order(gpu_lab: GpuLab, strategy: str):
+@pytest.mark.parametrize("strategy", others_by_turn(EVERY, ("zero3",)))
+def test_a_stop_and_a_resume_are_in_order(gpu_lab: GpuLab, lab: Lab, strategy: str):
     """A signal to one process, and the rest of the run up to its export."""
-    settings = settings_for(strategy, "bf16", True) | {"run.resume": "auto"}
+    settings = packed(strategy, lab) | {"run.resume": "auto"}
     stopped = gpu_lab.run(strategy, settings, variables=SIGTERM_IN_STEP_1, ends=(75,))
     assert len(stopped.steps) == 1
     resumed = gpu_lab.run(strategy, settings, after=stopped)
     assert resumed.record["resumed_from"] and (resumed.output / "export").is_dir()
-    assert_same_curve(resumed, gpu_lab.run(strategy, settings_for(strategy, "bf16", True)), BANDS["bf16"])
+    assert_same_curve(resumed, gpu_lab.run(strategy, packed(strategy, lab)), BANDS["bf16"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", others_by_turn(DISTRIBUTED, ()))
-def test_a_shortage_is_in_order(gpu_lab: GpuLab, strategy: str):
+@pytest.mark.parametrize("strategy", others_by_turn(EVERY, ()))
+def test_a_shortage_is_in_order(gpu_lab: GpuLab, lab: Lab, strategy: str):
     """And has its own answer, wherever a fifth of the peak was too much."""
-    settings = settings_for(strategy, "bf16", True)
+    settings = packed(strategy, lab)
     peak = max(max(report["peak_bytes"]) for report in gpu_lab.run(strategy, settings).reports())
     run = gpu_lab.run(strategy, settings, memory=peak * 4 // 5, sabotage="told_before_it_waits", ends=None)
     assert 1 in run.codes and not {0, 2} & {*run.codes} and len(run.reports()) == len(run.codes), run.codes
@@ -119,6 +128,13 @@ def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab
     for other in ("fsdp2_grad_op", "fsdp2_tp", "ddp", "zero3"):
         with pytest.raises(AssertionError):
             assert_sends_what_is_forecast(run, other)
+
+
+@pytest.mark.slow
+def test_expert_parallel_sends_what_is_forecast(gpu_lab: GpuLab, lab: Lab):
+    """Of a mixture whose experts the processes share evenly, each token of which goes to all."""
+    settings = settings_for("fsdp2_ep", "bf16", True) | experts(lab, num_experts=12, num_experts_per_tok=12)
+    assert_sends_what_is_forecast(gpu_lab.run("fsdp2_ep", settings), "fsdp2_ep")
 
 
 @pytest.mark.slow
