@@ -154,8 +154,10 @@ $(STAMP): requirements.txt
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-fp8.txt requirements-peers.txt $(STAMP)
+$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-fp8.txt requirements-peers.txt requirements-timm.txt $(STAMP)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt \
 		-r requirements-fp8.txt
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/with_timm \
+		-r requirements-timm.txt
 	@touch $@

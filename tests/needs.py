@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,6 +49,22 @@ def need_package(name: str) -> None:
     """Ends the test where a package is missing that no file of ours asks for."""
     if find_spec(name) is None:
         end_without(f"needs pip install {name}")
+
+
+def python_with_timm(folder: Path) -> Path:
+    """The interpreter of an environment, made in a folder, that has timm beside the packages of this one; ends the test
+    where the packages of requirements-timm.txt are missing.
+    """
+    packages = ROOT / ".cache/with_timm"
+    if not (packages / "timm").is_dir():
+        end_without("needs pip install --no-deps --target .cache/with_timm -r requirements-timm.txt")
+    venv.create(folder, symlinks=True)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    shutil.copytree(packages, own, dirs_exist_ok=True)
+    # What torchvision registers for torch's compiler wants its C++ operators, which a torch of another build lacks.
+    (own / "torchvision/_meta_registrations.py").write_text("")
+    (own / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin/python"
 
 
 def need_trl() -> None:

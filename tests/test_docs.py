@@ -233,6 +233,7 @@ def workplace(folder: Path) -> Path:
         "requirements-trackers.txt",
         "requirements-fp8.txt",
         "requirements-peers.txt",
+        "requirements-timm.txt",
     ):
         (folder / name).symlink_to(ROOT / name)
     return folder

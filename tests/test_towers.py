@@ -5,8 +5,10 @@ python -m pytest -q tests/test_towers.py
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from cookbook.training.checkpoint.write_model import write_model
 from cookbook.training.models import load_config, load_tokenizer, open_language_model
 from cookbook.training.models.folder_facts import check_folder
 from tests import needs
-from tests.curves import Curve, Lab
+from tests.curves import ROOT, Curve, Lab
 from tests.test_equivalence import SGD_LOSS
 from tests.test_new_tokens import NEW
 from tests.test_new_tokens import settings as with_new_tokens
@@ -153,6 +155,29 @@ def test_it_trains_as_its_text_only_twin(lab: Lab, pair, model_type: str, strate
     rest = after.keys() - {*language.values()}
     assert len(rest) > 10 and all(is_equal(after[key], before[key]) for key in rest)
     assert not all(is_equal(after[key], before[key]) for key in language.values())
+
+
+@pytest.mark.thorough(turn=(3, 10))
+def test_a_tower_of_timm_does_all_this_where_timm_is(tmp_path: Path):
+    """The tests above that need it, in an environment that has it."""
+    words = [
+        "-q",
+        "-m",
+        "slow or not slow",
+        "-k",
+        "gemma3n",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'runs'}",
+    ]
+    done = subprocess.run(
+        [needs.python_with_timm(tmp_path / "env"), "-m", "pytest", *words, "tests/test_towers.py"],
+        cwd=ROOT,
+        env={**os.environ, "SKIP_NOTHING": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout[-4000:]
 
 
 def renamed(folder: Path, names: dict[str, str]) -> None:
