@@ -307,7 +307,7 @@ def test_what_stays_out_of_4_bits_is_said(monkeypatch: pytest.MonkeyPatch):
     assert not any("16 bits" in note for note in of_lora)
 
 
-def test_the_forecast_has_experts_in_half_a_byte():
+def test_the_forecast_has_experts_in_half_a_byte(monkeypatch: pytest.MonkeyPatch):
     config = tiny_config("qwen3_moe")
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
     found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
@@ -316,6 +316,10 @@ def test_the_forecast_has_experts_in_half_a_byte():
     inputs = cost_inputs(recipe, load_strategy(find_strategy("single")), 1)
     experts = config.num_hidden_layers * config.num_experts * 3 * config.moe_intermediate_size * config.hidden_size
     assert resident(packed, inputs) == experts // 2
+    assert "of the weights are in 4 bits, the experts' among them" in found.notes[-1]
+    monkeypatch.setattr(four_bit_experts, "MOST_NUMBERS", 1)
+    found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
+    assert not any("among them" in note for note in found.notes)
 
 
 def test_the_forecast_counts_a_rank_for_each_expert():

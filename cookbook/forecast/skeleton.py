@@ -73,8 +73,18 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
         is_tied=is_tied,
         buffers=buffers,
         head_layers=head,
-        notes=tuple(notes),
+        notes=(*notes, *_of_bits(weights)),
     )
+
+
+def _of_bits(weights: list[Weight]) -> list[str]:
+    """A note where a mixture's experts are stored in 4 bits; `examine` names those that are not."""
+    frozen = [weight for weight in weights if not weight.is_trained]
+    experts = [weight for weight in frozen if ".experts." in weight.name]
+    if not experts or not all(weight.is_quantized for weight in experts):
+        return []
+    share = sum(one.num_elements for one in frozen if one.is_quantized) / sum(one.num_elements for one in frozen)
+    return [f"adapter.name: qlora: {share:.0%} of the weights are in 4 bits, the experts' among them"]
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
