@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -18,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks import tiny_models
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
-from cookbook.config.sections import AdapterSection, DataSection
+from cookbook.config.sections import AdapterSection, DataSection, ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
 from cookbook.training.data.stream import Stream
@@ -474,6 +475,38 @@ def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path):
         other = LlamaConfig(**config.to_dict() | {key: value})
         with pytest.raises(RecipeError, match=r"not an adapter of \S+ \(\S+ is .* in its file, and for the base"):
             adapters.check_fits(made, other)
+
+
+@pytest.mark.parametrize(
+    ("base", "revision", "said"),
+    [
+        ("someone/model", None, None),  # as on the Hub: the folder here has that name
+        ("someone/model", "abc", None),
+        ("someone/other", None, r"an adapter of someone/other by its adapter_config.json, and the model here is"),
+        (None, None, "an adapter of a base without a name"),
+    ],
+)
+def test_an_adapter_of_a_base_of_another_name_is_noted(
+    base: str | None, revision: str | None, said: str | None, folder: Path, tmp_path: Path, capsys
+):
+    """Without a digest, as in peft's own folders, nothing tells whether it is this model."""
+    adapter = tmp_path / "adapter"
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(adapter)
+    write(adapter, "adapter_config.json", base_model_name_or_path=base, revision=revision)
+    recipe = tmp_path / "recipe.yaml"
+    settings = f"adapter: {{name: lora, rank: 4, alpha: 8, targets: [q_proj], path: {adapter}}}\n"
+    recipe.write_text(RECIPE.format(model=folder, rows=rows_in(tmp_path)) + settings)
+    assert main(["check", str(recipe)]) == 0
+    shown = capsys.readouterr()
+    assert bool(re.search(said or "an adapter of", shown.out + shown.err)) == (said is not None)
+
+
+def test_an_adapter_of_another_revision_is_noted(folder: Path, tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b", "revision": "one"}))
+    settings = AdapterSection(name="lora", path=str(tmp_path))
+    noted = {of: adapters.base_notes(settings, ModelSection(name_or_path="a/b", revision=of)) for of in ("one", "two")}
+    assert noted["one"] == [] and "a/b at one" in noted["two"][0] and "a/b at two" in noted["two"][0]
 
 
 @pytest.mark.parametrize("model_type", others_by_turn(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), FAMILIES))

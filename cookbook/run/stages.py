@@ -237,6 +237,7 @@ def load_inputs(
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
     if recipe.adapter is not None:
         notes += adapters.check_names(config, recipe.adapter)
+        notes += adapters.base_notes(recipe.adapter, recipe.model)
     data = tokenize_data(
         rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=facts.num_embeddings
     )

@@ -60,8 +60,11 @@ def check_model(recipe: Recipe) -> list[str]:
     facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
     head_wanted(recipe.objective, config, tokenizer.pad_token_id)
     _check_teacher(recipe, tokenizer, facts.num_embeddings)
-    notes = facts.notes
-    return notes + (adapters.check_names(config, recipe.adapter) if recipe.adapter else [])
+    notes = [*facts.notes]
+    if recipe.adapter is not None:
+        notes += adapters.check_names(config, recipe.adapter)
+        notes += adapters.base_notes(recipe.adapter, recipe.model)
+    return notes
 
 
 USUAL_LAYERS = {ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

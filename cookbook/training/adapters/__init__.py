@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from cookbook.config.sections import ALL_LINEAR, AdapterSection
+from cookbook.config.sections import ALL_LINEAR, AdapterSection, ModelSection
 from cookbook.planning.language_part import has_tower, language_config
 from cookbook.planning.model_files import values_of
 from cookbook.planning.score_head import HEAD, ScoreHead, backbone_name, empty_model, head_of, is_scored
@@ -560,6 +560,26 @@ def check_base(settings: AdapterSection, digest: str) -> None:
             f"adapter.path is {settings.path!r}, which was trained on {base.name_or_path} with other weights than those"
             " of model.name_or_path (another SHA-256); name its base there"
         )
+
+
+def base_notes(settings: AdapterSection, model: ModelSection) -> list[str]:
+    """For the user: the adapter in `path` names another base than the recipe, and has no digest to tell whether it is.
+
+    Names are compared by their last part, since a model of the Hub may lie in a folder.
+    """
+    if settings.path is None or (Path(settings.path) / BASE_RECORD).exists():
+        return []
+    saved = values_of(Path(settings.path) / "adapter_config.json")
+    name, revision = saved.get("base_model_name_or_path") or "", saved.get("revision")
+    here = model.name_or_path or "a new one (model.from_scratch)"
+    revisions = {revision, model.revision} - {None}
+    if Path(name).name == Path(here).name and len(revisions) < 2:
+        return []
+    its, ours = (f"{one} at {other}" if other else one for one, other in ((name, revision), (here, model.revision)))
+    return [
+        f"adapter.path is {settings.path!r}, an adapter of {its or 'a base without a name'} by its adapter_config.json,"
+        f" and the model here is {ours}: only their shapes were compared"
+    ]
 
 
 def open_adapter(model: PreTrainedModel, folder: Path) -> None:
