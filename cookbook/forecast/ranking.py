@@ -14,7 +14,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized
+from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized, sizes_of_mesh
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.verdict import (
@@ -149,13 +149,17 @@ class Ways:
                     changed = self.traces.changed(**changes)
                 except RecipeError:  # nobody wrote these settings, so that they do not suit this model is no mistake
                     continue
-                if best := self._best(changed, [*self.strategies, *new]):
+                every = _without_fsdp1([*self.strategies, *new])
+                divided = [one for one in every if sizes_of_mesh(one)]  # with a trace for each
+                plain = [one for one in every if one not in divided]
+                if best := self._best(changed, plain) or self._best(changed, divided):
                     yield f"with {words}, {best.strategy.name} fits{_if_there(best)}"
                     break
 
     def in_words(self) -> str | None:
         """All of them, with other sizes of meshes, and how many GPUs or which would do."""
-        ways, enough = [*self], _enough(self.traces, [*self.strategies, *self._new], self.machines, self.is_sure)
+        every = _without_fsdp1([*self.strategies, *self._new])
+        ways, enough = [*self], _enough(self.traces, every, self.machines, self.is_sure)
         ways = [*self._of_meshes(), *ways]
         if not ways and not self.is_sure:
             return f"{NOTHING_HELPS}: {enough}" if enough else None
@@ -213,6 +217,11 @@ class Ways:
         if model.recompute is True:
             return {}
         return {"model": model.model_copy(update={"gradient_checkpointing": True})}
+
+
+def _without_fsdp1(strategies: list[Strategy]) -> list[Strategy]:
+    """FSDP1's flat shards are reckoned for each process, and what they save FSDP2's do too."""
+    return [one for one in strategies if one.kind != "fsdp1"] or strategies
 
 
 def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
