@@ -33,6 +33,14 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "loss",
+        "cookbook/training/models/efficiency.py",
+        "                    kept.val = kept.val.clone()\n",
+        "                    kept.val = kept.val.detach()\n",
+        "selective checkpointing begins its backward from a product that was changed in place",
+        "tests/test_model_speed.py::test_recomputed_layers_of_every_type_have_the_gradients_of_those_that_are_kept",
+    ),
+    Fault(
         "distillation",
         "cookbook/training/models/loss.py",
         "of_apart = (scale[:, 1:] - total * found[:, 1:].exp()) / temperature",

@@ -1,6 +1,7 @@
 """What makes a model smaller or faster leaves its results. pytest tests/test_model_speed.py"""
 
 import collections
+import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,21 @@ from target_grid import from_grid, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_model
-from cookbook.training.models.efficiency import kernel_notes, slow_kernel_notes
+from cookbook.training.models.efficiency import kernel_notes, save_activations, slow_kernel_notes
 from tests.needs import need_compiler
+from tests.turns import others_by_turn
 
+ROWS = json.loads(Path("benchmarks/results/architectures.json").read_text(encoding="utf-8"))["rows"]
+KEEPS = "ctrl", "jetmoe", "openai-gpt"
+"""Those that transformers cannot recompute."""
+RECOMPUTED = [name for name, row in ROWS.items() if "plain" in row and name not in KEEPS]
+IN_PLACE = "gemma3n_text", "gpt_oss"
+"""Those whose layers change a product in place, behind a reshape and directly."""
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]
 
 
@@ -73,6 +82,27 @@ def test_checkpointing_changes_no_bit(folder: Path, kind: bool | str):
     _, expected = backward(folder)
     _, found = backward(folder, gradient_checkpointing=kind)
     assert all(torch.equal(p, q) for p, q in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(RECOMPUTED, IN_PLACE))
+def test_recomputed_layers_of_every_type_have_the_gradients_of_those_that_are_kept(model_type: str):
+    """torch's own checkpointing has others for one of IN_PLACE, and an error for the other (docs/upstream, 11)."""
+    ids = torch.randint(5, 100, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def gradients(kind: bool | str) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = tiny_model(tiny_config(model_type)).train()
+        if kind:
+            save_activations(model, selective=kind == "selective")
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        return [logits.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    expected = gradients(False)
+    for kind in True, "selective":
+        pairs = list(zip(expected, gradients(kind), strict=True))
+        assert [p is None for p, _ in pairs] == [q is None for _, q in pairs]
+        assert all(torch.equal(p, q) for p, q in pairs if p is not None), kind
 
 
 def test_selective_checkpointing_recomputes_neither_products_nor_attention(folder: Path):

@@ -1,12 +1,22 @@
 """Saves memory or time with equal results: recomputed activations, compiled layers, Liger's kernels."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    _VersionWrapper,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,7 +39,7 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
         RecipeError: a transformers that is too old to offload.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    context = partial(create_selective_checkpoint_contexts, _policy) if selective else noop_context_fn
+    context: Any = _selective if selective else noop_context_fn
     if is_kept_apart(model):
         context = partial(replayed, context)
     if context is not noop_context_fn:
@@ -61,6 +71,43 @@ def is_saved(operation: str) -> bool:
 
 def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_saved(operation._opname) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, recompute = create_selective_checkpoint_contexts(_policy)
+    forward.__class__ = _KeepsAsComputed
+    return forward, recompute
+
+
+class _KeepsAsComputed(_CachingTorchDispatchMode):
+    """Copies what is kept before an operation changes it in place, as GPT-OSS's and Gemma 3n's code does with products.
+
+    torch 2.13 refuses a backward from a result that was changed, and does not see the change where a product was
+    reshaped in between, as `matmul` and `linear` do: the gradients are then others (docs/upstream, 11).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and not torch.compiler.is_compiling():
+            changed = {_memory(one) for one in _changed_by(func, args, kwargs or {})}
+            for kept in tree_leaves(self.storage):
+                if isinstance(kept, _VersionWrapper) and torch.is_tensor(kept.val) and _memory(kept.val) in changed:
+                    kept.val = kept.val.clone()
+                    kept.version = kept.val._version
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _changed_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    for i, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from filter(torch.is_tensor, tree_leaves(given))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.untyped_storage()._cdata
 
 
 def compile_layers(model: PreTrainedModel) -> None:
