@@ -132,7 +132,7 @@ def test_bytes_of_another_strategy_are_not_those_of_the_forecast(gpu_lab: GpuLab
 
 @pytest.mark.slow
 def test_expert_parallel_sends_what_is_forecast(gpu_lab: GpuLab, lab: Lab):
-    """Of a mixture whose experts the processes share evenly, each token of which goes to all."""
+    """A mixture whose experts the processes share evenly, and each token of which goes to all."""
     settings = settings_for("fsdp2_ep", "bf16", True) | experts(lab, num_experts=12, num_experts_per_tok=12)
     assert_sends_what_is_forecast(gpu_lab.run("fsdp2_ep", settings), "fsdp2_ep")
 
