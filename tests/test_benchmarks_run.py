@@ -242,6 +242,7 @@ def test_what_one_gpu_cannot_do_is_skipped_by_name(tmp_path: Path):
     assert found[0].said == "one GPU exchanges nothing" and found[-1].name == "two machines"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("off", "state"), [("0", "passed"), ("0.1", "failed")])
 def test_another_attention_kernel_is_measured_beside_torchs_own(tmp_path: Path, monkeypatch, off: str, state: str):
     """A stand-in for FlashAttention 3, which torch calls in packed rows and in padded ones."""
@@ -328,3 +329,24 @@ def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: P
     ]
     assert {one["part"] for one in found} == {*gpu_node.PARTS, "machines"}
     assert (tmp_path / "node.md").read_text().count("\n|") == len(found) + 2
+
+
+@pytest.mark.thorough
+def test_two_machines_measure_what_they_share_and_skip_the_rest_by_name(tmp_path: Path):
+    need_simulated_gpus()
+    words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--machines", "2", "--wide", "fsdp2"]
+    words += ["--shared", str(tmp_path / "shared"), "--model", json.dumps(gpu_node.TINY | {"vocab_size": 512})]
+    words += ["--length", "64", "--steps", "3", "--mebibytes", "1"]
+    both = [[*words, "--machine", str(i), "--output", str(tmp_path / str(i))] for i in (0, 1)]
+    running = [subprocess.Popen(one, cwd=ROOT, env=environment()) for one in both]
+    try:
+        assert [one.wait(1200) for one in running] == [0, 0]
+    finally:
+        for one in running:
+            one.kill()
+    told = [json.loads((tmp_path / str(i) / "node.json").read_text())["results"] for i in (0, 1)]
+    first, other = ({(one["part"], one["name"]): one["state"] for one in found} for found in told)
+    alone = {(part, part): "skipped" for part in gpu_node.PARTS if part not in gpu_node.OVER_MACHINES}
+    shared = {("bandwidth", "1 MiB"), ("widths", "single"), ("widths", "fsdp2"), ("widths", "fsdp2, run twice")}
+    assert {key: state for key, state in first.items() if key[0] != "doctor"} == alone | dict.fromkeys(shared, "passed")
+    assert {key: state for key, state in other.items() if key[0] != "doctor"} == alone

@@ -1,4 +1,7 @@
-"""Saves memory or time with equal results: recomputed activations, compiled layers, Liger's kernels."""
+"""Saves memory or time, and changes at most the last bits: recomputed activations, compiled layers, Liger's kernels.
+
+Liger returns queries and keys in 16 bits where transformers returns float32.
+"""
 
 import importlib.util
 from collections.abc import Iterator
