@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from peft import inject_adapter_in_model
 from target_grid import from_grid, packed
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -23,15 +23,15 @@ from benchmarks.tiny_models import tiny_config
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import ledger as ledgers
+from cookbook.forecast import repeated, verdict
 from cookbook.forecast import trace as tracing
-from cookbook.forecast import verdict
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Product
 from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.ranking import forecast_all
-from cookbook.forecast.repeated import run
+from cookbook.forecast.repeated import light, run
 from cookbook.forecast.show import in_words
 from cookbook.forecast.trace import Untraceable, trace
 from cookbook.forecast.verdict import TraceCache
@@ -461,33 +461,79 @@ def test_a_strategy_that_cannot_be_traced_is_named_beside_those_that_can(monkeyp
 
 
 def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):
+    """By torch's fake mode, of which everything else then is."""
     settings, config = recipe(True, precision="bf16"), tiny_config("qwen3_moe")
     again = [traced(settings, config) for _ in range(2)][1]
     num_run = []
 
-    def plain(function: Any, args: Any, kwargs: Any) -> Any:
+    def plain(function: Any, args: Any, kwargs: Any, given: Any) -> Any:
         num_run.append(function)
         return function(*args, **kwargs)
 
     monkeypatch.setattr(ledgers, "run", plain)
+    monkeypatch.setattr(tracing, "light", lambda mode, one: FakeTensor(mode, one.detach(), torch.device("cpu")))
     assert traced(settings, config) == again
     assert len(num_run) > 1000
 
 
+def test_strategies_share_traces_and_traces_what_they_have_found(monkeypatch):
+    """By hand: `single` is `ddp`'s; two kinds, each of one and two samples, of two lengths from which longer ones are
+    extrapolated. What takes time is the operations, and above all those that the fake mode has not yet answered.
+    """
+    monkeypatch.setattr(verdict, "TRACES", {})
+    monkeypatch.setattr(repeated, "RESULTS", {})
+    num_operations, num_asked, asked = [], 0, repeated._run_plainly
+
+    def counted(*arguments: Any) -> Ledger:
+        found = trace_phases(*arguments)
+        num_operations.append(found._operations)
+        return found
+
+    def answer(*arguments: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        return asked(*arguments)
+
+    trace_phases = tracing._trace_phases
+    monkeypatch.setattr(tracing, "_trace_phases", counted)
+    monkeypatch.setattr(repeated, "_run_plainly", answer)
+    settings = recipe(True, {"name": "lora"}, "bf16")
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 2048})})
+    traces = TraceCache(tiny_config("qwen3_next"), settings)
+    for name in ("single", "ddp", "fsdp2"):
+        for micro_batch in (1, 2, 1):
+            traces.work(load_strategy(Path(f"accelerate_configs/{name}.yaml")), micro_batch)
+    assert len(num_operations) == 2 * 2 * 2
+    assert 1000 < max(num_operations) < 5500
+    assert 100 < num_asked < sum(num_operations) / 8
+
+
 def test_an_operation_is_run_again_for_what_it_tells_apart():
-    add, cut = torch.ops.aten.add.Tensor, torch.ops.aten.slice.Tensor
-    with FakeTensorMode():
-        whole = torch.zeros(4, 6, dtype=torch.int64)
+    aten = torch.ops.aten
+    with FakeTensorMode() as mode:
+        whole = light(mode, torch.zeros(4, 6, dtype=torch.int64, device="meta"))
+
+        def done(function: Any, *args: Any) -> Any:
+            return run(function, args, {}, [args[0]])
+
+        def rows_from(row: int) -> Any:
+            return done(aten.slice.Tensor, whole, 0, row, 4)
+
         for _ in range(2):
-            assert [run(add, (whole, one), {}).dtype for one in (1, 1.0)] == [torch.int64, torch.float32]
-            assert run(add, (whole.t(), 1), {}).stride() == (1, 6)
-            part = run(cut, (whole, 0, 1, 3), {})
+            assert [done(aten.add.Tensor, whole, one).dtype for one in (1, 1.0)] == [torch.int64, torch.float32]
+            assert done(aten.add.Tensor, done(aten.t.default, whole), 1).stride() == (1, 6)
+            part = done(aten.slice.Tensor, whole, 0, 1, 3)
             assert (part.storage_offset(), part.shape) == (6, (2, 6))
             assert part.untyped_storage() is whole.untyped_storage()
-            assert [run(cut, (whole[rows:], 0, 1, 2), {}).storage_offset() for rows in (0, 2)] == [6, 18]
-            assert run(torch.ops.aten.as_strided.default, (whole[2:], (2,), (1,), 5), {}).storage_offset() == 5
-            assert run(torch.ops.aten.add_.Tensor, (whole, 1), {}) is whole
-            assert run(torch.ops.aten.unsqueeze_.default, (torch.zeros(3), 0), {}).shape == (1, 3)
+            found = [done(aten.slice.Tensor, rows_from(row), 0, 1, 2) for row in (0, 2)]
+            assert [one.storage_offset() for one in found] == [6, 18]
+            assert done(aten.as_strided.default, rows_from(2), (2,), (1,), 5).storage_offset() == 5
+            assert done(aten.add_.Tensor, whole, 1) is whole
+            longer = done(aten.unsqueeze_.default, done(aten.add.Tensor, whole, 1), 0)
+            assert longer.shape == (1, 4, 6) and done(aten.t.default, done(aten.select.int, longer, 0, 0)).shape == (
+                6,
+                4,
+            )
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

@@ -39,7 +39,7 @@ GROUPED = torch.ops.aten._grouped_mm.default
 """torch 2.13 multiplies float32 too, but knows the shapes in bf16 alone (torch/_meta_registrations.py,
 `_meta_grouped_mm_common`)."""
 DEVICE = torch.ops.prim.device.default
-"""Two thirds of all that is dispatched: autograd asks each tensor where it lies."""
+"""Autograd asks each tensor that is not light where it lies."""
 WHERE, VALUE = torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default
 CUT = torch.ops.aten.split_with_sizes.default
 AROUND_EXPERTS = {
@@ -56,12 +56,22 @@ def _equal_parts(whole: int, count: int) -> list[int]:
     return [whole // count + (part < whole % count) for part in range(count)]
 
 
-def _in_16_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+def _cast_to(dtype: torch.dtype, tensor: Any) -> Any:
+    if not tensor.is_floating_point():
+        return tensor
+    return run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
 
 
 class TooLong(Exception):
     """More operations than are traced."""
+
+
+class _Held(weakref.ref[Any]):
+    """A storage that is counted until it is gone."""
+
+    __slots__ = ("identity", "size")
+    identity: int
+    size: int
 
 
 class Ledger(TorchDispatchMode):
@@ -83,9 +93,10 @@ class Ledger(TorchDispatchMode):
         self._kept = 0
         """Bytes of `made` that outlive the experts' backward: gradients of the weights around a layer's experts."""
         self._counts = True
-        self._known = weakref.WeakSet[Any]()
+        self._known: dict[int, _Held] = {}
+        """By the identity of storages, while they live."""
         for tensor in known:
-            self._known.add(tensor.untyped_storage())
+            self._hold(tensor.untyped_storage(), 0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -93,7 +104,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is DEVICE:
-            return args[0].fake_device
+            return args[0]._fake_device
+        kwargs = kwargs or {}
+        given = tensors_in((*args, *kwargs.values()))
         self._operations += 1
         if (
             self._operations > MOST_OPERATIONS
@@ -108,16 +121,19 @@ class Ledger(TorchDispatchMode):
         elif function is VALUE and args[0].dtype == torch.int64:
             result = 0  # the number of an expert, or of its rows
         elif function is CUT and not any(args[1]):
-            result = function(args[0], _equal_parts(args[0].shape[args[2] if len(args) > 2 else 0], len(args[1])))
+            parts = _equal_parts(args[0].shape[args[2] if len(args) > 2 else 0], len(args[1]))
+            result = run(function, (args[0], parts, *args[2:]), kwargs, given)
         elif function is GROUPED and args[0].dtype == torch.float32:
-            low = tree_map_only(torch.Tensor, _in_16_bits, args)
-            result = function(*low, **(kwargs or {})).float()
+            low = [_cast_to(torch.bfloat16, one) if isinstance(one, torch.Tensor) else one for one in args]
+            result = _cast_to(torch.float32, run(function, low, kwargs, tensors_in((*low, *kwargs.values()))))
         else:
-            result = run(function, args, kwargs or {})
-        for value in tensors_in(result):
-            self._see(value.untyped_storage())
-        if self._counts and not function.is_view and function._opname not in FREE:
-            self._count(function._opname, [*tensors_in(args), *tensors_in(kwargs)], result)
+            result = run(function, args, kwargs, given)
+        if self._counts:
+            made = tensors_in((result,))
+            for value in made:
+                self._see(value.untyped_storage())
+            if not function.is_view and function._opname not in FREE:
+                self._count(function._opname, given, made)
         return result
 
     @property
@@ -130,21 +146,18 @@ class Ledger(TorchDispatchMode):
         """
         if mask.ndim == 1:
             self._experts = mask.numel()
-        return mask.new_empty(
-            -(-mask.numel() // (1 if mask.ndim == 1 else self._experts)), mask.ndim, dtype=torch.int64
-        )
+        count = -(-mask.numel() // (1 if mask.ndim == 1 else self._experts))
+        return torch.empty(count, mask.ndim, dtype=torch.int64, device=mask.device)
 
-    def _count(self, name: str, given: list[torch.Tensor], result: Any) -> None:
+    def _count(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         self.kernels += KERNELS.get(name, 1)
         if name in PRODUCTS:
-            if name == "traced_flash_attention_backward" and len(result) > 5:
+            if name == "traced_flash_attention_backward" and len(made) > 5:
                 self.kernels += 2  # sums over grouped heads
             if name == "_grouped_mm":  # the one vector has the end of each expert's rows
                 self.looped += next(len(one) - 1 for one in given if one.ndim == 1)
             return
-        read, written = (
-            [min(one.nbytes, one.untyped_storage().nbytes()) for one in some] for some in (given, tensors_in(result))
-        )
+        read, written = ([min(one.nbytes, one.untyped_storage().nbytes()) for one in some] for some in (given, made))
         size = sum(read) + sum(written)
         if name in ("copy_", "fill_", "zero_"):  # `given` has what these write
             size = sum(read)
@@ -171,17 +184,21 @@ class Ledger(TorchDispatchMode):
             self._counts = before
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known or not self._counts:
+        if id(storage) in self._known:
             return
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        self._known.add(storage)
+        self._hold(storage, size)
         self.live += size
         self.peak = max(self.peak, self.live)
         self.peak_with_made = max(self.peak_with_made, self.live + self.made)
-        weakref.finalize(storage, self._gone, size)
 
-    def _gone(self, size: int) -> None:
-        self.live -= size
+    def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
+        held = self._known[id(storage)] = _Held(storage, self._gone)
+        held.identity, held.size = id(storage), size
+
+    def _gone(self, held: "_Held") -> None:
+        del self._known[held.identity]
+        self.live -= held.size
 
     def drop_gradient(self, parameter: torch.Tensor) -> None:
         """Frees a gradient: strategies count gradients themselves, the trace only the memory to compute them."""

@@ -1,6 +1,7 @@
 """Operations on fake tensors, each run once for all tensors alike: for later ones only its results are made."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -9,6 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 ABSOLUTE = torch.ops.aten.as_strided.default
 """The view that begins at a place of the storage, and not of what it is a view of."""
+CPU = torch.device("cpu")
+
+
+class Light(FakeTensor):
+    """One whose device torch knows. Of others autograd asks Python, two or three times an operation; and the fake mode
+    takes only others: see `_run_plainly`.
+    """
+
+    kind: int
+    """See `KINDS`."""
 
 
 class _Made(NamedTuple):
@@ -22,6 +33,8 @@ class _Made(NamedTuple):
     device: torch.device
     of: int | None
     """The tensor among what the operation was given whose memory it has; None: memory of its own."""
+    kind: int
+    """See `KINDS`."""
 
 
 FIRST = "what it was given first, changed in place"
@@ -29,27 +42,103 @@ RESULTS: dict[Hashable, Any] = {}
 """What operations returned: each tensor as `_Made`, or `FIRST`; None where a result cannot be made from that alone."""
 
 
-def run(function: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation under a fake mode."""
-    given = [*tensors_in(args), *tensors_in(kwargs)]
-    if not given or not isinstance(function, torch._ops.OpOverload) or function is ABSOLUTE:
-        return function(*args, **kwargs)
-    try:
-        key = function, _alike(args), _alike(kwargs)
-        found = RESULTS.get(key)
-    except TypeError:
-        return function(*args, **kwargs)
-    if found is FIRST:
-        return args[0]
-    if found is not None:
-        return _remade(found, given)
-    result = function(*args, **kwargs)
-    if key not in RESULTS:
+def run(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
+    """The result of an operation under a fake mode.
+
+    Args:
+        given: the tensors in `args` and `kwargs`.
+    """
+    key = None
+    if given and isinstance(function, torch._ops.OpOverload) and function is not ABSOLUTE:
+        try:
+            found = RESULTS.get(key := _key(function, args, kwargs))
+        except TypeError:
+            key = found = None
+        if found is FIRST:
+            return args[0]
+        if found is not None:
+            return _remade(found, given, given[0].fake_mode)
+    result, made = _run_plainly(function, args, kwargs, given)
+    if key is not None and key not in RESULTS:
         if not function._schema.is_mutable:
-            RESULTS[key] = _described(result, given)
-        elif result is args[0] and key == (function, _alike(args), _alike(kwargs)):
+            RESULTS[key] = made
+        elif result is args[0] and torch.Tag.inplace_view not in function.tags:
             RESULTS[key] = FIRST if _changes_first_alone(function) else None
     return result
+
+
+def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, Any]:
+    """The result of an operation on tensors as the fake mode knows them, and what it is made of."""
+    if torch.Tag.inplace_view in getattr(function, "tags", ()) and type(args[0]) is Light:
+        with torch._C._DisableTorchDispatch():
+            function(*args, **kwargs)
+        args[0].kind = _made(args[0], args[0].device).kind
+        return args[0], None
+    below = _on_meta(given)
+    if given and all(type(one) is Light for one in given) and "device" not in kwargs and _is_plain(function):
+        with torch._C._DisableTorchDispatch(), suppress(NotImplementedError, RuntimeError):
+            result = _call(function, args, kwargs, given, below)
+            if (made := _described(result, below, given)) is not None:
+                return _remade(made, given, given[0].fake_mode), made
+    below = [
+        FakeTensor(one.fake_mode, other, CPU) if type(one) is Light else one
+        for one, other in zip(given, below, strict=True)
+    ]
+    result = _call(function, args, kwargs, given, below)
+    for one, other in zip(given, below, strict=True):
+        if (one.shape, one.stride()) != (other.shape, other.stride()):
+            raise NotImplementedError(f"{function} changes the shape of what it is given")
+        if other is result:  # changed in place
+            return one, None
+    made = _described(result, below, given)
+    return (result if made is None else _remade(made, given, tensors_in([result])[0].fake_mode)), made
+
+
+@cache
+def _is_plain(function: Any) -> bool:
+    """Whether torch's own code for the meta device, which takes a fifth of the time, returns what the fake mode does.
+    Norms and kernels of attention, which return several tensors, and convolutions differ by device.
+    """
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
+        return False
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    schema = function._schema
+    is_one = len(schema.returns) == 1 and "convolution" not in function._opname
+    return is_one and not schema.is_mutable and not depends & {*function.tags}
+
+
+def _on_meta(tensors: list[Any]) -> list[torch.Tensor]:
+    """Tensors of the meta device that share memory as light ones do; others as they are."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    found = []
+    with torch._C._DisableTorchDispatch():
+        for one in tensors:
+            if type(one) is Light:
+                storage = one.untyped_storage()
+                if id(storage) not in storages:
+                    whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+                    storages[id(storage)] = whole.untyped_storage()
+                like = one
+                one = torch.empty(0, dtype=like.dtype, device="meta")
+                one.set_(storages[id(storage)], like.storage_offset(), like.shape, like.stride())
+            found.append(one)
+    return found
+
+
+def _call(function: Any, args: Any, kwargs: Any, given: list[Any], below: list[Any]) -> Any:
+    """Calls a function with other tensors than it was given."""
+    replaced = {id(one): other for one, other in zip(given, below, strict=True)}
+    return function(*_with(args, replaced), **dict(zip(kwargs, _with(kwargs.values(), replaced), strict=True)))
+
+
+def _with(values: Iterable[Any], replaced: dict[int, Any]) -> list[Any]:
+    """The same with other tensors, by the identity of those before."""
+    return [
+        type(one)(_with(one, replaced))
+        if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size)
+        else replaced.get(id(one), one)
+        for one in values
+    ]
 
 
 @cache
@@ -58,60 +147,79 @@ def _changes_first_alone(function: torch._ops.OpOverload) -> bool:
     return [info is not None and info.is_write for info in infos] == [True] + [False] * (len(infos) - 1)
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
-    """Those in what an operation is given or returns; torch's own walk through any tree takes four times as long."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+def tensors_in(values: Iterable[Any]) -> list[Any]:
+    """Those in what an operation is given or returns; torch's own walk through any tree takes ten times as long."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def _key(function: Any, args: Any, kwargs: Any) -> Hashable:
+    found = function, *[_alike(one) for one in args]
+    return (*found, *[(name, _alike(one)) for name, one in kwargs.items()]) if kwargs else found
 
 
 def _alike(value: Any) -> Hashable:
     """What is equal for values that an operation does not tell apart; raises TypeError for one of its own kind."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, FakeTensor) or value.constant is not None:
-            raise TypeError
-        return value.dtype, value.shape, value.stride(), value._fake_device
+    if type(value) is Light:
+        return value.kind
     if isinstance(value, (list, tuple)):
-        return tuple(map(_alike, value))
-    if isinstance(value, dict):
-        return tuple((name, _alike(one)) for name, one in value.items())
+        if {*map(type, value)} == {int}:
+            return int, tuple(value)
+        return tuple([_alike(one) for one in value])
+    if isinstance(value, torch.Tensor):
+        raise TypeError
     return type(value), value  # 1, 1.0 and True are equal, and give other types
 
 
-def _described(result: Any, given: list[Any]) -> Any:
+KINDS: dict[Hashable, int] = {}
+"""Numbers of all that tells two light tensors apart."""
+
+
+def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
     if isinstance(result, (list, tuple)):
-        found = [_described(one, given) for one in result]
+        found = [_described(one, plain, given) for one in result]
         return None if None in found else found
-    if not isinstance(result, FakeTensor) or result.constant is not None:
+    if not isinstance(result, torch.Tensor) or getattr(result, "constant", None) is not None:
         return None
     storage, offset = result.untyped_storage(), result.storage_offset()
-    of = next((place for place, one in enumerate(given) if one.untyped_storage() is storage), None)
+    of = next((place for place, one in enumerate(plain) if one.untyped_storage() is storage), None)
     if of is not None:
-        offset -= given[of].storage_offset()
+        if type(given[of]) is not Light:
+            return None
+        offset -= plain[of].storage_offset()
     elif offset or storage.nbytes() != result.nbytes:
         return None
-    return _Made(result.dtype, result.shape, result.stride(), offset, result.fake_device, of)
+    return _made(result, result._fake_device if isinstance(result, FakeTensor) else CPU, offset, of)
 
 
-def _remade(made: Any, given: list[Any]) -> Any:
+def _remade(made: Any, given: list[Any], mode: FakeTensorMode) -> Any:
     if not isinstance(made, _Made):
-        return [_remade(one, given) for one in made]
-    mode = given[0].fake_mode
-    with torch._C._DisableTorchDispatch():
-        empty = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-        if made.of is not None:
-            whole = given[made.of]
-            empty.set_(whole.untyped_storage(), whole.storage_offset() + made.offset, made.shape, made.stride)
-        found = torch.Tensor._make_subclass(
-            FakeTensor, empty, dispatch_device=True, device_for_backend_keys=made.device
-        )
+        return [_remade(one, given, mode) for one in made]
+    found: Any = torch.Tensor._make_wrapper_subclass(
+        Light, made.shape, made.stride, dtype=made.dtype, device=made.device
+    )
+    if made.of is not None:
+        whole = given[made.of]
+        with torch._C._DisableTorchDispatch():
+            found.set_(whole.untyped_storage(), whole.storage_offset() + made.offset, made.shape, made.stride)
     torch._C._set_throw_on_mutable_data_ptr(found)
-    vars(found).update(_state(mode, made.device))
+    vars(found).update(_state(mode, made.device), kind=made.kind)
     return found
+
+
+def light(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:
+    """A tensor of the CPU that is like another, with memory of its own."""
+    return _remade(_made(tensor, CPU), [], mode)
+
+
+def _made(tensor: torch.Tensor, device: torch.device, offset: Any = 0, of: int | None = None) -> _Made:
+    described = tensor.dtype, tensor.shape, tensor.stride()
+    return _Made(*described, offset, device, of, KINDS.setdefault((*described, device), len(KINDS)))
 
 
 @lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ the loss determine what is kept and for how long. Runs on any CPU in seconds and
 """
 
 import copy
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthened, whole
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
+from cookbook.forecast.repeated import light
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.packing import STATEFUL, stops_compiling
 from cookbook.planning.score_head import backbone_of, empty_model, head_of
@@ -473,6 +475,7 @@ def _trace_phases(
     with (
         fake,
         disable_fake_tensor_cache(fake),  # what is alike is found before (repeated.py)
+        _set_to(lambda on: gc.enable() if on else gc.disable(), False, before=gc.isenabled()),  # a tenth of the time
         _set_to(log.setLevel, logging.CRITICAL, before=log.level),  # tracebacks of what fake tensors do not support
         _set_to(set_flag, autocast is not None, before=flag),
     ):
@@ -495,10 +498,9 @@ def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    new: Any = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
-                    if isinstance(tensor, torch.nn.Parameter):
-                        new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = tensor, new  # keeping the old one alive keeps its id unique
+                    new = light(mode, tensor)
+                    new._is_param = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = tensor, new.requires_grad_(tensor.requires_grad)  # the old one keeps its id
                 owner[name] = made[id(tensor)][1]
 
 

@@ -90,7 +90,7 @@ LONG = 512, 1024
 operations for each."""
 SHORT = 16, 32
 """Likewise of models that run token by token: as many tokens, in more rows."""
-SKELETONS: dict[tuple[str, str], Skeleton] = {}
+SKELETONS: dict[tuple[str, str | None, int], Skeleton] = {}
 
 
 class TraceCache:
@@ -105,9 +105,11 @@ class TraceCache:
         self.recipe_name = recipe_name
         parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
         self._key = config.to_json_string(), parts
-        if self._key not in SKELETONS:
-            SKELETONS[self._key] = skeleton_of(config, recipe)
-        self.skeleton = SKELETONS[self._key]
+        adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
+        structure = self._key[0], adapter, len(recipe.model.new_tokens or ())
+        if structure not in SKELETONS:
+            SKELETONS[structure] = skeleton_of(config, recipe)
+        self.skeleton = SKELETONS[structure]
         self.sizes = sizes_of(config, self.skeleton)
 
     def changed(self, **sections: Any) -> "TraceCache":
