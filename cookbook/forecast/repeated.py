@@ -172,7 +172,9 @@ def _alike(value: Any) -> Hashable:
             return int, tuple(value)
         return tuple([_alike(one) for one in value])
     if isinstance(value, torch.Tensor):
-        raise TypeError
+        if not isinstance(value, FakeTensor) or value.constant is not None:
+            raise TypeError
+        return value.dtype, value.shape, value.stride(), value._fake_device
     return type(value), value  # 1, 1.0 and True are equal, and give other types
 
 
