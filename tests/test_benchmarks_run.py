@@ -33,7 +33,7 @@ from tests.needs import need_chromium, need_simulated_gpus, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
-TRIED |= {"foreign_formats", "overhead", "pictures", "recipe_labels", "speed_goals", "vs_peers"}
+TRIED |= {"foreign_formats", "overhead", "pictures", "plan_seconds", "recipe_labels", "speed_goals", "vs_peers"}
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run"}
 LED = {
@@ -90,7 +90,7 @@ FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published"
 
 
 @pytest.mark.parametrize(
-    "program", ["architectures.py", "on_gpu.py", "speed_goals.py", "vs_peers.py", *FORECAST_ACCURACY]
+    "program", ["architectures.py", "on_gpu.py", "plan_seconds.py", "speed_goals.py", "vs_peers.py", *FORECAST_ACCURACY]
 )
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
     run(lab, copy, *program.split(), "--page")
