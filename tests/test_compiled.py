@@ -9,8 +9,10 @@ from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from tests.conftest import ROOT
 from tests.curves import Lab, distance, processes_of
+from tests.gpu_runs import GpuLab
 from tests.needs import need_compiler
 from tests.test_equivalence import DISTRIBUTED, SGD_LOSS, SGD_NORM, settings_for
+from tests.test_gpu_matrix import PACKED
 
 COMPILED = {"model.compile": "true", "model.from_scratch.num_hidden_layers": "3"}
 """More layers than graphs: one compilation serves all."""
@@ -58,6 +60,27 @@ def compiled(lab: Lab, strategy: str, settings: dict[str, str]) -> dict:
 )
 def test_layers_are_whole_graphs_and_compiled_a_few_times(lab: Lab, strategy: str, settings: dict[str, str]):
     event = compiled(lab, strategy, settings)
+    assert 0 < event["graphs"] <= MOST_GRAPHS and event["graph_breaks"] == event["given_up"] == 0, event
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        pytest.param("fsdp2", CHECKPOINTED, id="fsdp2-checkpointed"),
+        *(
+            pytest.param(name, settings, id=f"{name}-{kind}", marks=pytest.mark.thorough)
+            for name in ("ddp", "fsdp2", "zero2")
+            for kind, settings in (("kept", {}), ("selective", SELECTIVE), ("lora", LORA))
+        ),
+    ],
+)
+def test_packed_layers_are_whole_graphs_on_simulated_gpus(gpu_lab: GpuLab, strategy: str, settings: dict[str, str]):
+    """On a CPU the attention of packed rows, sample by sample, breaks the graph; a GPU's is one operation."""
+    need_compiler()
+    asked = COMPILED | PACKED | settings | {"mixed_precision": "bf16", "run.max_steps": "6"}
+    run = gpu_lab.run(strategy, asked, processes=2, sabotage="compile_without_inductor")
+    (event,) = [line for line in run.curve.events if line["event"] == "compiled"]
     assert 0 < event["graphs"] <= MOST_GRAPHS and event["graph_breaks"] == event["given_up"] == 0, event
 
 
