@@ -1,10 +1,10 @@
-"""How long `cookbook plan` takes for twenty questions of users, in seconds of processor.
+"""How long `cookbook plan` takes for twenty questions of users, in seconds and seconds of processor.
 
     python benchmarks/plan_seconds.py [--times 3] [--quick] [--page]
 
 Writes benchmarks/results/plan_seconds.json and the table of docs/plan.md: of each question the least of so many runs,
-one after another, in processes of their own. On a busy machine seconds of processor are more than on an idle one, so
-the load is in the record. --quick asks one question once, and writes nothing; --page makes the table of the record.
+one after another, in processes of their own. On a busy machine both are more than on an idle one, so the load is in the
+record. --quick asks one question once, and writes nothing; --page makes the table of the record.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
@@ -144,26 +145,29 @@ def command(question: Question, folder: Path) -> list[str]:
     return [sys.executable, "-m", "cookbook", "plan", str(path), "--gpus", *question.gpus.split()]
 
 
-def seconds(question: Question) -> float:
-    """Seconds of processor that one answer took, its start included.
+def seconds(question: Question) -> tuple[float, float]:
+    """Seconds, and seconds of processor, that one answer took, its start included.
 
     Raises:
         subprocess.CalledProcessError: it is no answer but a mistake.
     """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         words, environment = command(question, Path(folder)), os.environ | {"HF_HUB_OFFLINE": "1"}
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True)
         if done.returncode not in (0, 1):  # 1: nothing fits
             raise subprocess.CalledProcessError(done.returncode, words, done.stdout, done.stderr)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    after, passed = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - begun
+    return passed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def table(record: dict[str, Any]) -> str:
     """The rows of a record, and with what they were measured."""
-    lines = ["| `cookbook plan` | `--gpus` | seconds of processor |", "|---|---|---|"]
-    lines += [f"| {row['question']} | `{row['gpus']}` | {row['seconds']:.1f} |" for row in record["rows"]]
+    lines = ["| `cookbook plan` | `--gpus` | seconds | of processor |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['question']} | `{row['gpus']}` | {row['seconds']:.1f} | {row['processor']:.1f} |"
+        for row in record["rows"]
+    ]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     load = f"load {record['load'][0]:.0f} to {record['load'][1]:.0f}"
     runs = f"the least of {record['times']} runs" if record["times"] > 1 else "one run each"
@@ -188,15 +192,15 @@ def main() -> int:
         write_page(json.loads(RESULTS.read_text(encoding="utf-8")))
         return 0
     if options.quick:
-        print(f"{QUESTIONS[-1].words}: {seconds(QUESTIONS[-1]):.1f}")
+        print(f"{QUESTIONS[-1].words}: {seconds(QUESTIONS[-1])[0]:.1f}")
         return 0
-    found: list[list[float]] = [[] for _ in QUESTIONS]
+    found: list[list[tuple[float, float]]] = [[] for _ in QUESTIONS]
     loads: list[float] = []
     for _ in range(options.times):
         for question, own in zip(QUESTIONS, found, strict=True):
             own.append(seconds(question))
             loads.append(os.getloadavg()[0])
-            print(f"{question.words}, {question.gpus}: {own[-1]:.1f}", flush=True)
+            print(f"{question.words}, {question.gpus}: {own[-1][0]:.1f}, {own[-1][1]:.1f} of processor", flush=True)
     record = {
         "command": f"python benchmarks/plan_seconds.py --times {options.times}",
         "times": options.times,
@@ -206,7 +210,8 @@ def main() -> int:
         "load": [min(loads), max(loads)],
         "versions": {name: version(name).partition("+")[0] for name in PACKAGES},
         "rows": [
-            {"question": question.words, "gpus": question.gpus, "seconds": round(min(own), 1)}
+            {"question": question.words, "gpus": question.gpus}
+            | {name: round(min(one[i] for one in own), 1) for i, name in enumerate(("seconds", "processor"))}
             for question, own in zip(QUESTIONS, found, strict=True)
         ],
     }

@@ -23,7 +23,7 @@ from benchmarks.tiny_models import tiny_config
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import ledger as ledgers
-from cookbook.forecast import repeated, verdict
+from cookbook.forecast import repeated, second_process, verdict
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
@@ -474,6 +474,35 @@ def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):
     monkeypatch.setattr(tracing, "light", lambda mode, one: FakeTensor(mode, one.detach(), torch.device("cpu")))
     assert traced(settings, config) == again
     assert len(num_run) > 1000
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_second_process_makes_half_of_the_traces_of_a_hybrid(ends: bool, monkeypatch):
+    """With the result of one, also where it has ended or cannot be sent its work."""
+    settings, config = recipe(True, precision="bf16"), tiny_config("qwen3_5_text")
+    settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 4096})})
+    here: list[int] = []
+
+    def counted(*arguments: Any, length: int, **options: Any) -> ActivationTrace:
+        here.append(length)
+        return trace(*arguments, length=length, **options)
+
+    monkeypatch.setattr(verdict, "trace_pass", counted)
+
+    def work() -> ActivationTrace:
+        monkeypatch.setattr(verdict, "TRACES", {})
+        here.clear()
+        return TraceCache(config, settings).work(SINGLE, 1)
+
+    alone = work()
+    assert here == list(verdict.LONG)
+    with second_process.second_process():
+        if ends:
+            monkeypatch.setattr(second_process, "_answer", lambda parents, own: None)
+        assert work() == alone
+        assert here == (list(verdict.LONG) if ends else [verdict.LONG[0]])
+        assert work() == alone
+    assert work() == alone and here == list(verdict.LONG)
 
 
 def test_strategies_share_traces_and_traces_what_they_have_found(monkeypatch):

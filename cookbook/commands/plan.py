@@ -41,14 +41,16 @@ def plan(
 
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import by_auto, forecast_all
+        from cookbook.forecast.second_process import second_process
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
 
     logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
     others = load_known() if strategy else []
-    outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)
-    sizes = better_sizes(recipe, strategies, machines, str(path))
-    settings = by_auto(outlook, str(path), all_of_them=strategy is not None)
+    with second_process():
+        outlook = forecast_all(recipe, strategies, machines, str(path), others, more=True)
+        sizes = better_sizes(recipe, strategies, machines, str(path))
+        settings = by_auto(outlook, str(path), all_of_them=strategy is not None)
     if as_json:
         found = as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
         say(json.dumps(found, indent=1))

@@ -402,8 +402,8 @@ def fitting(
         RecipeError: there is no forecast.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    found = []
-    for kind in kinds:
+    found: dict[Checkpointing, Fitting] = {}
+    for kind in sorted(kinds, key=lambda one: one is not True):
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
 
         def of(batch: BatchSection, model: ModelSection = model) -> Forecast:
@@ -417,11 +417,18 @@ def fitting(
                 raise RecipeError(one.why)
             return one.verdict not in ("fits", *UNKNOWN)
 
+        def is_bound_by_products(batch: BatchSection) -> bool:
+            return (time := of(batch).time) is not None and time.bottleneck == "compute"
+
+        is_judged = kind == "selective" and len(kinds) > 1
+        # It fits with no larger batch than if all is recomputed, and with a smaller one products take less.
+        if is_judged and True in found and not is_bound_by_products(found[True].batch):
+            continue
         if count := bisect_left(batches, True, key=is_too_large):
-            last = of(batches[count - 1])
-            if kind != "selective" or len(kinds) == 1 or (last.time and last.time.bottleneck == "compute"):
-                found.append(Fitting(kind, batches[count - 1], last))
-    return sorted(found, key=lambda one: one.seconds)
+            last = batches[count - 1]
+            if not is_judged or is_bound_by_products(last):
+                found[kind] = Fitting(kind, last, of(last))
+    return sorted((found[kind] for kind in kinds if kind in found), key=lambda one: one.seconds)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
+from cookbook.forecast import second_process
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.costs.flops import Step, sizes_of
 from cookbook.forecast.costs.inputs import (
@@ -140,22 +141,34 @@ class TraceCache:
             "sp_size": strategy.sp_size,
         }
         if self.config.model_type in TOKEN_BY_TOKEN and row > SHORT[1]:
-            two, one = (self._trace(each, options | {"rows": -(-rows * row // each)}) for each in reversed(SHORT))
+            one, two = self._two_traces([options | {"length": each, "rows": -(-rows * row // each)} for each in SHORT])
             return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
         if self.config.model_type not in STATEFUL or row <= LONG[1]:
-            return self._trace(row, options)
-        one, two = (self._trace(length, options) for length in LONG)
+            return self._trace(options | {"length": row})
+        one, two = self._two_traces([options | {"length": length} for length in LONG])
         return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
 
-    def _trace(self, length: int, options: dict[str, Any]) -> ActivationTrace:
-        key = (*self._key, length, *options.values())
-        if (too_long := (*self._key, length)) in TRACES:  # under any strategy
-            key = too_long
-        if key not in TRACES:
+    def _two_traces(self, options: list[dict[str, Any]]) -> list[ActivationTrace]:
+        """The second in another process meanwhile, if there is one."""
+        key = self._key_of(options[1])
+        is_begun = key not in TRACES and second_process.begin(self.config, self.recipe, options[1])
+        try:
+            first = self._trace(options[0])
+        finally:
+            if is_begun and (found := second_process.take()):
+                TRACES[key] = found
+        return [first, self._trace(options[1])]
+
+    def _key_of(self, options: dict[str, Any]) -> tuple[Any, ...]:
+        too_long = (*self._key, options["length"])  # under any strategy
+        return too_long if too_long in TRACES else (*self._key, *options.values())
+
+    def _trace(self, options: dict[str, Any]) -> ActivationTrace:
+        if (key := self._key_of(options)) not in TRACES:
             try:
-                TRACES[key] = trace_pass(self.config, self.recipe, length=length, **options)
+                TRACES[key] = trace_pass(self.config, self.recipe, **options)
             except Untraceable as error:
-                key = too_long if isinstance(error.__cause__, TooLong) else key
+                key = (*self._key, options["length"]) if isinstance(error.__cause__, TooLong) else key
                 TRACES[key] = error
         found = TRACES[key]
         if isinstance(found, Untraceable):
