@@ -70,8 +70,9 @@ def test_chats_on_two_gpus(model, capsys):
     assert max(map(len, text.splitlines())) <= 120
     assert "# Needs:     2 GPUs of 8 GB. " in text and "SmolLM2-135M-Instruct" in text
     assert "  # 99.3% of the rows are not longer; the longest has 423 tokens\n  max_length: 128\n" in text
-    *_, fine, preview, launch = printed.splitlines()
+    *_, fine, warning, preview, launch = printed.splitlines()
     assert fine.startswith(f"{OUT}: fine under accelerate_configs/ddp.yaml")
+    assert "it has no weights in safetensors" in warning  # and this folder has none
     assert (preview, launch) == (f"cookbook preview {OUT}", f"cookbook launch {OUT}")
 
 

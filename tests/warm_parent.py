@@ -248,11 +248,26 @@ def show_command_line(words: list[str]) -> None:
 class Forked:
     """What torchrun's agent needs of a `subprocess.Popen`."""
 
+    gate: tuple[int, int] | None = None
+    """A pipe that closes when all ranks of a start are forked. Before, none may connect to the agent, whose thread then
+    asks for the name of the address: a fork meanwhile would copy the resolver's lock as taken, for ever (glibc)."""
+    num_forked = 0
+
     def __init__(self, job: dict, env: dict[str, str]) -> None:
         self.args: list[str] = job["words"]
         self.returncode: int | None = None
+        read, write = Forked.gate = Forked.gate or os.pipe()
         self.pid = os.fork()
+        if self.pid:
+            Forked.num_forked += 1
+            if Forked.num_forked % int(env["LOCAL_WORLD_SIZE"]) == 0:
+                os.close(read)
+                os.close(write)
+                Forked.gate = None
         if self.pid == 0:
+            os.close(write)
+            os.read(read, 1)
+            os.close(read)
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):  # not the agent's
                 signal.signal(number, signal.SIG_DFL)
