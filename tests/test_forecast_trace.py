@@ -460,9 +460,10 @@ def test_a_strategy_that_cannot_be_traced_is_named_beside_those_that_can(monkeyp
     assert "no forecast of zero3:\n" in said and "llama cannot be traced: here; launch it" in said
 
 
-def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):
-    """By torch's fake mode, of which everything else then is."""
-    settings, config = recipe(True, precision="bf16"), tiny_config("qwen3_moe")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
+def test_what_is_made_again_counts_as_if_each_operation_were_run(model_type: str, monkeypatch):
+    """By torch's fake mode, of which everything else then is. Llama 4 turns queries and keys by complex numbers."""
+    settings, config = recipe(model_type == "qwen3_moe", precision="bf16"), tiny_config(model_type)
     again = [traced(settings, config) for _ in range(2)][1]
     num_run = []
 
@@ -473,7 +474,7 @@ def test_what_is_made_anew_counts_as_if_each_operation_were_run(monkeypatch):
     monkeypatch.setattr(ledgers, "run", plain)
     monkeypatch.setattr(tracing, "light", lambda mode, one: FakeTensor(mode, one.detach(), torch.device("cpu")))
     assert traced(settings, config) == again
-    assert len(num_run) > 1000
+    assert len(num_run) > 500
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -174,7 +174,7 @@ def _alike(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None:
             raise TypeError
-        return value.dtype, value.shape, value.stride(), value._fake_device
+        return value.dtype, value.shape, value.stride(), value._fake_device, value.is_conj(), value.is_neg()
     return type(value), value  # 1, 1.0 and True are equal, and give other types
 
 
@@ -187,6 +187,8 @@ def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
         found = [_described(one, plain, given) for one in result]
         return None if None in found else found
     if not isinstance(result, torch.Tensor) or getattr(result, "constant", None) is not None:
+        return None
+    if result.is_conj() or result.is_neg():  # marks, for which the operations that read it run one more
         return None
     storage, offset = result.untyped_storage(), result.storage_offset()
     of = next((place for place, one in enumerate(plain) if one.untyped_storage() is storage), None)
