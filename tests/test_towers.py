@@ -173,7 +173,7 @@ def test_a_tower_of_timm_does_all_this_where_timm_is(tmp_path: Path):
     done = subprocess.run(
         [needs.python_with_timm(tmp_path / "env"), "-m", "pytest", *words, "tests/test_towers.py"],
         cwd=ROOT,
-        env={**os.environ, "SKIP_NOTHING": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "SKIP_NOTHING": "1", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
     )

@@ -56,10 +56,8 @@ def _equal_parts(whole: int, count: int) -> list[int]:
     return [whole // count + (part < whole % count) for part in range(count)]
 
 
-def _cast_to(dtype: torch.dtype, tensor: Any) -> Any:
-    if not tensor.is_floating_point():
-        return tensor
-    return run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
+def _run_by_fake_mode(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 class TooLong(Exception):
@@ -77,8 +75,14 @@ class _Held(weakref.ref[Any]):
 class Ledger(TorchDispatchMode):
     """Counts the bytes of all tensors that operations allocate, until they are freed."""
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], *, is_light: bool = True) -> None:
+        """
+        Args:
+            known: weights and buffers, which are not counted.
+            is_light: whether tensors are light. torch's decompositions, of layers that are compiled, take others alone.
+        """
         super().__init__()
+        self._run = run if is_light else _run_by_fake_mode
         self.live = self.peak = self.made = self.peak_with_made = 0
         self.kernels = self.looped = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
@@ -122,12 +126,13 @@ class Ledger(TorchDispatchMode):
             result = 0  # the number of an expert, or of its rows
         elif function is CUT and not any(args[1]):
             parts = _equal_parts(args[0].shape[args[2] if len(args) > 2 else 0], len(args[1]))
-            result = run(function, (args[0], parts, *args[2:]), kwargs, given)
+            result = self._run(function, (args[0], parts, *args[2:]), kwargs, given)
         elif function is GROUPED and args[0].dtype == torch.float32:
-            low = [_cast_to(torch.bfloat16, one) if isinstance(one, torch.Tensor) else one for one in args]
-            result = _cast_to(torch.float32, run(function, low, kwargs, tensors_in((*low, *kwargs.values()))))
+            low = [self._cast_to(torch.bfloat16, one) if isinstance(one, torch.Tensor) else one for one in args]
+            low_result = self._run(function, low, kwargs, tensors_in((*low, *kwargs.values())))
+            result = self._cast_to(torch.float32, low_result)
         else:
-            result = run(function, args, kwargs, given)
+            result = self._run(function, args, kwargs, given)
         if self._counts:
             made = tensors_in((result,))
             for value in made:
@@ -135,6 +140,11 @@ class Ledger(TorchDispatchMode):
             if not function.is_view and function._opname not in FREE:
                 self._count(function._opname, given, made)
         return result
+
+    def _cast_to(self, dtype: torch.dtype, tensor: Any) -> Any:
+        if not tensor.is_floating_point():
+            return tensor
+        return self._run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
 
     @property
     def _may_end(self) -> bool:

@@ -25,7 +25,7 @@ from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthened, whole
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
-from cookbook.forecast.repeated import light
+from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
 from cookbook.planning.packing import STATEFUL, stops_compiling
 from cookbook.planning.score_head import backbone_of, empty_model, head_of
@@ -434,8 +434,9 @@ def _trace_phases(
     offloads: bool,
 ) -> Ledger:
     fake = FakeTensorMode()
-    _fake_in_place(model, fake)
-    ledger = Ledger((*model.parameters(), *model.buffers()))
+    is_light = compiling is None
+    _fake_in_place(model, fake, is_light=is_light)
+    ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
     if offloads:
@@ -489,7 +490,7 @@ def _trace_phases(
     return ledger
 
 
-def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode, *, is_light: bool) -> None:
     """Replaces meta tensors by fake CPU tensors and keeps ties, which `.to()` cannot do (it swaps the tensors)."""
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -498,7 +499,7 @@ def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    new = light(mode, tensor)
+                    new: Any = light(mode, tensor) if is_light else FakeTensor(mode, tensor.detach(), CPU)
                     new._is_param = isinstance(tensor, torch.nn.Parameter)
                     made[id(tensor)] = tensor, new.requires_grad_(tensor.requires_grad)  # the old one keeps its id
                 owner[name] = made[id(tensor)][1]
