@@ -82,7 +82,8 @@ def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
 
 # By hand: two layers of 100 weights and 50 outside, 4 bytes each.
 
-WEIGHT = {"part": "layer", "is_trained": True, "is_quantized": False, "shard_dim": None, "is_orthogonal": False}
+WEIGHT = {"part": "layer", "is_trained": True, "is_quantized": False, "shard_dim": None, "is_matrix": True}
+WEIGHT |= {"is_orthogonal": False}
 BY_HAND = Skeleton(
     weights=(
         Weight(name="embedding", shape=(5, 10), layer=None, **{**WEIGHT, "part": "embedding"}),

@@ -380,6 +380,7 @@ def of_layers(*layers: list[int], frozen: Sequence[int] = (), outside: Sequence[
             is_trained=is_trained,
             is_quantized=False,
             shard_dim=None,
+            is_matrix=True,
             is_orthogonal=True,
         )
 

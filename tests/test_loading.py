@@ -105,6 +105,7 @@ WEIGHTS = tuple(
         is_trained=True,
         is_quantized=False,
         shard_dim=None,
+        is_matrix=True,
         is_orthogonal=False,
     )
     for i in range(5)

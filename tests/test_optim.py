@@ -4,22 +4,34 @@ pytest tests/test_optim.py
 """
 
 import copy
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+)
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
+from benchmarks.tiny_models import tiny_config
 from cookbook.config.optim import Optimizer
 from cookbook.config.optim.groups import build_optimizer, parameter_groups, set_learning_rate
 from cookbook.config.optim.orthogonal import MuonOptimizer, Run, orthogonalize
 from cookbook.config.schedule import Schedule, learning_rate, peak_learning_rate
+from tests.turns import others_by_turn
 
+ROWS = json.loads(Path("benchmarks/results/architectures.json").read_text(encoding="utf-8"))["rows"]
+TRAINED = [name for name, row in ROWS.items() if "plain" in row]
 OPTIM = Optimizer.of(learning_rate=0.8)
 SQRT = math.sqrt
 
@@ -107,6 +119,93 @@ def test_weight_decay_applies_to_matrices_only():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert [tuple(p.shape) for p in decayed["params"]] == [(4, 3), (2, 4)]
     assert [tuple(p.shape) for p in plain["params"]] == [(4,), (4,), (4,)]
+
+
+APART = {
+    "falcon_mamba": {"mixer.A_log"},
+    "mamba": {"mixer.A_log"},
+    "cohere": {"q_norm.weight", "k_norm.weight"},
+    "gpt_oss": {"experts.gate_up_proj_bias", "experts.down_proj_bias"},
+    "jamba": {"mamba.A_log"},
+    "kimi_linear": {"forget_gate.A_log"},
+    "recurrent_gemma": {"rg_lru.input_gate_bias", "rg_lru.recurrent_gate_bias"},
+    "rwkv": {*(f"attention.time_mix_{name}" for name in ("key", "value", "receptance"))}
+    | {"feed_forward.time_mix_key", "feed_forward.time_mix_receptance"},
+    "zamba": {"mamba.A_log", "mamba.D", "mamba.dt_proj_bias"},
+}
+"""Biases, norms and constants of two dimensions and more, by hand: last parts of names."""
+NO_MATRICES = {
+    "dbrx": {"mlp.w1", "mlp.v1", "mlp.w2"},
+    "gemma3n_text": {"model.embed_tokens_per_layer.weight"},
+    "gpt2": {"transformer.wpe.weight"},
+    "opt": {"decoder.embed_positions.weight"},
+}
+"""Weights that decay and are no matrix inside the layers, though they have two dimensions: stacked experts, and other
+embeddings than that of the tokens."""
+ODD = [*APART, *NO_MATRICES]
+
+BELOW_A_NORM = "axk2", "dbrx"
+"""Linear layers of theirs lie in modules with norm in their names, by which Trainer leaves them out."""
+
+
+def skeleton_of(model_type: str) -> torch.nn.Module:
+    config = tiny_config(model_type)
+    if hasattr(config, "use_qk_norm"):
+        config.use_qk_norm = True
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ODD))
+def test_what_decays_is_what_transformers_trainer_has_decay_and_no_vector(model_type: str):
+    model = skeleton_of(model_type)
+    ids = {id(p) for p in parameter_groups(model, 0.1)[0]["params"]}
+    named = dict(model.named_parameters())
+    decayed = {name for name, parameter in named.items() if id(parameter) in ids}
+    theirs = {name for name in Trainer.get_decay_parameter_names(None, model) if name in named}
+    left = {name for name in theirs if named[name].ndim > 1} - decayed
+    more = {name for name in decayed - theirs if type(model.get_submodule(name[:-7])) is not torch.nn.Linear}
+    assert not more and (decayed <= theirs or model_type in BELOW_A_NORM)
+    assert {".".join(name.split(".")[-2:]) for name in left if not name.endswith("bias")} == {
+        name for name in APART.get(model_type, ()) if not name.endswith(("bias", "norm.weight"))
+    }
+    apart = [name for name in named if name.endswith(tuple(APART.get(model_type, ["-"])))]
+    assert decayed.isdisjoint(apart) and bool(apart) == (model_type in APART)
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ODD))
+def test_muon_takes_matrices_of_every_type_and_nothing_else(model_type: str):
+    model = skeleton_of(model_type)
+    taken = names_of(model, build_optimizer(model, muon(), "no"), orthogonal=True)
+    owners = {type(model.get_submodule(name.rpartition(".")[0])) for name in taken}
+    assert taken and not any(issubclass(one, torch.nn.Embedding) or "Norm" in one.__name__ for one in owners)
+    head = model.get_output_embeddings()
+    linear = [one.weight for one in model.modules() if type(one) is torch.nn.Linear and one is not head]
+    assert {id(one) for one in linear} <= {id(model.get_parameter(name)) for name in taken}
+    others = {*APART.get(model_type, ()), *NO_MATRICES.get(model_type, ())}
+    for end in others:
+        assert [name for name, _ in model.named_parameters() if name.endswith(end)], f"no {end}"
+        assert not [name for name in taken if name.endswith(end)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_head_of_a_reward_model_is_a_head(name: str):
+    config = LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_labels=1)
+    model = LlamaForSequenceClassification(config)
+    optimizer = build_optimizer(model, Optimizer.of(name=name, learning_rate=0.01, weight_decay=0.1), "no")
+    (group,) = (g for g in optimizer.param_groups if any(p is model.score.weight for p in g["params"]))
+    assert group["weight_decay"] == 0.1 and not group.get("orthogonal")
+
+
+def test_muon_leaves_the_adapters_of_stacked_experts_to_adamw():
+    from peft import LoraConfig, get_peft_model
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts)
+    model = get_peft_model(skeleton_of("qwen3_moe"), settings)
+    optimizer = build_optimizer(model, muon(), "no")
+    assert all("q_proj" in name for name in names_of(model, optimizer, orthogonal=True))
+    assert any("experts" in name for name in names_of(model, optimizer, orthogonal=False))
 
 
 def test_frozen_parameters_stay_out_of_the_optimizer():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cookbook.config.optim.groups import kinds
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.planning.pipeline_stages import head_in_layers
@@ -49,8 +50,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
         why = "transformers does not name its layers, by which memory is forecast and weights are sharded"
         raise RecipeError(f"model {config.model_type}: {why}")
     parts = _parts(model, first, last)
-    outside = {id(p) for module in (first, last) if module is not None for p in module.parameters()}
-    weights = []
+    weights, kind_of = [], kinds(model)
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         layer = next((number for number, prefix in enumerate(layers) if name.startswith(prefix)), None)
@@ -63,7 +63,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
                 is_trained=parameter.requires_grad,
                 is_quantized=id(parameter) in quantized,
                 shard_dim=_sharded_dim(owner, cuts, parameter.ndim),
-                is_orthogonal=parameter.ndim == 2 and id(parameter) not in outside,
+                **kind_of[parameter]._asdict(),
             )
         )
     is_tied = last is not None and first is not None and last.weight is first.weight

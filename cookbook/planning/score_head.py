@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cookbook.config.objectives.scored import HEAD
 from cookbook.system.files import RecipeError
 
 SUFFIX = "ForSequenceClassification"
-HEAD = "score"
-"""Its name in transformers' models."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from cookbook.config.objectives.forward import LossOutput
 
+HEAD = "score"
+"""The name of that head in transformers' models."""
+
 
 class Scored(Objective):
     """The score of a sequence is read at its last token, so that what is before it are inputs alone."""

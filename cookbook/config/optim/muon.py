@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @register
 class Muon(WithBetas):
-    """Muon for the matrices inside the layers, AdamW for embeddings, head, biases and norms, with one learning rate and
-    weight decay for both."""
+    """Muon for the matrices inside the layers, AdamW for embeddings, head, stacked experts, biases and norms, with one
+    learning rate and weight decay for both."""
 
     counts_beside = "exp_avg"
     state_words = "optimizer of matrices"

@@ -9,29 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cookbook.config.optim.groups import kinds
 
-def split_for_muon(groups: list[dict[str, Any]], model: Any) -> list[dict[str, Any]]:
-    """Splits each group by `orthogonal`: true for the matrices inside the layers, adapters included.
 
-    False for embeddings and head, as Muon's author advises, and for stacked experts (three dimensions).
-    """
-    outside = {
-        parameter
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        for parameter in module.parameters()
-    }
-    split = []
+def split_for_muon(groups: list[dict[str, Any]], model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Splits each group by `orthogonal`, see `groups.Kind`."""
+    kind_of, split = kinds(model), []
     for group in groups:
         for orthogonal in (True, False):
-            params = [p for p in group["params"] if (_num_dims(p) == 2 and p not in outside) == orthogonal]
+            params = [p for p in group["params"] if kind_of[p].is_orthogonal == orthogonal]
             if params:
                 split.append({**group, "params": params, "orthogonal": orthogonal})
     return split
-
-
-def _num_dims(parameter: torch.Tensor) -> int:
-    """Under ZeRO-3 a parameter is an empty placeholder; ds_shape is its real shape."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @dataclass(frozen=True, kw_only=True)

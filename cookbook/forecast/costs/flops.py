@@ -147,7 +147,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
         is_tied=skeleton.is_tied,
         trained=[
-            TrainedWeight(one.num_elements, len(one.shape) > 1, one.layer, one.shard_dim is not None)
+            TrainedWeight(one.num_elements, one.is_matrix, one.layer, one.shard_dim is not None)
             for one in skeleton.weights
             if one.is_trained
         ],

@@ -32,8 +32,10 @@ class Weight:
     """Stored in 4 bits (QLoRA)."""
     shard_dim: int | None
     """The dimension that transformers' tensor parallel shards; None: replicated."""
+    is_matrix: bool
+    """See `Kind` of optim/groups.py."""
     is_orthogonal: bool
-    """A matrix inside the layers, which Muon orthogonalizes (see `optim.orthogonal.split_for_muon`)."""
+    """The same."""
 
     @property
     def num_elements(self) -> int:
@@ -116,6 +118,7 @@ def sketch(config: dict[str, Any], num_parameters: int) -> Skeleton:
             is_trained=True,
             is_quantized=False,
             shard_dim=0 if len(shape) > 1 else None,
+            is_matrix=len(shape) > 1,
             is_orthogonal=layer is not None and len(shape) > 1,
         )
 

@@ -125,6 +125,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
             is_trained=each,
             is_quantized=inputs.adapter is not None and inputs.adapter.is_quantized and not each,
             shard_dim=0,
+            is_matrix=True,
             is_orthogonal=True,
         )
         for i, each in enumerate(trained)

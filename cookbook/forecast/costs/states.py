@@ -385,7 +385,7 @@ def _param_groups(skeleton: Skeleton, optim: Optimizer) -> list[list[Weight]]:
     groups: dict[tuple[bool, bool], list[Weight]] = {}
     for weight in skeleton.weights:
         if weight.is_trained:
-            groups.setdefault((len(weight.shape) >= 2, is_apart and weight.is_orthogonal), []).append(weight)
+            groups.setdefault((weight.is_matrix, is_apart and weight.is_orthogonal), []).append(weight)
     return [group for _, group in sorted(groups.items(), key=lambda item: item[0], reverse=True)]
 
 
