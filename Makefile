@@ -116,7 +116,7 @@ test-gpu: $(DEV_STAMP)  ##- [WORKERS=4] GPU tests on this machine's GPUs
 	@REAL_GPUS=1 GPU_RUNS=outputs/real_gpus .venv/bin/python -m pytest -q -n $(or $(WORKERS),4) --dist worksteal -m "not thorough" tests/test_gpu_*.py; code=$$?; \
 	  .venv/bin/python benchmarks/gpu_runs.py outputs/real_gpus --compare && exit $$code
 
-test-gpu-node: $(DEV_STAMP)  ##- [ARGS="--parts widths"] the first ten minutes on rented GPUs
+test-gpu-node: $(STAMP)  ##- [ARGS="--parts widths"] the first ten minutes on rented GPUs
 	@.venv/bin/python benchmarks/gpu_node/run.py $(ARGS)
 
 lint: $(DEV_STAMP)  ##- style, format and types

@@ -15,9 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,17 +22,16 @@ from conftest import ROOT
 
 from benchmarks import pictures, trace_picture
 from benchmarks.forecast_accuracy import simulated
-from benchmarks.gpu_node import run as gpu_node
 from cookbook.system import step_phases
 from tests.curves import Lab, done_of, environment
 from tests.gpu_runs import GpuLab, own_gpus
-from tests.needs import need_chromium, need_simulated_gpus, need_trl
+from tests.needs import need_chromium, need_trl
 
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
 TRIED |= {"foreign_formats", "overhead", "pictures", "plan_seconds", "recipe_labels", "speed_goals", "vs_peers"}
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
-TRIED |= {"gpu_node/run"}
+TRIED |= {"gpu_node/run", "gpu_node/fit"}  # in test_gpu_node.py
 LED = {
     "gpu_node/attention",
     "gpu_node/collectives",
@@ -229,124 +225,8 @@ def test_the_pictures_are_made_from_runs(lab: Lab, copy: Path):
     assert sorted(changed(copy)) == ["docs/compare.png", "docs/report.png", "docs/screen.svg", "docs/trace.svg"]
 
 
-def node_of(tmp_path: Path, *words: str) -> gpu_node.Node:
-    return gpu_node.Node(gpu_node.arguments_of([*words, "--output", str(tmp_path)]), tmp_path)
-
-
-def test_what_one_gpu_cannot_do_is_skipped_by_name(tmp_path: Path):
-    node = node_of(
-        tmp_path, "--simulate", "1", "--parts", "bandwidth", "compiled", "hangs", "saving", "attention", "liger"
-    )
-    found = list(gpu_node.run_parts(node))
-    assert [one.state for one in found] == 8 * ["skipped"]
-    assert found[0].said == "one GPU exchanges nothing" and found[-1].name == "two machines"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("off", "state"), [("0", "passed"), ("0.1", "failed")])
-def test_another_attention_kernel_is_measured_beside_torchs_own(tmp_path: Path, monkeypatch, off: str, state: str):
-    """A stand-in for FlashAttention 3, which torch calls in packed rows and in padded ones."""
-    need_simulated_gpus()
-    stand_in = str(ROOT / "tests" / "stand_in_flash")
-    monkeypatch.syspath_prepend(stand_in)
-    monkeypatch.setenv("PYTHONPATH", stand_in)
-    monkeypatch.setenv("STAND_IN_OFF", off)
-    node = node_of(tmp_path, "--simulate", "1", "--parts", "attention", "--length", "64")
-    found = next(gpu_node.run_parts(node))
-    assert (found.name, found.state) == ("FA3", state) and "FA3" in found.figures, found
-    distances = found.figures["FA3"]["distances"]
-    assert all((distances[one][0] > 0.1) is (state == "failed") for one in ("packed", "padded")), distances
-
-
-def test_a_part_that_ends_in_an_error_leaves_the_others_their_time(tmp_path: Path, monkeypatch):
-    def breaks(node: gpu_node.Node) -> Iterator[gpu_node.Result]:
-        yield gpu_node.Result("hangs", "one", "passed", "")
-        raise KeyError("no such key")
-
-    monkeypatch.setitem(gpu_node.PARTS, "hangs", breaks)
-    found = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", "hangs", "saving")))
-    assert [one.state for one in found] == ["passed", "failed", "skipped", "skipped"]
-    assert found[1].said == "KeyError: 'no such key'"
-
-
-def test_jobs_on_a_node_have_gpus_of_their_own():
-    cards, seen = gpu_node.Cards(4), []
-
-    def job(count: int) -> None:
-        with cards.take(count) as mine:
-            seen.append(("begin", tuple(mine)))
-            time.sleep(0.01)
-            seen.append(("end", tuple(mine)))
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(job, (2, 2, 4, 1, 3, 2)))
-    held: list[int] = []
-    for what, mine in seen:
-        if what == "begin":
-            assert not set(mine) & set(held)
-            held += mine
-        else:
-            held = [card for card in held if card not in mine]
-    assert len(seen) == 12
-
-
 def test_workers_of_the_gpu_tests_have_gpus_of_their_own(tmp_path: Path):
     with own_gpus(tmp_path, 2, 4) as one, own_gpus(tmp_path, 2, 4) as other:
         assert sorted(one + other) == [0, 1, 2, 3]
     with own_gpus(tmp_path, 4, 4) as all_of_them:
         assert all_of_them == [0, 1, 2, 3]
-
-
-@pytest.mark.thorough
-def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: Path):
-    need_simulated_gpus()
-    words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--output", str(tmp_path)]
-    words += [
-        "--strategies",
-        "ddp",
-        "--wide",
-        "single",
-        "zero3",
-        "--model",
-        json.dumps(gpu_node.TINY | {"vocab_size": 512}),
-    ]
-    words += ["--length", "64", "--steps", "3", "--mebibytes", "1", "--hang-seconds", "30"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2400)
-    found = json.loads((tmp_path / "node.json").read_text())["results"]
-    states = {(one["part"], one["name"]): one["state"] for one in found if one["part"] != "doctor"}
-    assert "failed" not in states.values(), done.stdout[-3000:]
-    assert [name for name, state in states.items() if state == "passed"] == [
-        ("bandwidth", "1 MiB"),
-        ("strategies", "single"),
-        ("strategies", "ddp"),
-        ("widths", "single"),
-        ("widths", "single, run twice"),
-        ("widths", "zero3"),
-        ("widths", "zero3, run twice"),
-        ("hangs", "SIGSTOP, eager"),
-        ("hangs", "SIGKILL, eager"),
-        ("saving", "fsdp2 in the background, then zero3"),
-    ]
-    assert {one["part"] for one in found} == {*gpu_node.PARTS, "machines"}
-    assert (tmp_path / "node.md").read_text().count("\n|") == len(found) + 2
-
-
-@pytest.mark.thorough
-def test_two_machines_measure_what_they_share_and_skip_the_rest_by_name(tmp_path: Path):
-    need_simulated_gpus()
-    words = [sys.executable, "benchmarks/gpu_node/run.py", "--simulate", "2", "--machines", "2", "--wide", "fsdp2"]
-    words += ["--shared", str(tmp_path / "shared"), "--model", json.dumps(gpu_node.TINY | {"vocab_size": 512})]
-    words += ["--length", "64", "--steps", "3", "--mebibytes", "1"]
-    both = [[*words, "--machine", str(i), "--output", str(tmp_path / str(i))] for i in (0, 1)]
-    running = [subprocess.Popen(one, cwd=ROOT, env=environment()) for one in both]
-    try:
-        assert [one.wait(1200) for one in running] == [0, 0]
-    finally:
-        for one in running:
-            one.kill()
-    told = [json.loads((tmp_path / str(i) / "node.json").read_text())["results"] for i in (0, 1)]
-    first, other = ({(one["part"], one["name"]): one["state"] for one in found} for found in told)
-    alone = {(part, part): "skipped" for part in gpu_node.PARTS if part not in gpu_node.OVER_MACHINES}
-    shared = {("bandwidth", "1 MiB"), ("widths", "single"), ("widths", "fsdp2"), ("widths", "fsdp2, run twice")}
-    assert {key: state for key, state in first.items() if key[0] != "doctor"} == alone | dict.fromkeys(shared, "passed")
-    assert {key: state for key, state in other.items() if key[0] != "doctor"} == alone

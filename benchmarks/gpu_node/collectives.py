@@ -1,6 +1,6 @@
 """One process of the bandwidths that run.py measures, under torchrun: FOLDER MEBIBYTES ...
 
-Five collectives of each size, over all GPUs and over each pair. Rank 0 writes FOLDER/bandwidth.json.
+Five collectives of each size, over all GPUs and over pairs of them. Rank 0 writes FOLDER/bandwidth.json.
 """
 
 import itertools
@@ -65,6 +65,15 @@ def measure(ranks: list[int], group: Any, mebibytes: list[int], device: torch.de
     return rows
 
 
+def pairs(count: int, local: int) -> list[list[int]]:
+    """All pairs of a machine's processes; of several machines each process and its like on the next, as the others are
+    measured on one machine.
+    """
+    if count > local:
+        return [[rank, rank + local] for rank in range(count - local)]
+    return [list(pair) for pair in itertools.combinations(range(count), 2)] if count > 2 else []
+
+
 def main() -> None:
     folder, mebibytes = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -72,7 +81,7 @@ def main() -> None:
     dist.init_process_group("nccl")
     everyone = list(range(dist.get_world_size()))
     rows = measure(everyone, dist.group.WORLD, mebibytes, device)
-    for pair in map(list, itertools.combinations(everyone, 2) if len(everyone) > 2 else []):
+    for pair in pairs(len(everyone), int(os.environ["LOCAL_WORLD_SIZE"])):
         group = dist.new_group(pair)  # which all enter
         told: list[Any] = [measure(pair, group, mebibytes, device) if dist.get_rank() in pair else None]
         dist.broadcast_object_list(told, src=pair[0], device=device)

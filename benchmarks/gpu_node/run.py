@@ -4,14 +4,15 @@
     make test-gpu-node ARGS="--parts bandwidth widths"
     make test-gpu-node ARGS="--machines 2 --machine 0 --first 10.0.0.1 --shared /shared/node"    (1 on the other)
 
-Writes node.md and node.json into outputs/gpu_node, to be sent back as they are. Every job runs as `cookbook launch` in
-processes and on GPUs of its own; nothing is downloaded. What this machine cannot do is skipped, by name. `--simulate 4`
-runs the same on simulated GPUs.
+Writes node.md and node.json into outputs/gpu_node, to be sent back as they are; fit.py reads node.json. Every job runs
+as `cookbook launch` in processes and on GPUs of its own; nothing is downloaded. What this machine cannot do is skipped,
+by name. `--simulate 4` runs the same on simulated GPUs.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -20,7 +21,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +30,7 @@ from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -37,13 +38,13 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from cookbook import simulated_gpus  # noqa: E402
-from cookbook.config.strategy import known_strategies, load_strategy, strategy_path  # noqa: E402
+from benchmarks.gpu_node.jobs import Ended, Job, Node, end_all, last_json, left_behind, marked, num_steps, write  # noqa: E402
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path  # noqa: E402
 from cookbook.planning.run_plan import default_num_processes  # noqa: E402
-from cookbook.system.files import dump_yaml  # noqa: E402
-from cookbook.system.machine import num_gpus  # noqa: E402
-from tests.curves import WORDS, Curve  # noqa: E402
-from tests.experts import needs_experts  # noqa: E402
+from cookbook.system.files import RecipeError, dump_yaml  # noqa: E402
+from cookbook.system.hardware import GIB  # noqa: E402
+from cookbook.system.hosts import set_interfaces  # noqa: E402
+from cookbook.system.machine import num_cores  # noqa: E402
 
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "triton", "liger_kernel")
@@ -60,11 +61,23 @@ TWICE = 1e-3
 """Between two runs of the same job, whose atomics add in another order: chosen, not measured. More is a race."""
 GRACE_SECONDS = 60.0
 """After a hang's limit, or after a killed process, until its run must have ended."""
+BUILD_SECONDS = 1200.0
+"""For DeepSpeed's asynchronous I/O: 220 s of one core, 11 files that read torch's headers."""
+LEAVE_SECONDS = 10.0
+"""For the processes of a run that has ended to be gone."""
 NUM_WARMUP = 2
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "engineers", "count", "every", "token")
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 TINY |= {"vocab_size": 8192, "num_hidden_layers": 2}  # of a size that zero3_nvme takes
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 EIGHT_B |= {"vocab_size": 128256, "num_hidden_layers": 2}
+LEAST_VOCABULARY = 8000
+WIDE = ("single", "fsdp2", "zero3", "hsdp", "fsdp2_tp", "pp", "ddp")
+OVER_NETWORK = ("fsdp2", "zero3", "zero3_hpz", "hsdp", "fsdp2_tp", "pp", "ddp")
+ALL, ON_ALL = "all", "fsdp2"
+"""The turn, and the strategy, of the wide model that has all GPUs."""
+LEAST_MIXED = (8, 0)
+"""Compute capability from which GPUs have bf16."""
 
 
 @dataclass(frozen=True)
@@ -77,189 +90,48 @@ class Result:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that has ended."""
-
-    code: int
-    said: str
-    folder: Path
-    seconds: float
-
-    @property
-    def curve(self) -> Curve:
-        return Curve(self.folder)
-
-    @property
-    def last_words(self) -> str:
-        lines = [line.strip() for line in self.said.splitlines() if line.strip()]
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|error: )", line) and "ChildFailed" not in line]
-        return f"exit code {self.code}: {(errors or lines or [''])[-1][-300:]}"
+def least(strategy: str) -> int:
+    """GPUs that a strategy needs."""
+    loaded = load_strategy(strategy_path(strategy))
+    return loaded.num_processes or default_num_processes(loaded, 0)
 
 
-class Cards:
-    """The GPUs of this machine, of which each job has its own."""
+def write_recipe(node: Node, name: str, sizes: dict[str, Any] | Path, *, length: int, batch: int, rate: float) -> Path:
+    """A recipe of full sequences, with its rows beside it.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = set(range(count))
-        self._change, self._turn = threading.Condition(), threading.Lock()
-
-    @contextlib.contextmanager
-    def take(self, count: int) -> Iterator[list[int]]:
-        with self._turn, self._change:  # in the order of asking: a job that needs all would wait for ever
-            self._change.wait_for(lambda: len(self._free) >= count)
-            mine = sorted(self._free)[:count]
-            self._free -= set(mine)
-        try:
-            yield mine
-        finally:
-            with self._change:
-                self._free |= set(mine)
-                self._change.notify_all()
-
-
-class Node:
-    """This machine, and how jobs are run on it."""
-
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        self.arguments, self.folder = arguments, folder
-        self.simulated = arguments.simulate
-        self.cards = Cards(self.simulated or num_gpus())
-        self.machines = arguments.machines
-        folder.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        found = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        return found | (simulated_gpus.environment(self.simulated) if self.simulated else {})
-
-    def least(self, strategy: str) -> int:
-        """GPUs that a strategy needs."""
-        loaded = load_strategy(strategy_path(strategy))
-        return loaded.num_processes or default_num_processes(loaded, 0)
-
-    def recipe(self, name: str, sizes: dict[str, Any] | Path, *, length: int, batch: int, rate: float) -> Path:
-        """A recipe of full sequences, with its rows beside it.
-
-        Args:
-            sizes: of a new model, or the folder of one.
-        """
-        rows, path = self.folder / f"{name}.jsonl", self.folder / f"{name}.yaml"
-        chance = random.Random(0)
-        texts = (" ".join(chance.choices(WORDS, k=length)) for _ in range(4 * batch))
-        talks = ([{"role": "user", "content": "go on"}, {"role": "assistant", "content": text}] for text in texts)
-        _write(rows, "".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-        values = {
-            "strategy": "single",
-            "mixed_precision": "bf16",
-            "model": {"name_or_path": str(sizes)} if isinstance(sizes, Path) else {"from_scratch": sizes},
-            "data": {"train": str(rows), "max_length": length, "packing": True},
-            "batch": {"global_batch_size": batch, "micro_batch_size": 1},
-            "optim": {"learning_rate": rate},
-            "schedule": {"name": "constant"},
-            "run": {"max_steps": 3, "output_dir": str(self.folder / "run"), "check_export": False, "monitor": False},
-        }
-        _write(path, dump_yaml(values))
-        return path
-
-    def start(
-        self,
-        name: str,
-        recipe: Path,
-        strategy: str,
-        count: int,
-        settings: dict[str, Any] | None = None,
-        trouble: Callable[[subprocess.Popen[bytes], Path], None] | None = None,
-        *,
-        alone: bool = False,
-    ) -> Job:
-        """A run on GPUs of its own, to its end, or `--limit` seconds.
-
-        Args:
-            count: processes, of all machines.
-            trouble: what happens to it meanwhile, given its launcher and its folder.
-            alone: on this machine, though there are several.
-        """
-        output = self.folder / name
-        shutil.rmtree(output, ignore_errors=True)
-        words = ["launch", str(recipe), "--strategy", strategy, "--processes", str(count)]
-        for key, value in {"run.output_dir": output, **(settings or {})}.items():
-            words += ["--set", f"{key}={value}"]
-        here, chosen = count, self.arguments
-        if self.machines > 1 and not alone:
-            here = count // self.machines
-            words += ["--machines", str(self.machines), "--machine", str(chosen.machine), "--first", chosen.first]
-        words += ["--simulate-gpus", str(here)] if self.simulated else []
-        with self.cards.take(here) as mine:
-            return self._run(words, output, {} if self.simulated else _visible(mine), trouble)
-
-    def _run(self, words: list[str], output: Path, variables: dict[str, str], trouble: Any) -> Job:
-        started, log = time.monotonic(), self.folder / f"{output.name}.{self.arguments.machine}.log"
-        with log.open("wb") as stream:
-            run = subprocess.Popen(
-                [sys.executable, "-m", "cookbook", *words],
-                cwd=ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
-            try:
-                if trouble is not None:
-                    trouble(run, output)
-                run.wait(self.arguments.limit)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                end_all(run)
-        return Job(run.returncode, log.read_text(errors="replace"), output, round(time.monotonic() - started, 1))
-
-
-def _visible(cards: list[int]) -> dict[str, str]:
-    given = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(given[card] if given else str(card) for card in cards)}
-
-
-def _write(path: Path, text: str) -> None:
-    """At once: another machine may write the same."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(text)
-    part.replace(path)
-
-
-def processes_of(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(run.pid).children(recursive=True)
-    return []
-
-
-def end_all(run: subprocess.Popen[bytes]) -> None:
-    """A launcher with all that it started: a process that is left would keep its GPU."""
-    for process in processes_of(run):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
-
-
-def rank_of(process: psutil.Process) -> int | None:
-    with contextlib.suppress(psutil.Error, KeyError):
-        return int(process.environ()["RANK"]) if "train.py" in " ".join(process.cmdline()) else None
-    return None
+    Args:
+        sizes: of a new model, or the folder of one.
+    """
+    rows, path = node.folder / f"{name}.jsonl", node.folder / f"{name}.yaml"
+    chance = random.Random(0)
+    texts = (" ".join(chance.choices(WORDS, k=length)) for _ in range(4 * batch))
+    talks = ([{"role": "user", "content": "go on"}, {"role": "assistant", "content": text}] for text in texts)
+    write(rows, "".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    has_bf16 = all(gpu.capability is None or gpu.capability >= LEAST_MIXED for gpu in node.gpus)
+    values = {
+        "strategy": "single",
+        "mixed_precision": "bf16" if has_bf16 else "fp16",
+        "model": {"name_or_path": str(sizes)} if isinstance(sizes, Path) else {"from_scratch": sizes},
+        "data": {"train": str(rows), "max_length": length, "packing": True},
+        "batch": {"global_batch_size": batch, "micro_batch_size": 1},
+        "optim": {"learning_rate": rate},
+        "schedule": {"name": "constant"},
+        "run": {"max_steps": 3, "output_dir": str(node.folder / "run"), "check_export": False, "monitor": False},
+    }
+    write(path, dump_yaml(values))
+    return path
 
 
 # The parts, cheapest first: each yields what it found.
 
 
 def doctor(node: Node) -> Iterator[Result]:
-    words = [sys.executable, "-m", "cookbook", "doctor", "--json", "--deadline", "120"]
-    done = subprocess.run(words, cwd=ROOT, env=node.environment, capture_output=True, text=True)
+    words = ["-m", "cookbook", "doctor", "--json", "--deadline", "120"]
+    done = node.execute(words, "doctor", environment=node.environment, apart=True)
     try:
-        findings = json.loads(done.stdout)["findings"]
+        findings = json.loads(done.said)["findings"]
     except ValueError:
-        yield Result("doctor", "doctor", "failed", done.stderr[-300:])
+        yield Result("doctor", "doctor", "failed", done.last_words, done.log)
         return
     for one in findings:
         state = "failed" if one["status"] == "failure" else "passed"
@@ -273,30 +145,22 @@ def bandwidth(node: Node) -> Iterator[Result]:
         yield Result("bandwidth", "five collectives", "skipped", "one GPU exchanges nothing")
         return
     words = ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "--nnodes", str(node.machines)]
+    environment = node.environment
     if node.machines > 1:
         words += ["--node-rank", str(chosen.machine), "--master-addr", chosen.first, "--master-port", "29500"]
+        environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+        if mistakes := set_interfaces(chosen.first, environment):
+            yield Result("bandwidth", "network", "failed", "; ".join(mistakes))
+            return
+        node.meet("bandwidth")
     else:
         words += ["--standalone"]
     words += [str(HERE / "collectives.py"), str(node.folder), *map(str, chosen.mebibytes)]
-    run = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=node.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = run.communicate(timeout=chosen.limit)
-    except subprocess.TimeoutExpired:
-        said = f"not within {chosen.limit:.0f} s: a collective hangs"
-    finally:
-        end_all(run)  # type: ignore[arg-type]
-    if chosen.machine:
+    done = node.execute(words, "bandwidth", environment=environment)
+    if done.code:
+        yield Result("bandwidth", "five collectives", "failed", done.last_words, done.log)
         return
-    if run.returncode:
-        yield Result("bandwidth", "five collectives", "failed", said[-600:])
+    if chosen.machine:
         return
     rows = json.loads((node.folder / "bandwidth.json").read_text())
     for size in chosen.mebibytes:
@@ -307,6 +171,18 @@ def bandwidth(node: Node) -> Iterator[Result]:
         pair = f"; slowest pair {slowest['ranks']}: {slowest['what']} {slowest['bus_gb']:.3g}" if slowest else ""
         text = f"GB/s of the bus: {text}{pair}" if not node.simulated else "simulated: no speed"
         yield Result("bandwidth", f"{size} MiB", "passed", text, {"rows": of_size})
+    if node.machines > 1:
+        yield network_of(done.said, simulated=bool(node.simulated))
+
+
+def network_of(said: str, *, simulated: bool) -> Result:
+    """What NCCL says that it takes between machines."""
+    names = set(re.findall(r"Using network (\S+)", said)) or set(re.findall(r"NET/(\S+) : Using", said))
+    if simulated:
+        return Result("bandwidth", "network", "skipped", "simulated GPUs have no NCCL")
+    if not names:
+        return Result("bandwidth", "network", "failed", "NCCL names none", {"log": said[-6000:]})
+    return Result("bandwidth", "network", "passed", f"NCCL takes {', '.join(sorted(names))}", {"names": sorted(names)})
 
 
 def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND, start: int = 0) -> Result:
@@ -314,63 +190,135 @@ def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND,
     if job.code == 2:
         return Result(part, name, "skipped", job.last_words)  # refused before it began, in the product's words
     if job.code or reference.code:
-        failed = job if job.code else reference
-        return Result(part, name, "failed", failed.last_words, {"log": failed.said[-2000:]})
-    losses, wanted = job.curve.losses, reference.curve.losses[start:]
-    distance = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+        failed, whose = (job, "") if job.code else (reference, f"{reference.folder.name}, its reference: ")
+        return Result(part, name, "failed", whose + failed.last_words, failed.log)
+    losses, wanted = job.losses, reference.losses[start:]
+    if len(losses) != len(wanted) or not losses:
+        return Result(part, name, "failed", f"{len(losses)} steps, and {reference.folder.name} has {len(wanted)}")
+    distances = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
+    distance = max(distances, key=lambda one: (math.isnan(one), one))
     said = f"losses {losses[0]:.4f} to {losses[-1]:.4f}, {distance:.1e} from {reference.folder.name}"
     figures = {"losses": losses, "distance": distance, "seconds": job.seconds} | speed_of(job)
-    return Result(part, name, "passed" if distance <= band else "failed", said, figures)
+    return Result(part, name, "passed" if distance <= band else "failed", said, figures)  # NaN is no such distance
 
 
 def speed_of(job: Job) -> dict[str, Any]:
     """Its step, memory and forecast; no speed of simulated GPUs."""
-    steps, record = job.curve.steps[NUM_WARMUP:], job.curve.record
-    found: dict[str, Any] = {key: record.get(key) for key in ("peak_memory_gib", "forecast", "step_forecast")}
+    steps, record = job.steps, job.record
+    found: dict[str, Any] = {key: record.get(key) for key in ("forecast", "step_forecast")}
+    found |= {"strategy": record.get("strategy", {}).get("file"), "processes": record["strategy"]["processes"]}
+    found["peak_memory_gib"] = max(line["peak_memory_gib"] for line in steps)
     for key in ("step_seconds", "mfu", "num_tokens"):
-        if values := [line[key] for line in steps if key in line]:
+        if values := [line[key] for line in steps[NUM_WARMUP:] if key in line]:
             found[key] = statistics.median(values)
     return found
 
 
+def side_by_side(
+    part: str, one: Callable[[str], list[Result]], names: Iterable[str], *, at_once: bool = True
+) -> Iterator[Result]:
+    """The results of each as they come; an error in one is its own."""
+
+    def tried(name: str) -> Iterator[Result]:
+        try:
+            yield from one(name)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            yield Result(part, name, "failed", said, {"log": traceback.format_exc()})
+
+    yield from as_they_come(list(map(tried, names)), at_once=at_once)
+
+
+def as_they_come(sources: list[Iterator[Result]], *, at_once: bool) -> Iterator[Result]:
+    """The results of all, each source on a thread of its own; if not at once, one source after another."""
+    arrived: SimpleQueue[Result | None] = SimpleQueue()
+
+    def drain(source: Iterator[Result]) -> None:
+        try:
+            for result in source:
+                arrived.put(result)
+        finally:
+            arrived.put(None)
+
+    with ThreadPoolExecutor(max(1, len(sources) if at_once else 1)) as pool:
+        for source in sources:
+            pool.submit(drain, source)
+        num_left = len(sources)
+        while num_left:
+            result = arrived.get()
+            if result is None:
+                num_left -= 1
+            else:
+                yield result
+
+
 def strategies(node: Node) -> Iterator[Result]:
     """Each strategy on as few GPUs as it needs, side by side."""
-    recipe = node.recipe("tiny", TINY, length=64, batch=8, rate=1e-3)
+    recipe = write_recipe(node, "tiny", TINY, length=64, batch=8, rate=1e-3)
     single = node.start("tiny-single", recipe, "single", 1)
     yield compared("strategies", "single", single, single)
     chosen = [name for name in node.arguments.strategies or known_strategies() if name != "single"]
 
-    def one(name: str) -> Result:
-        count = node.least(name)
+    def one(name: str) -> list[Result]:
+        count, loaded = least(name), load_strategy(strategy_path(name))
         if count > node.cards.count:
-            return Result("strategies", name, "skipped", f"needs {count} GPUs, here are {node.cards.count}")
-        if not needs_experts(name):
-            return compared("strategies", name, node.start(f"tiny-{name}", recipe, name, count), single)
-        mixture = {"model": f"{{name_or_path: {write_experts(node, single)}}}"}
-        reference = node.start("tiny-experts-fsdp2", recipe, "fsdp2", 2, mixture)
-        return compared("strategies", name, node.start(f"tiny-{name}", recipe, name, count, mixture), reference)
+            return [Result("strategies", name, "skipped", f"needs {count} GPUs, here are {node.cards.count}")]
+        if loaded.offloads_to_nvme:
+            build(node, loaded)
+        if loaded.ep_size == 1:
+            return [compared("strategies", name, node.start(f"tiny-{name}", recipe, name, count), single)]
+        mixture = {"model": f"{{name_or_path: {write_experts(node, single, name)}}}"}
+        reference = node.start(f"tiny-{name}-reference", recipe, "fsdp2", 2, mixture)
+        return [compared("strategies", name, node.start(f"tiny-{name}", recipe, name, count, mixture), reference)]
 
-    yield from side_by_side(one, chosen)
-
-
-def side_by_side(one: Callable[[str], Result], names: Iterable[str]) -> Iterator[Result]:
-    with ThreadPoolExecutor(8) as pool:
-        yield from pool.map(one, names)
+    yield from side_by_side("strategies", one, chosen)
 
 
-def write_experts(node: Node, single: Job) -> Path:
+def build(node: Node, strategy: Strategy) -> None:
+    """What DeepSpeed compiles before its first run, which takes no GPU: in the time of a job it would be late. Its
+    failures are those of the job, which names them."""
+    code = "import sys; from pathlib import Path; from cookbook.config.strategy import load_strategy"
+    code += "; from cookbook.training.engine import build_ops"
+    code += "; build_ops(load_strategy(Path(sys.argv[1])), Path('.cache'))"
+    words = ["-c", code, str(strategy.path)]
+    node.execute(words, "build", environment=node.environment, seconds=BUILD_SECONDS)
+
+
+def write_experts(node: Node, single: Job, name: str) -> Path:
     """A tiny mixture, each token of which goes to all its experts, so that rounding sends none elsewhere."""
     from transformers import AutoTokenizer
 
     from benchmarks import tiny_models
 
-    folder = node.folder / "experts"
+    folder = node.folder / f"experts-{name}"
     config = tiny_models.tiny_config("qwen3_moe")
     config.num_experts = config.num_experts_per_tok = 6
     config.tie_word_embeddings = True
     AutoTokenizer.from_pretrained(single.folder / "export", trust_remote_code=False).save_pretrained(folder)
     tiny_models.tiny_model(config).save_pretrained(folder)
     return folder
+
+
+def wide_sizes(node: Node) -> dict[str, Any]:
+    """Two layers of an 8B, with the largest vocabulary, halved and halved again, of which one GPU holds weights,
+    gradients and moments in half of its memory."""
+    if node.arguments.model:
+        return dict(node.arguments.model)
+    sizes = dict(EIGHT_B)
+    memory = min((gpu.total_bytes for gpu in node.gpus if gpu.total_bytes), default=16 * GIB)
+    if node.simulated:
+        memory = 80 * GIB
+    while num_parameters(sizes) * 16 > memory / 2 and sizes["vocab_size"] // 2 >= LEAST_VOCABULARY:
+        sizes["vocab_size"] //= 2
+    return sizes
+
+
+def num_parameters(sizes: dict[str, Any]) -> int:
+    """Weights of a model of these sizes: embedding and head, and the matrices and norms of its layers."""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    layer = 2 * hidden * (hidden + keys) + 3 * hidden * inner + 2 * hidden
+    return 2 * sizes["vocab_size"] * hidden + sizes["num_hidden_layers"] * layer + hidden
 
 
 def write_wide(node: Node) -> Path:
@@ -382,8 +330,9 @@ def write_wide(node: Node) -> Path:
     from cookbook.config.sections import ScratchModel
     from cookbook.training.models import new_model, train_tokenizer
 
-    sizes = ScratchModel(**node.arguments.model)
-    folder = node.folder / "-".join(["model", *map(str, node.arguments.model.values())])
+    chosen = wide_sizes(node)
+    sizes = ScratchModel(**chosen)
+    folder = node.folder / "-".join(["model", *map(str, chosen.values())])
     if not folder.exists():
         part = folder.with_name(f"{folder.name}.{node.arguments.machine}")
         tokenizer = train_tokenizer([" ".join(WORDS)], sizes.vocab_size)
@@ -395,53 +344,100 @@ def write_wide(node: Node) -> Path:
     return folder
 
 
-def widths(node: Node) -> Iterator[Result]:
-    """Two layers of an 8B: the loss of one GPU, twice; the share of the peak; and what compiling broke."""
+def processes_for(node: Node, name: str, turn: str = "1") -> int:
+    """As few as a strategy needs, so that jobs run side by side; over machines, and of the turn `all`, on all GPUs, or
+    as many as are a power of two, which divides the batch.
+    """
+    total = node.cards.count * node.machines
+    if name == "single" or (node.machines == 1 and turn != ALL):
+        return least(name)
+    return total if node.machines > 1 else 1 << (total.bit_length() - 1)
+
+
+def batch_of(node: Node) -> int:
+    """Sequences of a step, which `processes_for` divides: of one machine as many as it has GPUs at most."""
+    return 16 if node.machines == 1 else 2 * node.cards.count * node.machines
+
+
+def wide(node: Node, name: str, turn: str) -> Job:
+    """A run of the wide model under a strategy.
+
+    Args:
+        turn: `1`, `2`, `all` or `compiled`.
+    """
     chosen = node.arguments
-    many = 2 * node.cards.count * node.machines
-    recipe = node.recipe("wide", write_wide(node), length=chosen.length, batch=many, rate=1e-5)
-    settings = {"run.max_steps": chosen.steps}
-    if not chosen.machine:
-        single = node.start("wide-single", recipe, "single", 1, settings, alone=True)
-        yield compared("widths", "single", single, single)
+    recipe = write_recipe(node, "wide", write_wide(node), length=chosen.length, batch=batch_of(node), rate=1e-5)
+    settings = {"model.compile": True} if turn == "compiled" else {}
+    count = processes_for(node, name, turn)
+    alone = name == "single"
+    return node.start(f"wide-{name}-{turn}", recipe, name, count, settings, steps=chosen.steps, alone=alone)
 
-    def one(name: str) -> list[Result]:
-        least = max(node.least(name), node.machines)
-        count = node.cards.count * node.machines
-        if node.machines == 1:  # two jobs at a time
-            count = max(least, count // 2 // least * least)
-        if count > node.cards.count * node.machines:
-            return [Result("widths", name, "skipped", f"needs {count} GPUs, here are {node.cards.count}")]
-        jobs = [node.start(f"wide-{name}-{turn}", recipe, name, count, settings) for turn in (1, 2)]
-        if chosen.machine:
-            return []
-        again = compared("widths", f"{name}, run twice", jobs[1], jobs[0], TWICE)
-        return [compared("widths", name, jobs[0], single), again]
 
-    if node.machines > 1:  # in one order on both
-        found = [one(name) for name in chosen.wide]
-    else:
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(one, chosen.wide))
-    for results in found:
-        yield from results
+def too_few(node: Node, part: str, name: str) -> list[Result]:
+    """That a strategy needs more GPUs than there are; else empty."""
+    needed, count = max(least(name), node.machines), node.cards.count * node.machines
+    return [Result(part, name, "skipped", f"needs {needed} GPUs, here are {count}")] if needed > count else []
+
+
+def widths(node: Node) -> Iterator[Result]:
+    """Two layers of an 8B: the loss of one GPU, twice; the share of the peak."""
+    chosen, is_alone = node.arguments, node.machines == 1
+    write_wide(node)
+    with ThreadPoolExecutor(1) as pool:
+        single = None if chosen.machine else pool.submit(wide, node, "single", "1")
+
+        def one(name: str) -> list[Result]:
+            if few := too_few(node, "widths", name):
+                return few
+            jobs = [wide(node, name, turn) for turn in ("1", "2")]
+            if single is None:
+                return []
+            again = compared("widths", f"{name}, run twice", jobs[1], jobs[0], TWICE)
+            found = [compared("widths", name, jobs[0], single.result()), again]
+            if name == ON_ALL and (count := processes_for(node, name, ALL)) > processes_for(node, name):
+                found.append(compared("widths", f"{name} on {count} GPUs", wide(node, name, ALL), single.result()))
+            return found
+
+        names = chosen.wide or (WIDE if is_alone else OVER_NETWORK)
+        if single and not is_alone:
+            yield compared("widths", "single", single.result(), single.result())
+        yield from side_by_side("widths", one, names, at_once=is_alone)  # over machines in one order on all
 
 
 def compiled(node: Node) -> Iterator[Result]:
+    """What `widths` ran, compiled: the same curve, without a graph break, and how much faster."""
     if node.simulated:
         yield Result("compiled", "graph breaks", "skipped", "simulated GPUs have no Triton")
         return
-    name, count = ("fsdp2", 2) if node.cards.count > 1 else ("single", 1)
-    recipe = node.recipe("wide", write_wide(node), length=node.arguments.length, batch=4, rate=1e-5)
-    settings = {"run.max_steps": node.arguments.steps}
-    eager = node.start("eager", recipe, name, count, settings)
-    job = node.start("compiled", recipe, name, count, settings | {"model.compile": True})
+
+    write_wide(node)
+
+    def one(name: str) -> list[Result]:
+        if few := too_few(node, "compiled", name):
+            return few
+        job = wide(node, name, "compiled")
+        if job.code == 2:
+            return [compared("compiled", name, job, job)]
+        return [judge_compiled(name, job, wide(node, name, "1"))]
+
+    yield from side_by_side("compiled", one, node.arguments.wide or WIDE)
+
+
+def judge_compiled(name: str, job: Job, eager: Job) -> Result:
+    """A compiled run beside the eager one."""
     found = compared("compiled", name, job, eager)
-    yield found
-    if found.state != "failed":
-        counts = next(event for event in job.curve.events if event.get("event") == "compiled")
-        state = "failed" if counts["graph_breaks"] or counts["given_up"] else "passed"
-        yield Result("compiled", "graph breaks", state, f"{counts['graph_breaks']} graph breaks", counts)
+    if "distance" not in found.figures:
+        return found
+    counts = next((event for event in job.events if event.get("event") == "compiled"), None)
+    if counts is None:
+        return Result("compiled", name, "failed", "the run has not counted its graphs", job.log)
+    figures = found.figures | {"counts": counts}
+    said = f"{found.said}; {counts['graph_breaks']} graph breaks, {counts['recompilations']} recompilations"
+    if {"step_seconds"} <= figures.keys() & speed_of(eager).keys():
+        figures["times_as_fast"] = speed_of(eager)["step_seconds"] / figures["step_seconds"]
+        said += f"; {figures['times_as_fast']:.2f} times as fast"
+    good = found.state == "passed" and not counts["graph_breaks"] and not counts["given_up"]
+    return Result("compiled", name, "passed" if good else "failed", said, figures)
 
 
 def hangs(node: Node) -> Iterator[Result]:
@@ -449,49 +445,63 @@ def hangs(node: Node) -> Iterator[Result]:
     if node.cards.count < 2:
         yield Result("hangs", "SIGSTOP and SIGKILL of a rank", "skipped", "needs 2 GPUs")
         return
-    recipe = node.recipe("long", TINY, length=64, batch=8, rate=1e-5)
-    kinds = [(sent, mode) for sent in (signal.SIGSTOP, signal.SIGKILL) for mode in (False, True)]
-    for sent, mode in kinds:
-        name = f"{sent.name}, {'compiled' if mode else 'eager'}"
-        if mode and node.simulated:
-            yield Result("hangs", name, "skipped", "simulated GPUs have no Triton")
-        else:
-            yield hang(node, recipe, name, sent, {"model.compile": mode})
+    recipe = write_recipe(node, "long", TINY, length=64, batch=8, rate=1e-5)
+    kinds = {
+        f"{sent.name}, {'compiled' if mode else 'eager'}": (sent, mode)
+        for sent in (signal.SIGSTOP, signal.SIGKILL)
+        for mode in (False, True)
+    }
+
+    def one(name: str) -> list[Result]:
+        sent, is_compiled = kinds[name]
+        if is_compiled and node.simulated:
+            return [Result("hangs", name, "skipped", "simulated GPUs have no Triton")]
+        return [hang(node, recipe, name, sent, {"model.compile": is_compiled})]
+
+    yield from side_by_side("hangs", one, kinds)
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a training process; None for another one."""
+    with contextlib.suppress(psutil.Error, KeyError):
+        process = psutil.Process(pid)
+        return int(process.environ()["RANK"]) if "train.py" in " ".join(process.cmdline()) else None
+    return None
 
 
 def hang(node: Node, recipe: Path, name: str, sent: signal.Signals, settings: dict[str, Any]) -> Result:
-    seconds = node.arguments.hang_seconds
+    seconds, folder = node.arguments.hang_seconds, name.replace(", ", "-")
     times: dict[str, float] = {}
     victims: list[int] = []
 
-    def strike(run: subprocess.Popen[bytes], output: Path) -> None:
+    def strike(run: subprocess.Popen[bytes], mark: str) -> None:
         limit = time.monotonic() + node.arguments.limit
-        while time.monotonic() < limit and run.poll() is None:
-            metrics = output / "metrics.jsonl"
-            if metrics.exists() and metrics.read_text().count('"loss"') > NUM_WARMUP:
-                break
+        while time.monotonic() < limit and run.poll() is None and num_steps(node.folder / folder) <= NUM_WARMUP:
             time.sleep(0.2)
-        ranks = {rank_of(process): process for process in processes_of(run)}
+        ranks = {rank_of(pid): pid for pid in marked([mark])}
         if 1 not in ranks:
             return
-        victims.append(ranks[1].pid)
+        victims.append(ranks[1])
         begun = time.monotonic()
-        os.kill(ranks[1].pid, sent)
+        os.kill(ranks[1], sent)
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait((seconds if sent == signal.SIGSTOP else 0) + GRACE_SECONDS)
             times["ended_after"] = round(time.monotonic() - begun, 1)
-            left = [process.pid for process in processes_of(run)] + [pid for pid in victims if psutil.pid_exists(pid)]
-            times["left"] = len(left)
+            until = time.monotonic() + LEAVE_SECONDS
+            while marked([mark]) and time.monotonic() < until:
+                time.sleep(0.2)
+            times["left"] = len(marked([mark]))
 
     settings |= {"run.max_steps": 10**6, "run.hang_timeout_minutes": seconds / 60}
-    folder = name.replace(", ", "-")
-    job = node.start(folder, recipe, "fsdp2", 2, settings, strike)
+    job = node.start(folder, recipe, "fsdp2", 2, settings, trouble=strike)
+    if job.code == 2:
+        return Result("hangs", name, "skipped", job.last_words)
     if not victims:
-        return Result("hangs", name, "failed", f"never came to a step; {job.last_words}")
+        return Result("hangs", name, "failed", f"never came to a step; {job.last_words}", job.log)
     if "ended_after" not in times:
-        return Result("hangs", name, "failed", f"has not ended {GRACE_SECONDS:.0f} s after its limit")
+        return Result("hangs", name, "failed", f"has not ended {GRACE_SECONDS:.0f} s after its limit", job.log)
     report = job.folder / "hang" / "report.txt"
-    accused = report.read_text().splitlines()[1] if report.exists() else ""
+    accused = (report.read_text().splitlines()[1:] or [""])[0] if report.exists() else ""
     is_named = accused.startswith(f"rank 1 (process {victims[0]} ")
     if sent == signal.SIGKILL:  # the launcher's words
         is_named = f"exitcode  : -9 (pid: {victims[0]})" in job.said
@@ -499,7 +509,7 @@ def hang(node: Node, recipe: Path, name: str, sent: signal.Signals, settings: di
     said += f": {accused}" if accused else ""
     said += f", {times['left']:.0f} processes left" if times["left"] else ""
     good = is_named and job.code not in (0, 2, 75) and not times["left"]
-    return Result("hangs", name, "passed" if good else "failed", said, times | {"log": job.said[-2000:]})
+    return Result("hangs", name, "passed" if good else "failed", said, times | job.log)
 
 
 def saving(node: Node) -> Iterator[Result]:
@@ -507,12 +517,16 @@ def saving(node: Node) -> Iterator[Result]:
     if node.cards.count < 2:
         yield Result("saving", "resume under another strategy", "skipped", "needs 2 GPUs")
         return
-    recipe = node.recipe("tiny", TINY, length=64, batch=8, rate=1e-3)
+    recipe = write_recipe(node, "saved", TINY, length=64, batch=8, rate=1e-3)
     background = {"run.max_steps": 4, "run.save_every_steps": 2, "run.save_in_background": True}
     saved = node.start("saved", recipe, "fsdp2", 2, background)
+    name = "fsdp2 in the background, then zero3"
+    if saved.code:
+        yield compared("saving", name, saved, saved)
+        return
     at = saved.folder / "checkpoints" / "step-00000002"
     resumed = node.start("resumed", recipe, "zero3", 2, {"run.max_steps": 4, "run.resume": at})
-    yield compared("saving", "fsdp2 in the background, then zero3", resumed, saved, start=2)
+    yield compared("saving", name, resumed, saved, start=2)
 
 
 def liger(node: Node) -> Iterator[Result]:
@@ -522,17 +536,20 @@ def liger(node: Node) -> Iterator[Result]:
         yield Result("liger", "bisection", "skipped", why)
         return
     sanitizer = shutil.which("compute-sanitizer")
-    for name in ("none", *KERNELS):
-        words = [sys.executable, str(HERE / "liger.py"), name]
+
+    def one(name: str) -> list[Result]:
+        words = [str(HERE / "liger.py"), name]
         with node.cards.take(1) as mine:
-            variables = {**node.environment, **_visible(mine)}
-            done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True)
-            told = done.stdout.strip() or done.stderr[-2000:]
-            if done.returncode and sanitizer:
-                more = subprocess.run([sanitizer, *words], cwd=ROOT, env=variables, capture_output=True, text=True)
-                told += more.stdout[:4000]
-        said = told.splitlines()[-1] if told else f"exit code {done.returncode}"
-        yield Result("liger", name, "failed" if done.returncode else "passed", said, {"log": told})
+            done = node.execute(words, f"liger-{name}", cards=mine)
+            told = done.said
+            if done.code and sanitizer:
+                program = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", sanitizer, sys.executable]
+                told += node.execute([*program, *words], f"liger-{name}-sanitizer", cards=mine).said[:4000]
+        state = "failed" if done.code else "passed"
+        said = done.last_words if done.code else told.strip().splitlines()[-1]
+        return [Result("liger", name, state, said, {"log": told[-6000:]})]
+
+    yield from side_by_side("liger", one, ("none", *KERNELS))
 
 
 def attention(node: Node) -> Iterator[Result]:
@@ -542,16 +559,14 @@ def attention(node: Node) -> Iterator[Result]:
             yield Result("attention", name, "skipped", f"not installed: {modules[-1]}")
             continue
         length = node.arguments.length
-        words = [sys.executable, str(HERE / "attention.py"), name, *map(str, (min(length, 2048), length, 8 * length))]
+        words = [str(HERE / "attention.py"), name, *map(str, (min(length, 2048), length, 8 * length))]
         with node.cards.take(1) as mine:
-            variables = {**node.environment, **({} if node.simulated else _visible(mine))}
-            done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True)
-        if done.returncode:
-            said = (done.stdout if done.returncode == 2 else done.stderr).strip() or f"exit code {done.returncode}"
-            state = "skipped" if done.returncode == 2 else "failed"
-            yield Result("attention", name, state, said.splitlines()[-1], {"log": said[-2000:]})
+            done = node.execute(words, f"attention-{name}", cards=mine, environment=node.environment, apart=True)
+        if done.code:
+            said = done.said.strip().splitlines()[-1] if done.code == 2 and done.said.strip() else done.last_words
+            yield Result("attention", name, "skipped" if done.code == 2 else "failed", said, done.log)
             continue
-        yield kernel_beside(name, json.loads(done.stdout.splitlines()[-1]), simulated=bool(node.simulated))
+        yield kernel_beside(name, last_json(done.said), simulated=bool(node.simulated))
 
 
 def kernel_beside(name: str, figures: dict[str, Any], *, simulated: bool) -> Result:
@@ -569,6 +584,8 @@ def kernel_beside(name: str, figures: dict[str, Any], *, simulated: bool) -> Res
 _PARTS = (doctor, bandwidth, strategies, widths, compiled, hangs, saving, attention, liger)
 PARTS = {one.__name__: one for one in _PARTS}
 OVER_MACHINES = ("doctor", "bandwidth", "widths")
+AT_ONCE = ("compiled", "hangs", "saving", "attention", "liger")
+"""Parts that share the GPUs: most of their time they wait, for a compiler or for a limit."""
 
 
 def page(about: dict[str, Any], results: list[Result]) -> str:
@@ -576,6 +593,9 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
     lines = [f"# {about['machines']} x {about['cards']} x {about['gpu']}: {', '.join(counts)}", ""]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines += [f"{about['date']}, {about['seconds']:.0f} s; {versions}"]
+    taken = ", ".join(f"{part} {seconds:.0f}" for part, seconds in about["parts"].items())
+    lines += [f"Seconds of the parts, of which the last share the GPUs: {taken}."]
+    lines += [f"**Ended by {about['ended']}.**"] if about.get("ended") else []
     lines += ["", "| part | what | | |", "|---|---|---|---|"]
     for one in results:
         said = one.said.replace("|", "/").replace("\n", " ")
@@ -585,15 +605,28 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_parts(node: Node) -> Iterator[Result]:
-    for name in node.arguments.parts:
+def run_parts(node: Node, seconds: dict[str, float]) -> Iterator[Result]:
+    """
+    Args:
+        seconds: receives those of each part.
+    """
+
+    def one(name: str) -> Iterator[Result]:
         if node.machines > 1 and name not in OVER_MACHINES:
             yield Result(name, name, "skipped", "of one machine: make test-gpu-node without --machines")
-            continue
+            return
+        started = time.monotonic()
         try:
             yield from PARTS[name](node)
         except Exception as error:  # the other parts are worth their time all the same
             yield Result(name, name, "failed", f"{type(error).__name__}: {error}", {"log": traceback.format_exc()})
+        seconds[name] = round(time.monotonic() - started, 1)
+
+    chosen = [name for name in PARTS if name in node.arguments.parts]
+    for name in chosen:
+        if name not in AT_ONCE:
+            yield from one(name)
+    yield from as_they_come([one(name) for name in chosen if name in AT_ONCE], at_once=True)
     if node.machines == 1:
         yield Result("machines", "two machines", "skipped", "--machines 2 --machine 0 --first ADDRESS --shared FOLDER")
 
@@ -608,8 +641,8 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first", default="127.0.0.1", help="address of machine 0")
     parser.add_argument("--shared", type=Path, help="a folder that all machines see, for their runs")
     parser.add_argument("--strategies", nargs="*", help="default: all that are shipped")
-    parser.add_argument("--wide", nargs="*", default=["fsdp2", "zero3", "hsdp", "fsdp2_tp", "pp", "ddp"])
-    parser.add_argument("--model", type=json.loads, default=EIGHT_B, help="sizes of the wide model")
+    parser.add_argument("--wide", nargs="*", help=f"default: {' '.join(WIDE)}; of machines {' '.join(OVER_NETWORK)}")
+    parser.add_argument("--model", type=json.loads, help="sizes of the wide model; default: two layers of an 8B")
     parser.add_argument("--length", type=int, default=4096, help="of its sequences")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[1, 64, 512])
@@ -618,36 +651,67 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.machines > 1 and arguments.shared is None:
         parser.error("--machines needs --shared, a folder that all of them see")
+    if unknown := {*(arguments.strategies or ()), *(arguments.wide or ())} - set(known_strategies()):
+        parser.error(f"no strategy {', '.join(sorted(unknown))}; there are {', '.join(known_strategies())}")
     return arguments
 
 
 def main() -> None:
     arguments = arguments_of()
-    node = Node(arguments, (arguments.shared or arguments.output).resolve())
+    try:
+        node = Node(arguments, (arguments.shared or arguments.output).resolve())
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
     if not node.cards.count:
-        sys.exit("no GPU here; --simulate 4 runs the same on simulated ones")
-    started, results = time.monotonic(), []
-    about: dict[str, Any] = {"command": "make test-gpu-node", "date": date.today().isoformat()}
-    about |= {"machines": node.machines, "cards": node.cards.count, "gpu": gpu_name(node)}
-    about["versions"] = {one: version(one) for one in PACKAGES if find_spec(one) is not None}
+        sys.exit("error: no GPU here; --simulate 4 runs the same on simulated ones")
+    end_all(left_behind())
+    started = time.monotonic()
+    results: list[Result] = []
+    about, seconds = facts(node), dict[str, float]()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    for result in run_parts(node):
-        results.append(result)
-        print(f"{result.state:8}{result.part:12}{result.name}: {result.said}", flush=True)
-        about["seconds"] = round(time.monotonic() - started, 1)  # written as parts end: what hangs loses nothing
-        told = json.dumps(about | {"results": [asdict(one) for one in results]}, indent=1)
-        (arguments.output / "node.json").write_text(told + "\n")
-        (arguments.output / "node.md").write_text(page(about, results))
-    print(f"send back {arguments.output}/node.md and node.json")
+
+    def save() -> None:  # as parts end: what hangs loses nothing
+        about["seconds"], about["parts"] = round(time.monotonic() - started, 1), seconds
+        ordered = sorted(results, key=lambda one: [*PARTS, "machines"].index(one.part))
+        told = json.dumps(about | {"results": [asdict(one) for one in ordered]}, indent=1)
+        write(arguments.output / "node.json", told + "\n")
+        write(arguments.output / "node.md", page(about, ordered))
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        about["ended"] = signal.Signals(number).name
+        print(f"{about['ended']}: ending what runs ...", flush=True)
+        node.end()
+        raise Ended(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    try:
+        for result in run_parts(node, seconds):
+            results.append(result)
+            print(f"{result.state:8}{result.part:12}{result.name}: {result.said}", flush=True)
+            save()
+    finally:
+        node.end()
+        save()
+    print(f"send back {arguments.output}/node.md and node.json; docs/on_gpu.md says what becomes of them:")
+    print(f"  python benchmarks/gpu_node/fit.py {arguments.output}/node.json")
     sys.exit(any(one.state == "failed" for one in results))
 
 
-def gpu_name(node: Node) -> str:
-    if node.simulated:
-        return "Simulated GPU"
-    import torch
-
-    return torch.cuda.get_device_name(0)
+def facts(node: Node) -> dict[str, Any]:
+    """What the figures depend on; no name of the machine or of its owner."""
+    about: dict[str, Any] = {"command": "make test-gpu-node", "date": date.today().isoformat()}
+    about |= {"machines": node.machines, "cards": node.cards.count, "is_simulated": bool(node.simulated)}
+    about["gpu"] = "Simulated GPU" if node.simulated else ", ".join(sorted({gpu.name for gpu in node.gpus}))
+    about["gpus"] = [
+        {"driver": gpu.driver, "capability": gpu.capability, "total_bytes": gpu.total_bytes} for gpu in node.gpus
+    ]
+    about |= {"cores": num_cores(), "host_gib": round(psutil.virtual_memory().total / GIB)}
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    about["commit"] = git.stdout.strip() or None
+    about["versions"] = {one: version(one) for one in PACKAGES if find_spec(one) is not None}
+    return about
 
 
 if __name__ == "__main__":
