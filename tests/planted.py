@@ -3558,4 +3558,20 @@ FAULTS = (
         "weights that the loss does not depend on decay under ZeRO and nowhere else",
         "tests/test_unreached.py::test_their_gradient_is_zero_and_their_decay_that_of_all_weights",
     ),
+    Fault(
+        "gpu-node",
+        "benchmarks/gpu_node/run.py",
+        "    distance = max(distances, key=lambda one: (math.isnan(one), one))\n",
+        "    distance = max(distances)\n",
+        "a rented node passes a strategy whose loss is no number",
+        "tests/test_first_ten_minutes.py::test_a_run_is_compared_with_another_and_a_refusal_is_no_failure",
+    ),
+    Fault(
+        "gpu-node",
+        "benchmarks/gpu_node/jobs.py",
+        "                end_all({mark})\n",
+        "                run.kill()\n",
+        "processes of an ended job keep their GPUs",
+        "tests/test_first_ten_minutes.py::test_nothing_that_a_program_starts_is_left",
+    ),
 )

@@ -18,17 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
+from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_node import collectives, fit
 from benchmarks.gpu_node import run as gpu_node
 from benchmarks.gpu_node.jobs import Cards, Ended, Job, Node, end_all, last_json, marked
 from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import ScratchModel
 from cookbook.forecast import step_time
 from cookbook.system.gpus import InstalledGpu
 from cookbook.system.hardware import GIB
+from cookbook.training.models.structure import scratch_config
 from tests.curves import environment
 from tests.needs import need_simulated_gpus
+from tests.simulated_driver import variables
 from tests.two_machines import ADDRESSES, two_machines
 
 SMALL = json.dumps(gpu_node.TINY | {"vocab_size": 512})
@@ -437,3 +442,52 @@ def test_two_machines_measure_what_they_share_and_skip_the_rest_by_name(tmp_path
     expected = alone | dict.fromkeys(passed, "passed") | {("bandwidth", "network"): "skipped"}
     assert {key: state for key, state in first.items() if key[0] != "doctor"} == expected
     assert {key: state for key, state in other.items() if key[0] != "doctor"} == alone
+
+
+def test_what_the_driver_says_of_the_gpus_is_in_the_file_and_no_name_of_the_machine(tmp_path: Path, monkeypatch):
+    described = "count 2\ngpu.*.name NVIDIA H100 80GB HBM3\ngpu.*.memory.total 85520809984\ngpu.*.capability 9 0\n"
+    for name, value in variables(tmp_path, described).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    node = node_of(tmp_path)
+    told = gpu_node.facts(node)
+    assert (node.cards.count, told["cards"], told["gpu"]) == (2, 2, "NVIDIA H100 80GB HBM3")
+    assert told["gpus"][1] == {"driver": "580.65.06", "capability": (9, 0), "total_bytes": 85520809984}
+    assert os.uname().nodename not in json.dumps(told) or len(os.uname().nodename) < 4
+    assert fit.find_gpu(told["gpu"]) is not None and gpu_node.wide_sizes(node) == gpu_node.EIGHT_B
+
+
+LIGER = """
+import sys
+print("loading")
+if sys.argv[1] == "rope":
+    sys.exit("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
+print("loss 9.1")
+"""
+
+
+def test_the_kernel_of_liger_that_fails_is_named_with_what_the_sanitizer_says(tmp_path: Path, monkeypatch):
+    """Without Triton: stand-ins for the package, the program and the sanitizer."""
+    programs = tmp_path / "programs"
+    (programs / "liger_kernel").mkdir(parents=True)
+    (programs / "liger_kernel" / "__init__.py").touch()
+    (programs / "liger.py").write_text(LIGER)
+    (programs / "compute-sanitizer").write_text("#!/bin/sh\necho Invalid __global__ read by $3\n")
+    (programs / "compute-sanitizer").chmod(0o755)
+    monkeypatch.syspath_prepend(str(programs))
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(gpu_node, "HERE", programs)
+    node = node_of(tmp_path, "--simulate", "2")
+    node.simulated = 0
+    found = {one.name: one for one in gpu_node.liger(node)}
+    states = {name: one.state for name, one in found.items()}
+    assert states == {"none": "passed", "rope": "failed", "rms_norm": "passed", "swiglu": "passed"}
+    assert found["none"].said == "loss 9.1" and "illegal memory access" in found["rope"].said
+    assert "Invalid __global__ read by rope" in found["rope"].figures["log"]
+
+
+def test_the_wide_model_has_as_many_weights_as_its_memory_is_reckoned_from():
+    sizes = ScratchModel(**gpu_node.EIGHT_B)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(scratch_config(sizes))
+    assert gpu_node.num_parameters(gpu_node.EIGHT_B) == sum(one.numel() for one in model.parameters())

@@ -21,35 +21,44 @@ sys.path.insert(0, str(ROOT))
 from cookbook.commands.doctor.collective import bus_bandwidth  # noqa: E402
 
 REPEATS = 5
+NUMEL = 1 << 16
+"""Of a process's part, where values are compared."""
 
 
 def calls(whole: torch.Tensor, part: torch.Tensor, ranks: list[int], group: Any) -> dict[str, Callable[[], Any]]:
-    """What each collective does in this process, `whole` being all of its tensor."""
+    """What each collective does in this process, `whole` being all of its tensor; the last two return what is made."""
     other = torch.empty_like(whole)
 
-    def send_recv() -> None:
+    def send_recv() -> torch.Tensor:
         mine = ranks.index(dist.get_rank())
         after, before = ranks[(mine + 1) % len(ranks)], ranks[mine - 1]
         both = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
+        return other
+
+    def all_to_all() -> torch.Tensor:
+        dist.all_to_all_single(other, whole, group=group)
+        return other
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "all_to_all": all_to_all,
         "send_recv": send_recv,
     }
 
 
 def measure(ranks: list[int], group: Any, mebibytes: list[int], device: torch.device) -> list[dict[str, Any]]:
     """A row for each collective and size; the seconds are those of the slowest process, of its best repeat."""
-    rows = []
+    rows, wrong = [], wrong_values(ranks, group, device)
     for size in mebibytes:
         numel = (size << 20) // 4 // len(ranks) * len(ranks)
         whole, part = torch.zeros(numel, device=device), torch.zeros(numel // len(ranks), device=device)
         for name, call in calls(whole, part, ranks, group).items():
+            if dist.get_rank() == ranks[0]:  # the last words of what hangs
+                print(f"GPUs {ranks}, {size} MiB: {name}", flush=True)
             best = float("inf")
             for _ in range(REPEATS + 1):  # the first, which connects, is never the best
                 torch.cuda.synchronize()
@@ -61,8 +70,36 @@ def measure(ranks: list[int], group: Any, mebibytes: list[int], device: torch.de
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
             seconds = slowest.item()
             speed = bus_bandwidth(name, numel * 4, seconds, len(ranks))
-            rows.append({"ranks": ranks, "what": name, "mebibytes": size, "seconds": seconds, "bus_gb": speed})
+            row = {"ranks": ranks, "what": name, "mebibytes": size, "seconds": seconds, "bus_gb": speed}
+            rows.append(row | {"is_right": name not in wrong})
     return rows
+
+
+def wrong_values(ranks: list[int], group: Any, device: torch.device) -> list[str]:
+    """Collectives after which a process has other numbers than it should: between some cards without NVLink peer access
+    is offered, and copies zeros (NVIDIA/nccl-tests, issue 117).
+    """
+    mine, count = ranks.index(dist.get_rank()), len(ranks)
+    part = torch.full((NUMEL,), mine + 1.0, device=device)
+    expected = {
+        "all_reduce": torch.full((NUMEL * count,), count * (count + 1) / 2, device=device),
+        "all_gather": torch.arange(1.0, count + 1, device=device).repeat_interleave(NUMEL),
+        "reduce_scatter": torch.full((NUMEL,), count * (count + 1) / 2, device=device),
+        "all_to_all": torch.arange(1.0, count + 1, device=device).repeat_interleave(NUMEL),
+        "send_recv": torch.full((NUMEL * count,), (mine - 1) % count + 1.0, device=device),
+    }
+    wrong = []
+    for name, wanted in expected.items():
+        whole = torch.full((NUMEL * count,), mine + 1.0, device=device)
+        made = calls(whole, part, ranks, group)[name]()
+        found = {"reduce_scatter": part, "all_reduce": whole, "all_gather": whole}.get(name, made)
+        is_wrong = torch.tensor([not torch.equal(found, wanted)], dtype=torch.int32, device=device)
+        is_wrong_here = bool(is_wrong.item())
+        dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=group)
+        if is_wrong_here or is_wrong.item():
+            wrong.append(name)
+        part.fill_(mine + 1.0)
+    return wrong
 
 
 def pairs(count: int, local: int) -> list[list[int]]:

@@ -70,12 +70,15 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and",
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 TINY |= {"vocab_size": 8192, "num_hidden_layers": 2}  # of a size that zero3_nvme takes
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-EIGHT_B |= {"vocab_size": 128256, "num_hidden_layers": 2}
+EIGHT_B |= {"vocab_size": 128256, "num_hidden_layers": 2, "tie_word_embeddings": False}
 LEAST_VOCABULARY = 8000
 WIDE = ("single", "fsdp2", "zero3", "hsdp", "fsdp2_tp", "pp", "ddp")
 OVER_NETWORK = ("fsdp2", "zero3", "zero3_hpz", "hsdp", "fsdp2_tp", "pp", "ddp")
 ALL, ON_ALL = "all", "fsdp2"
 """The turn, and the strategy, of the wide model that has all GPUs."""
+SENT = (signal.SIGKILL, signal.SIGSTOP)
+"""To a rank; in this order, since what the first run compiles the second one, which has a limit, finds in a cache."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LEAST_MIXED = (8, 0)
 """Compute capability from which GPUs have bf16."""
 
@@ -170,7 +173,9 @@ def bandwidth(node: Node) -> Iterator[Result]:
         slowest = min((row for row in of_size if row not in everyone), key=lambda row: row["bus_gb"], default=None)
         pair = f"; slowest pair {slowest['ranks']}: {slowest['what']} {slowest['bus_gb']:.3g}" if slowest else ""
         text = f"GB/s of the bus: {text}{pair}" if not node.simulated else "simulated: no speed"
-        yield Result("bandwidth", f"{size} MiB", "passed", text, {"rows": of_size})
+        wrong = [f"{row['what']} of GPUs {row['ranks']}" for row in of_size if not row["is_right"]]
+        text = f"wrong values, train nothing here: {'; '.join(wrong)}" if wrong else text
+        yield Result("bandwidth", f"{size} MiB", "failed" if wrong else "passed", text, {"rows": of_size})
     if node.machines > 1:
         yield network_of(done.said, simulated=bool(node.simulated))
 
@@ -215,7 +220,7 @@ def speed_of(job: Job) -> dict[str, Any]:
 
 
 def side_by_side(
-    part: str, one: Callable[[str], list[Result]], names: Iterable[str], *, at_once: bool = True
+    part: str, one: Callable[[str], Iterable[Result]], names: Iterable[str], *, at_once: bool = True
 ) -> Iterator[Result]:
     """The results of each as they come; an error in one is its own."""
 
@@ -386,19 +391,23 @@ def widths(node: Node) -> Iterator[Result]:
     with ThreadPoolExecutor(1) as pool:
         single = None if chosen.machine else pool.submit(wide, node, "single", "1")
 
-        def one(name: str) -> list[Result]:
+        def one(name: str) -> Iterator[Result]:
             if few := too_few(node, "widths", name):
-                return few
-            jobs = [wide(node, name, turn) for turn in ("1", "2")]
-            if single is None:
-                return []
-            again = compared("widths", f"{name}, run twice", jobs[1], jobs[0], TWICE)
-            found = [compared("widths", name, jobs[0], single.result()), again]
-            if name == ON_ALL and (count := processes_for(node, name, ALL)) > processes_for(node, name):
-                found.append(compared("widths", f"{name} on {count} GPUs", wide(node, name, ALL), single.result()))
-            return found
+                yield from few
+                return
+            job = wide(node, name, "1")
+            if single is not None:
+                yield compared("widths", name, job, single.result())
+            again = wide(node, name, "2")
+            if single is not None:
+                yield compared("widths", f"{name}, run twice", again, job, TWICE)
+            count = processes_for(node, name, ALL)
+            if single is not None and name == ON_ALL and count > processes_for(node, name):
+                yield compared("widths", f"{name} on {count} GPUs", wide(node, name, ALL), single.result())
 
         names = chosen.wide or (WIDE if is_alone else OVER_NETWORK)
+        if not is_alone:
+            names = [name for name in names if name != "single"]
         if single and not is_alone:
             yield compared("widths", "single", single.result(), single.result())
         yield from side_by_side("widths", one, names, at_once=is_alone)  # over machines in one order on all
@@ -446,19 +455,16 @@ def hangs(node: Node) -> Iterator[Result]:
         yield Result("hangs", "SIGSTOP and SIGKILL of a rank", "skipped", "needs 2 GPUs")
         return
     recipe = write_recipe(node, "long", TINY, length=64, batch=8, rate=1e-5)
-    kinds = {
-        f"{sent.name}, {'compiled' if mode else 'eager'}": (sent, mode)
-        for sent in (signal.SIGSTOP, signal.SIGKILL)
-        for mode in (False, True)
-    }
 
-    def one(name: str) -> list[Result]:
-        sent, is_compiled = kinds[name]
-        if is_compiled and node.simulated:
-            return [Result("hangs", name, "skipped", "simulated GPUs have no Triton")]
-        return [hang(node, recipe, name, sent, {"model.compile": is_compiled})]
+    def one(mode: str) -> Iterator[Result]:
+        for sent in SENT:
+            name = f"{sent.name}, {mode}"
+            if mode == "compiled" and node.simulated:
+                yield Result("hangs", name, "skipped", "simulated GPUs have no Triton")
+            else:
+                yield hang(node, recipe, name, sent, {"model.compile": mode == "compiled"})
 
-    yield from side_by_side("hangs", one, kinds)
+    yield from side_by_side("hangs", one, ("eager", "compiled"))
 
 
 def rank_of(pid: int) -> int | None:
@@ -492,7 +498,9 @@ def hang(node: Node, recipe: Path, name: str, sent: signal.Signals, settings: di
                 time.sleep(0.2)
             times["left"] = len(marked([mark]))
 
-    settings |= {"run.max_steps": 10**6, "run.hang_timeout_minutes": seconds / 60}
+    settings = settings | {"run.max_steps": 10**6}
+    if sent == signal.SIGSTOP:
+        settings["run.hang_timeout_minutes"] = seconds / 60
     job = node.start(folder, recipe, "fsdp2", 2, settings, trouble=strike)
     if job.code == 2:
         return Result("hangs", name, "skipped", job.last_words)
@@ -678,14 +686,19 @@ def main() -> None:
         write(arguments.output / "node.md", page(about, ordered))
 
     def end(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
+        for each in ENDING:  # make sends a second one
+            signal.signal(each, signal.SIG_IGN)
         about["ended"] = signal.Signals(number).name
-        print(f"{about['ended']}: ending what runs ...", flush=True)
         node.end()
+        try:
+            print(f"{about['ended']}: what ran is ended", flush=True)
+        except OSError:  # the terminal, or a `tee`, is gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise Ended(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
     try:
         for result in run_parts(node, seconds):
             results.append(result)
