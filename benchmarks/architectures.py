@@ -35,6 +35,7 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import compiled_layers  # noqa: E402
 from benchmarks.architectures_page import COMPARED, PAGE, RESULTS, compared, is_served, page  # noqa: E402
 from benchmarks.records import differences, dump, processor  # noqa: E402
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model  # noqa: E402
@@ -49,6 +50,7 @@ from cookbook.planning.meshes import (  # noqa: E402
     tensor_problem,
 )
 from cookbook.planning.packing import packing_problem  # noqa: E402
+from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters import quantization_options  # noqa: E402
 from cookbook.training.models.structure import not_served  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402
@@ -77,7 +79,7 @@ COLUMNS: dict[str, tuple[str, dict[str, str]]] = {
     "lora": ("single", LORA),
     "qlora": ("single", QLORA),
 }
-ALL = (*COLUMNS, "plan")
+ALL = (*COLUMNS, "compiled", "plan")
 ADAPTERS = ("lora", "qlora")
 COMMON = {"run.max_steps": str(STEPS), "schedule.warmup_steps": "0", "optim.learning_rate": "0.02"}
 
@@ -191,6 +193,23 @@ def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tupl
     return {"loss": error, **({"targets": targets} if targets else {})}, export, curve
 
 
+def compiled(folder: Path) -> dict[str, Any]:
+    """How far compiled layers lie from others, recomputed ones if they may be, and why parts are not compiled."""
+    limits: dict[str, Any] = {}
+    try:
+        try:
+            found = compiled_layers.compare(folder, recomputed=True)
+        except RecipeError as why:
+            found, limits = compiled_layers.compare(folder), {"kept": str(why)}
+    except RecipeError as why:
+        return {"refused": str(why)}
+    except Exception as why:
+        return {"failed": f"{type(why).__name__}: {why}"[:400]}
+    if found["graph_breaks"] or found["given_up"]:
+        limits["uncompiled"] = found["reasons"]
+    return {"loss": found["loss"], "gradient": found["gradient"], **limits}
+
+
 def plan(lab: Lab, folder: Path) -> dict[str, Any]:
     """What `cookbook plan` makes of a model's folder."""
     words = ["plan", str(lab.folder / "recipe.yaml"), "--gpus", "2xH100", "--strategy", "fsdp2", "--json"]
@@ -239,6 +258,8 @@ def try_type(lab: Lab, model_type: str, columns: tuple[str, ...] = ALL) -> dict[
             row[column], export, _ = try_column(lab, folder, column, plain)
             exports.append(export)
     row["export"] = {"loss": max(exports)}
+    if "compiled" in columns:
+        row["compiled"] = compiled(folder)
     if "plan" in columns:
         row["plan"] = plan(lab, folder)
     for path in folder.parent.glob(f"{model_type}-*"):

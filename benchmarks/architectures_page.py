@@ -12,6 +12,8 @@ PAGE = ROOT / "docs" / "architectures.md"
 COMPARED = ROOT / "cookbook" / "training" / "models" / "compared.txt"
 LIMIT = 2e-6
 """Largest error of a loss: SGD_LOSS of tests/test_equivalence.py."""
+GRADIENT_LIMIT = 1e-5
+"""Largest distance of all gradients, relative to their norm, with sums of float32 in another order."""
 
 HEADINGS = {
     "plain": "one process",
@@ -25,6 +27,7 @@ HEADINGS = {
     "ep": "`fsdp2_ep`",
     "lora": "LoRA",
     "qlora": "QLoRA",
+    "compiled": "compiled",
     "export": "export",
     "plan": "plan",
 }
@@ -47,6 +50,9 @@ padded rows of uneven length, without dropout. A number is the largest error of 
   loss, and the one after training.
 - Packed rows and strategies: each step and evaluation against the curve of one process. `fsdp2_ep` ran as four
   processes, all other strategies as two.
+- Compiled: the mean losses of two batches of padded rows, of two lengths, against those of layers that are not
+  compiled; gradients lie within {gradient_limit} of their norm. Layers are recomputed, so that each has to be one
+  graph. The graphs are inductor's, decomposed and divided as it does, and run without its code: a GPU has others.
 - Export: what each of these runs wrote, loaded and evaluated by transformers, against the run's last held-out loss; the
   largest error of all.
 - Plan: `yes` if `cookbook plan` forecasts the model under `fsdp2` in bf16, from its traced layers.
@@ -61,7 +67,9 @@ code.
 
 {table}
 {footnote}
-{dash}`no`: the run is refused at its start, with exit code 2, for the reason of this number:
+{dash}`no`: the run is refused at its start, with exit code 2, for the reason of this number. `kept`: so is
+`model.gradient_checkpointing` with it. `in part`: at this operation, in torch's words, a layer leaves its graph. Then
+it is compiled in parts, and not at all where it is recomputed; a run says so after its first steps.
 
 {reasons}
 
@@ -92,9 +100,12 @@ def faults(row: dict[str, Any]) -> list[str]:
     """What of a row is neither equal nor refused."""
     if not is_served(row):
         return [str(row)] if "failed" in row else []
-    return [
-        f"{column}: {found}" for column, found in row.items() if "failed" in found or found.get("loss", 0.0) > LIMIT
-    ]
+    return [f"{column}: {found}" for column, found in row.items() if "failed" in found or is_distant(found)]
+
+
+def is_distant(found: dict[str, Any]) -> bool:
+    """Whether a cell's error is no rounding."""
+    return found.get("loss", 0.0) > LIMIT or found.get("gradient", 0.0) > GRADIENT_LIMIT
 
 
 def compared(record: dict[str, Any]) -> list[str]:
@@ -121,6 +132,7 @@ def page(record: dict[str, Any]) -> str:
         machine=record["machine"],
         versions=versions,
         limit=f"{LIMIT:.0e}",
+        gradient_limit=f"{GRADIENT_LIMIT:.0e}",
         counts=counts(record, served),
         columns=columns(served.values()),
         table="\n".join(
@@ -177,7 +189,16 @@ def cell(model_type: str, found: dict[str, Any], reasons: dict[str, int]) -> str
     if "forecast" in found:
         return str(found["forecast"])
     if "loss" in found:
-        distant = found["loss"] > LIMIT
-        return f"{'differs: ' if distant else ''}{found['loss']:.0e}{' *' if 'targets' in found else ''}"
+        words = f"{'differs: ' * is_distant(found)}{found['loss']:.0e}{' *' * ('targets' in found)}"
+        if "kept" in found:
+            words += f" kept ({number_of(without_name(model_type, found['kept']), reasons)})"
+        if "uncompiled" in found:
+            words += f" in part ({number_of('; '.join(found['uncompiled']), reasons)})"
+        return words
     reason = without_name(model_type, found.get("refused") or f"fails: {found['failed']}")
-    return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
+    return f"no ({number_of(reason, reasons)})"
+
+
+def number_of(reason: str, reasons: dict[str, int]) -> int:
+    """Its number below the table, where `reasons` has all so far."""
+    return reasons.setdefault(reason, len(reasons) + 1)

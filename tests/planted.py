@@ -35,6 +35,14 @@ FAULTS = (
     Fault(
         "loss",
         "cookbook/training/models/efficiency.py",
+        "        layer.compile(recompile_limit=MOST_COMPILATIONS)\n",
+        "        layer.compile()\n",
+        "a model of several kinds of layers runs in part uncompiled after its first evaluation",
+        "tests/test_compiled.py::test_more_kinds_of_layers_are_compiled_than_torch_takes_of_one_function",
+    ),
+    Fault(
+        "loss",
+        "cookbook/training/models/efficiency.py",
         "                    kept.val = kept.val.clone()\n",
         "                    kept.val = kept.val.detach()\n",
         "selective checkpointing begins its backward from a product that was changed in place",

@@ -775,11 +775,12 @@ def sums_over_micro_batches_in_16_bits() -> None:
 
 
 def compile_without_inductor() -> None:
-    """No mistake: graphs as with inductor, whose processes do not survive a fork, and no minute for their code."""
+    """No mistake: inductor's graphs, decomposed and cut in two as it does, without its processes, which do not survive
+    a fork, and without a minute for their code."""
     from torch import nn
 
-    right = nn.Module.compile
-    nn.Module.compile = lambda self, *args, **options: right(self, *args, backend="aot_eager", **options)
+    right, graphs = nn.Module.compile, "aot_eager_decomp_partition"
+    nn.Module.compile = lambda self, *args, **options: right(self, *args, backend=graphs, **options)
 
 
 def compile_with_symbols() -> None:
@@ -787,7 +788,7 @@ def compile_with_symbols() -> None:
     from torch import nn
 
     right = nn.Module.compile
-    nn.Module.compile = lambda self: right(self, backend="aot_eager", dynamic=True)
+    nn.Module.compile = lambda self, **options: right(self, backend="aot_eager", dynamic=True)
 
 
 if __name__ == "__main__":

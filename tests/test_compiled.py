@@ -3,14 +3,29 @@
 python -m pytest -q -m "slow or not slow" tests/test_compiled.py
 """
 
-import pytest
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from benchmarks import architectures, architectures_page, compiled_layers
+from benchmarks.tiny_models import tiny_config, tiny_model
+from cookbook.commands.cli import main as cookbook
+from cookbook.config.sections import AdapterSection, ModelSection
 from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
+from cookbook.training.models import efficiency
 from tests.conftest import ROOT
 from tests.curves import Lab, distance, processes_of
 from tests.gpu_runs import GpuLab
 from tests.needs import need_compiler
+from tests.test_architectures import assert_as_recorded
 from tests.test_equivalence import DISTRIBUTED, SGD_LOSS, SGD_NORM, settings_for
 from tests.test_gpu_matrix import PACKED
 
@@ -20,6 +35,11 @@ PLAIN = {"model.from_scratch.num_hidden_layers": "3"}
 CHECKPOINTED = {"model.gradient_checkpointing": "true"}
 SELECTIVE = {"model.gradient_checkpointing": "selective"}
 LORA = {"adapter.name": "lora"}
+ROWS = json.loads(architectures.RESULTS.read_text(encoding="utf-8"))["rows"]
+TYPES = [name for name, row in ROWS.items() if "plain" in row]
+MODELS = json.loads((ROOT / "recipes/offline_facts.json").read_text(encoding="utf-8"))["models"]
+SHIPPED = sorted({facts["config"]["model_type"] for facts in MODELS.values()})
+"""Model types of the recipes."""
 MOST_GRAPHS = 6
 """Two of lengths, each of training, of evaluation and of what a backward recomputes."""
 
@@ -98,3 +118,120 @@ def test_sizes_that_are_traced_as_symbols_break_the_graph_under_fsdp2(lab: Lab):
     assert event["graph_breaks"] > 5
     output = (curve.folder / "output.txt").read_text()
     assert "graph breaks" in output and "TORCH_LOGS=graph_breaks,recompiles" in output
+    assert event["reasons"] and all(why in output and why in why_slow(curve.folder) for why in event["reasons"])
+
+
+def why_slow(folder: Path) -> str:
+    """What the command prints of a run, of lines as wide as its tables."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "300")
+        assert cookbook(["why-slow", str(folder)]) == 0
+    return said.getvalue()
+
+
+class Scaled(GradientCheckpointingLayer):
+    """A layer of a kind of its own: torch compiles it for this number."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.times
+
+
+@pytest.mark.parametrize("most", [efficiency.MOST_COMPILATIONS, 8])
+def test_more_kinds_of_layers_are_compiled_than_torch_takes_of_one_function(most: int, monkeypatch: pytest.MonkeyPatch):
+    """8 is torch's own limit. Nemotron-H's four kinds reach it with the second length, before the first evaluation."""
+    right = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: right(self, backend="eager", **options))
+    monkeypatch.setattr(efficiency, "MOST_COMPILATIONS", most)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.nn.Sequential(*map(Scaled, range(2, 12)))
+    efficiency.compile_layers(model)
+    assert float(model(torch.ones(3))[0]) == math.factorial(11)
+    counts = efficiency.compile_counts()
+    assert counts["graphs"] == min(most, 10) and (counts["given_up"] > 0) == (most < 10)
+    assert counts["reasons"] == ["Dynamo recompile limit exceeded"] * (most < 10)
+
+
+@pytest.mark.parametrize("model_type", ["ctrl", "openai-gpt", "jetmoe"])
+def test_a_model_whose_layers_cannot_be_compiled_or_recomputed_is_refused_before_it_is_loaded(model_type: str):
+    settings = ModelSection(name_or_path="a", compile=True, gradient_checkpointing=True)
+    with pytest.raises(RecipeError) as refused:
+        efficiency.check_layers(settings, tiny_config(model_type))
+    assert "model.gradient_checkpointing is true" in str(refused.value)
+    assert ("model.compile is true" in str(refused.value)) == (model_type != "jetmoe")
+
+
+def test_what_a_compiled_backward_would_find_changed_is_refused():
+    config = tiny_config("gemma3n_text")
+    efficiency.check_layers(ModelSection(name_or_path="a", compile=True), config)
+    efficiency.check_layers(ModelSection(name_or_path="a", gradient_checkpointing=True), config)
+    both = ModelSection(name_or_path="a", compile=True, gradient_checkpointing="selective")
+    with pytest.raises(RecipeError, match="clips a weight"):
+        efficiency.check_layers(both, config)
+
+
+def folder_of(model_type: str, folder: Path) -> Path:
+    tiny_model(tiny_config(model_type)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40))) for i, name in enumerate(TYPES)]
+)
+def test_compiled_layers_of_a_type_do_what_the_record_says(model_type: str, tmp_path: Path):
+    """A fortieth of the types by turn."""
+    found = architectures.compiled(folder_of(model_type, tmp_path))
+    assert_as_recorded({"plain": {}, "compiled": found}, ROWS[model_type])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        pytest.param(name, options, id=f"{name}-{kind}", marks=pytest.mark.thorough)
+        for name in SHIPPED
+        for kind, options in (
+            ("kept", {}),
+            ("selective", {"recomputed": "selective"}),
+            ("lora", {"adapter": AdapterSection(name="lora", rank=4)}),
+            ("lora_recomputed", {"recomputed": True, "adapter": AdapterSection(name="lora", rank=4)}),
+        )
+    ],
+)
+def test_layers_of_the_shipped_recipes_are_whole_graphs(model_type: str, options: dict[str, Any], tmp_path: Path):
+    found = compiled_layers.compare(folder_of(model_type, tmp_path), **options)
+    assert found["graphs"] > 0 and found["graph_breaks"] == found["given_up"] == 0, found
+    assert found["loss"] < SGD_LOSS and found["gradient"] < architectures_page.GRADIENT_LIMIT, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.thorough) for name in SHIPPED])
+def test_recomputed_layers_of_the_shipped_recipes_are_whole_graphs_under_fsdp2(lab: Lab, model_type: str):
+    need_compiler()
+    folder = lab.folder / "models" / model_type
+    architectures.make_model(lab, model_type, folder)
+    plain = {**architectures.COMMON, "model": f"{{name_or_path: {folder}}}", "data.packing": "false"}
+    asked = {**plain, "model.compile": "true", **CHECKPOINTED}
+    curve = lab.run("fsdp2", asked, processes=2, sabotage="compile_without_inductor")
+    assert architectures.distance(curve, lab.run("single", plain)) < SGD_LOSS
+    (event,) = [line for line in curve.events if line["event"] == "compiled"]
+    assert event["graphs"] > 0 and event["graph_breaks"] == event["given_up"] == 0, event
+
+
+@pytest.mark.slow
+def test_a_run_names_where_a_layer_leaves_its_graph(lab: Lab):
+    """JetMoE's router takes the numbers of its experts' tokens to the host."""
+    folder = lab.folder / "models" / "jetmoe"
+    architectures.make_model(lab, "jetmoe", folder)
+    asked = {**architectures.COMMON, "model": f"{{name_or_path: {folder}}}", "model.compile": "true"}
+    curve = lab.run("single", {**asked, "data.packing": "false"}, sabotage="compile_without_inductor")
+    (event,) = [line for line in curve.events if line["event"] == "compiled"]
+    assert event["reasons"] == ["Data dependent operator"]
+    output = (curve.folder / "output.txt").read_text()
+    assert all(why in output and why in why_slow(curve.folder) for why in event["reasons"])

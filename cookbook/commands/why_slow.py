@@ -84,6 +84,7 @@ def _compiled(run: History) -> Iterator[tuple[str, ...]]:
     for event in [event for event in run.events if event["event"] == "compiled"][-1:]:
         broken = f"{event['graph_breaks']} graph breaks, {event['given_up']} calls given up"
         yield "compiled", f"{event['graphs']} graphs", f"{broken}, {event['recompilations']} recompilations"
+        yield from (("", "", why) for why in event.get("reasons", []))
 
 
 def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> str:

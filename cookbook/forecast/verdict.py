@@ -39,7 +39,7 @@ from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chu
 from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
-from cookbook.training.models.efficiency import check_recomputed
+from cookbook.training.models.efficiency import check_layers
 from cookbook.training.models.loss import LOGITS_BUDGET
 
 Verdict = Literal[
@@ -248,7 +248,7 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
     """Raises RecipeError where the strategy cannot run there."""
     recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
-    check_recomputed(recipe.model, traces.config)
+    check_layers(recipe.model, traces.config)
     if machines.num_gpus and count > machines.num_gpus:
         raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
     if (gpu := machines.gpu) is not None:

@@ -59,6 +59,7 @@ class Services:
             self.log.event("compiled", step, **counts)
             if counts["graph_breaks"] or counts["given_up"]:
                 what = f"model.compile: {counts['graph_breaks']} graph breaks, {counts['given_up']} calls given up"
+                what += f" ({'; '.join(counts['reasons'])})" * bool(counts["reasons"])
                 how = "parts of the layers run uncompiled; TORCH_LOGS=graph_breaks,recompiles names them"
                 self.log.say(f"{what}: {how}", "bold red")
 

@@ -46,7 +46,7 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
-from cookbook.training.models.efficiency import check_recomputed, kernel_notes, slow_kernel_notes
+from cookbook.training.models.efficiency import check_layers, kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
 
@@ -221,7 +221,7 @@ def load_inputs(
         notes.append(head_note(config, head))
         folder = scored_folder(folder, head, seed=recipe.seed, cache=cache)
         config = models.load_config(folder, recipe.data.max_length)
-    check_recomputed(recipe.model, config)
+    check_layers(recipe.model, config)
     packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")

@@ -363,7 +363,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """A library's message of many lines, for the middle of ours; two where the first only announces the next."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")])[:200].rstrip(".:")

@@ -4,6 +4,7 @@ Liger returns queries and keys in 16 bits where transformers returns float32.
 """
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,9 +26,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.models.mixers import is_kept_apart, replayed
 
+MOST_COMPILATIONS = 64
+"""For all layers, which share one function of transformers' GradientCheckpointingLayer, with their kinds (four in some
+hybrids), each for training, evaluation, one row or more, one length or any. Torch's own limit of 8 is a guard against
+code that is compiled for each call; beyond it layers run uncompiled."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
 
 
@@ -57,13 +62,28 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
     enable(options, **({"offload": True} if offload else {}))
 
 
-def check_recomputed(settings: ModelSection, config: PreTrainedConfig) -> None:
-    """Raises RecipeError where layers are to be recomputed, and transformers' code of this model cannot."""
+def check_layers(settings: ModelSection, config: PreTrainedConfig) -> None:
+    """Raises RecipeError where layers are to be recomputed or compiled, and transformers' code of this model cannot."""
     served = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mistakes = []
     if settings.recompute and not getattr(served, "supports_gradient_checkpointing", True):
         value = str(settings.gradient_checkpointing).lower()
         why = f"transformers' code of {config.model_type} cannot recompute its layers"
-        raise RecipeError(f"model.gradient_checkpointing is {value}, but {why}; write false")
+        mistakes.append(f"model.gradient_checkpointing is {value}: {why}; write false")
+    if settings.compile and served is not None and not _has_layers(served):
+        why = f"transformers' code of {config.model_type} marks no layers, which are what is compiled"
+        mistakes.append(f"model.compile is true: {why}; write false")
+    if settings.compile and settings.recompute and getattr(config, "altup_coef_clip", None) is not None:
+        # Gemma3nTextAltUp.predict. In the backward torch 2.13 finds the weight changed that its forward had kept.
+        why = f"transformers' code of {config.model_type} clips a weight in each layer, which torch refuses in compiled"
+        mistakes.append(f"model.compile is true: {why} layers that are recomputed; write gradient_checkpointing: false")
+    refuse(mistakes)
+
+
+def _has_layers(served: type[PreTrainedModel]) -> bool:
+    """Whether a class's own file has layers of the kind that `compile_layers` finds in a model."""
+    named = vars(sys.modules[served.__module__]).values()
+    return any(isinstance(one, type) and issubclass(one, GradientCheckpointingLayer) for one in named)
 
 
 def is_saved(operation: str) -> bool:
@@ -116,20 +136,20 @@ def _memory(tensor: torch.Tensor) -> int:
 def compile_layers(model: PreTrainedModel) -> None:
     """Compile each decoder layer in place, for any batch size and length.
 
-    Seen on CPU (torch 2.13): one compilation serves all layers, a second one all further lengths, under each strategy
-    that is served (`tests/test_compiled.py`). On a CPU the split attention of packed rows breaks the graph;
+    Seen on CPU (torch 2.13): one compilation serves all layers of a kind, a second one all further lengths, under each
+    strategy that is served (`tests/test_compiled.py`). On a CPU the split attention of packed rows breaks the graph;
     checkpointed layers cannot have a graph break, so they run uncompiled.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers to compile"
     for layer in layers:
         # Not dynamic=True: under FSDP2 a layer's sizes and factors would be symbols, which breaks its graph.
-        layer.compile()
+        layer.compile(recompile_limit=MOST_COMPILATIONS)
 
 
-def compile_counts() -> dict[str, int]:
-    """What torch's compiler did in this process: `graphs`, `graph_breaks`, `recompilations`, and the calls of functions
-    that it then left uncompiled, `given_up`.
+def compile_counts() -> dict[str, Any]:
+    """What torch's compiler did in this process: `graphs`, `graph_breaks`, `recompilations`, the calls of functions
+    that it then left uncompiled, `given_up`, and its `reasons` for these and for breaks, each a line.
 
     The counters are private (torch 2.13, _dynamo/utils.py `counters`, _dynamo/convert_frame.py).
     """
@@ -141,6 +161,7 @@ def compile_counts() -> dict[str, int]:
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompilations": sum(times - 1 for times in convert_frame.FRAME_COMPILE_COUNTER.values()),
         "given_up": counters["frames"]["total"] - counters["frames"]["ok"],
+        "reasons": sorted({first_line(why) for kind in ("graph_break", "unimplemented") for why in counters[kind]}),
     }
 
 
