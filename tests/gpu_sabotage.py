@@ -11,7 +11,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import modeling_utils
 
 from cookbook.run import shortage
-from cookbook.training.engine import Engine, ddp
+from cookbook.training.checkpoint.tensors import StagedPiece
+from cookbook.training.engine import Engine, base, ddp
 from cookbook.training.engine.collectives import Collectives
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.zero import Zero
@@ -49,6 +50,38 @@ def result_read_before_its_wait() -> None:
         return found
 
     Collectives.all_reduce_max = all_reduce_max
+
+
+def batch_in_the_memory_of_the_one_before() -> None:
+    """What goes to the GPU is laid into pinned memory that the copy before may still read. Here it has the right
+    numbers, since a copy has been made when it returns.
+    """
+    buffers: dict[Any, torch.Tensor] = {}
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if tensor.is_cuda:
+            return tensor
+        key = tensor.shape, tensor.dtype
+        if key not in buffers:
+            buffers[key] = torch.empty_like(tensor, pin_memory=True)
+        return buffers[key].copy_(tensor).to(device, non_blocking=True)
+
+    base.to_device = to_device
+
+
+def saved_before_it_is_there() -> None:
+    """A save in the background copies the state to pinned memory, and does not wait for that."""
+
+    def copy_of(piece: Any, buffer: torch.Tensor | None = None) -> StagedPiece:
+        data = torch.empty_like(piece.data, device="cpu", pin_memory=True).copy_(piece.data.detach(), non_blocking=True)
+        return StagedPiece(piece.name, piece.kind, piece.start, piece.stride, data)
+
+    StagedPiece.copy_of = copy_of  # type: ignore[method-assign]
+
+
+def loss_scale_beside_gradients_of_the_host() -> None:
+    """torch's own place for the loss scale, which copies it to where offloaded gradients are and does not wait."""
+    Fsdp2._device_of_gradients = None
 
 
 def told_before_it_waits() -> None:

@@ -24,6 +24,11 @@ from tests.turns import others_by_turn
 pytestmark = pytest.mark.simulated
 EVERY = [name for name in STRATEGIES if name != "single"]
 PAIR = {"0": [0, 1]}
+BACKGROUND = {"run.save_in_background": "true", "run.save_every_steps": "1"}
+FP16 = {"mixed_precision": "fp16"}
+SLOW = pytest.mark.slow
+PINNED = "pinned memory that a copy may still be"
+TO_PINNED, FROM_PINNED = (f"copy {way} pinned host memory, non_blocking" for way in ("to", "from"))
 A_LAYER = 100
 """Uses of memory in the forward of a layer, or more."""
 
@@ -235,3 +240,45 @@ def test_a_result_that_is_read_before_its_wait_is_found_though_the_curve_is_righ
     assert races and all("reads what all_reduce wrote on another stream, without waiting" in race for race in races)
     with pytest.raises(AssertionError, match="races between streams"):
         assert_orderly(run)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "strategy", "settings", "told"),
+    [
+        ("batch_in_the_memory_of_the_one_before", "ddp", PACKED, f"writes {PINNED} reading"),
+        pytest.param("saved_before_it_is_there", "ddp", PACKED | BACKGROUND, f"reads {PINNED} writing", marks=SLOW),
+        pytest.param(
+            "loss_scale_beside_gradients_of_the_host",
+            "fsdp2_offload",
+            PACKED | FP16,
+            f"_amp_foreach_non_finite_check_and_unscale_ reads {PINNED} writing",
+            marks=SLOW,
+        ),
+    ],
+    ids=["overwritten", "saved", "scaler"],
+)
+def test_a_host_that_does_not_wait_for_a_copy_is_found(gpu_lab: GpuLab, sabotage, strategy, settings, told):
+    run = gpu_lab.run(strategy, settings, sabotage=sabotage, ends=None)
+    assert any(told in race for race in run.races()), run.races()
+    with pytest.raises(AssertionError, match="races between streams"):
+        assert_orderly(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "settings", "ways"),
+    [
+        ("ddp", PACKED, [FROM_PINNED]),
+        ("ddp", PACKED | {"model.gradient_checkpointing": "offload"}, [TO_PINNED, FROM_PINNED]),
+        ("fsdp2_offload", PACKED | FP16, [TO_PINNED, FROM_PINNED]),
+        ("zero2_offload", PACKED, [TO_PINNED, FROM_PINNED]),
+        ("zero3_offload", PACKED, [TO_PINNED, FROM_PINNED]),
+    ],
+    ids=["batches", "activations", "fsdp2", "zero2", "zero3"],
+)
+def test_the_host_waits_for_what_it_reads_of_copies_that_do_not(gpu_lab: GpuLab, strategy, settings, ways):
+    """`GpuLab.run` finds no race; and there is something to find."""
+    run = gpu_lab.run(strategy, settings)
+    copies = run.report()["operations"]
+    assert all(copies.get(way, 0) >= 6 for way in ways), {way: copies.get(way) for way in (TO_PINNED, FROM_PINNED)}
+    assert_same_curve(run, gpu_lab.run("single", settings), BANDS[settings.get("mixed_precision", "bf16")])

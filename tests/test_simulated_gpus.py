@@ -213,6 +213,112 @@ tell(sorted({why for why, *_ in simulated_cuda._races}))
     ]
 
 
+def test_a_host_that_does_not_wait_for_a_copy_is_found_and_one_that_does_is_not():
+    """Early reads see NaN. Both directions, with every way to wait, and copies that CUDA waits for itself."""
+    code = """
+import simulated_cuda
+from torch.cuda import current_stream, stream, synchronize, Event
+x, main, side = torch.arange(4.0, device="cuda"), current_stream(), torch.cuda.Stream()
+def pinned(): return torch.ones(4, pin_memory=True)
+def races(call, *arguments):
+    before = dict(simulated_cuda._races)
+    call(*arguments)
+    synchronize()
+    found = {key[0].partition(", begun at ")[0] for key, n in simulated_cuda._races.items() if n != before.get(key)}
+    return sorted(found)
+def recorded():
+    event = Event()
+    event.record()
+    return event
+ways = (
+    lambda: None, side.synchronize, main.synchronize, synchronize, lambda: recorded().synchronize(),
+    lambda: recorded().query(), lambda: x.sum().item(), lambda: x.cpu(), lambda: torch.ones(4).to("cuda"),
+)
+def read(wait):
+    copy = pinned().copy_(x, non_blocking=True)
+    wait()
+    copy + 1
+def overwrite(wait):
+    source = pinned()
+    source.to("cuda", non_blocking=True)
+    wait()
+    source.add_(1)
+def unseen(wait):
+    source = pinned()
+    numbers = source.numpy()
+    source.to("cuda", non_blocking=True)
+    wait()
+    numbers[1] = 5
+for call in (read, overwrite, unseen):
+    tell([len(races(call, wait)) for wait in ways])
+    tell(races(call, ways[0]))
+def event_before():
+    event = recorded()
+    copy = x.to("cpu", non_blocking=True)
+    event.synchronize()
+    tell(str(copy.tolist()))
+def value():
+    tell(str(x[1].to("cpu", non_blocking=True).item()))
+def in_a_kernel():
+    tell(str((x * x[1].to("cpu", non_blocking=True)).tolist()))
+def unseen_before_it_arrives():
+    copy = pinned()
+    numbers = copy.numpy()
+    copy.copy_(x, non_blocking=True)
+    tell(str(numbers.tolist()))
+    numbers[1] = 5
+def other_type():
+    pinned().double().pin_memory().copy_(x, non_blocking=True) + 1
+def back_on_another_stream():
+    copy = x.to("cpu", non_blocking=True)
+    with stream(side):
+        copy.to("cuda", non_blocking=True)
+for call in (event_before, value, in_a_kernel, unseen_before_it_arrives, other_type, back_on_another_stream):
+    tell(races(call))
+def pageable(): (torch.empty(4).copy_(x, non_blocking=True) + 1).tolist()
+def blocking(): (pinned().copy_(x) + 1).tolist()
+def strided(): (torch.ones(4, 2, pin_memory=True)[:, 0].copy_(x, non_blocking=True) + 1).tolist()
+def freed():
+    pinned().to("cuda", non_blocking=True)
+    pinned().fill_(5)
+def beside():
+    both = torch.ones(8, pin_memory=True)
+    both[:4].copy_(x, non_blocking=True)
+    both[4:].add_(1)
+def view():
+    copy = x.to("cpu", non_blocking=True)
+    copy.view(2, 2)[1].is_pinned()
+def back():
+    copy = x.to("cpu", non_blocking=True)
+    tell(copy.to("cuda", non_blocking=True).tolist())
+    tell(copy.tolist())
+def twice():
+    copy = x.to("cpu", non_blocking=True)
+    copy[1:].copy_(x[1:] + 1, non_blocking=True)
+    main.synchronize()
+    tell(copy.tolist())
+for call in (pageable, blocking, strided, freed, beside, view, back, twice):
+    tell(races(call))
+tell(sorted(why for why, *_ in simulated_cuda._races if "_local_scalar_dense" in why))
+"""
+    told = iter(evaluate(code))
+    reading, writing = (f"pinned memory that a copy may still be {doing}" for doing in ("reading", "writing"))
+    found, nan = [1, 1, 0, 0, 0, 0, 0, 0, 0], str([float("nan")] * 4)
+    assert next(told) == found and next(told) == [f"aten::add.Tensor reads {writing}"]
+    assert next(told) == found and next(told) == [f"aten::add_.Tensor writes {reading}"]
+    assert next(told) == found and next(told) == [f"the host writes {reading}"]
+    assert next(told) == nan and next(told) == [f"aten::resolve_conj reads {writing}"]
+    assert next(told) == "nan" and next(told) == [f"aten::_local_scalar_dense reads {writing}"]
+    assert next(told) == nan and next(told) == [f"aten::mul.out reads {writing}"]
+    assert next(told) == nan and next(told) == [f"the host writes {writing}"]
+    assert next(told) == [f"aten::add.Tensor reads {writing}"]
+    assert next(told) == ["aten::copy_ reads what aten::copy_ wrote on another stream, without waiting for it"]
+    assert [next(told) for _ in range(6)] == [[]] * 6
+    assert next(told) == next(told) == [0, 1, 2, 3] and next(told) == []
+    assert next(told) == [0, 2, 3, 4] and next(told) == []
+    assert "begun at <string>:" in next(told)[0] and not list(told)
+
+
 def test_attention_takes_the_kernel_that_cuda_would_and_has_its_numbers():
     code = """
 import torch.nn.functional as F, simulated_cuda

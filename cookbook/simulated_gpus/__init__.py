@@ -1,7 +1,8 @@
 """GPUs without a GPU: the CUDA paths of torch, accelerate and DeepSpeed, run for real on a machine that has none.
 
 `device.cpp` registers a CUDA device whose bytes lie in host memory, `attention.cpp` its attention kernels, `nccl.cpp` a
-process group over gloo; `cuda.py` is what torch.cuda answers, and `nvml.cpp` the driver's library.
+process group over gloo; `races.cpp` and `pinned.cpp` find who does not wait; `cuda.py` is what torch.cuda answers, and
+`nvml.cpp` the driver's library.
 `inject/sitecustomize.py` puts all this into each Python that has the variables of `environment`.
 See docs/simulated_gpus.md for what that can show and what it cannot.
 """
@@ -24,7 +25,8 @@ from cookbook.system.shipped import IS_INSTALLED
 
 HERE = Path(__file__).resolve().parent
 CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[1]) / ".cache" / "simulated_gpus"
-DEVICE, NCCL = ("device.cpp", "attention.cpp", "races.cpp"), ("nccl.cpp",)
+DEVICE, NCCL = ("device.cpp", "attention.cpp", "races.cpp", "pinned.cpp"), ("nccl.cpp",)
+HEADERS = ("device.h", "races.h", "pinned.h")
 COUNT = "SIMULATED_GPUS"
 """The variable with their number."""
 BUILD_SECONDS = 900
@@ -116,7 +118,7 @@ def build() -> Path:
         RecipeError: the compiler failed.
     """
     name = f"torch-{metadata.version('torch')}-python-{sysconfig.get_python_version()}"
-    return _built(name, [*DEVICE, *NCCL, "device.h", "races.h"], _compile)
+    return _built(name, [*DEVICE, *NCCL, *HEADERS], _compile)
 
 
 def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:
@@ -144,8 +146,9 @@ def _compile(folder: Path) -> None:
     compiler, spec = _compiler(), importlib.util.find_spec("torch")
     assert compiler is not None and spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
-    flags = ["-std=c++20", "-O0", "-fPIC", f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
-    flags += [f"-I{sysconfig.get_path('include')}", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
+    # Without NDEBUG some classes have members that those of the installed torch have not.
+    flags = ["-std=c++20", "-O0", "-fPIC", "-DNDEBUG", "-DUSE_C10D_GLOO", "-DTORCH_EXTENSION_NAME=simulated_nccl"]
+    flags += [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-I{sysconfig.get_path('include')}"]
     names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
     objects = {name: str(folder / f"{name}.o") for name in names}
     print("building the simulated GPUs, once for this torch ...", file=sys.stderr, flush=True)

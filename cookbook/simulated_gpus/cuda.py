@@ -53,6 +53,7 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     replace_nccl(torch)
     _count(_waits, library.simulated_on_wait)
     _count(_races, library.simulated_on_race)
+    _name_lines(library.simulated_on_copy)
     if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
         atexit.register(lambda: _report_of_rank(torch, library, Path(folder)))
 
@@ -332,20 +333,39 @@ def _count(seen: collections.Counter, tell: Any) -> None:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     def on(why: bytes) -> None:
-        frame, innermost = sys._getframe().f_back, None
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if name != __file__:
-                innermost = innermost or f"{name.rpartition('site-packages/')[2]}:{frame.f_lineno}"
-                if any(part in name for part in OURS):
-                    where = "train.py" if name.endswith("/train.py") else name.rpartition("/cookbook/")[2]
-                    seen[why.decode(), f"{where}:{frame.f_lineno}", innermost] += 1
-                    return
-            frame = frame.f_back
-        seen[why.decode(), None, innermost or "a thread of autograd"] += 1
+        ours, innermost = _lines()
+        seen[why.decode(), ours, innermost] += 1
 
     _kept_alive.append(on)
     tell(on)
+
+
+def _name_lines(tell: Any) -> None:
+    """Answers a library that asks for the line that runs."""
+
+    @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
+    def on(text: Any, size: int) -> None:
+        ours, innermost = _lines()
+        line = (f"{innermost} (ours {ours})" if ours else innermost).encode()[: size - 1]
+        ctypes.memmove(text, line, len(line))
+
+    _kept_alive.append(on)
+    tell(on)
+
+
+def _lines() -> tuple[str | None, str]:
+    """Our innermost line that runs in this thread, and the innermost of all."""
+    frame: Any = sys._getframe()
+    innermost = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__:
+            innermost = innermost or f"{name.rpartition('site-packages/')[2]}:{frame.f_lineno}"
+            if any(part in name for part in OURS):
+                where = "train.py" if name.endswith("/train.py") else name.rpartition("/cookbook/")[2]
+                return f"{where}:{frame.f_lineno}", innermost
+        frame = frame.f_back
+    return None, innermost or "a thread of autograd"
 
 
 def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:

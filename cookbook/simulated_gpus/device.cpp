@@ -10,12 +10,14 @@
 // To be loaded before `import torch`, with RTLD_GLOBAL: torch looks hooks up once, and getAccelerator is replaced.
 
 #include "device.h"
+#include "pinned.h"
 #include "races.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/strides.h>
@@ -126,35 +128,17 @@ struct DeviceAllocator final : c10::Allocator {
 };
 static DeviceAllocator device_allocator;
 
-static std::mutex pinned_lock;
-static std::map<uintptr_t, size_t> pinned_blocks;
-
-static bool is_pinned(const void* pointer) {
-  std::lock_guard<std::mutex> guard(pinned_lock);
-  auto address = reinterpret_cast<uintptr_t>(pointer);
-  auto block = pinned_blocks.upper_bound(address);
-  if (block == pinned_blocks.begin()) return false;
-  --block;
-  return address < block->first + std::max<size_t>(block->second, 1);
-}
-
-static void unpin(void* context) {
+static void free_pinned(void* context) {
   auto* host = static_cast<c10::DataPtr*>(context);
-  {
-    std::lock_guard<std::mutex> guard(pinned_lock);
-    pinned_blocks.erase(reinterpret_cast<uintptr_t>(host->get()));
-  }
+  unpin(host->get());
   delete host;
 }
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto* host = new c10::DataPtr(c10::GetCPUAllocator()->allocate(bytes));
-    {
-      std::lock_guard<std::mutex> guard(pinned_lock);
-      pinned_blocks[reinterpret_cast<uintptr_t>(host->get())] = bytes;
-    }
-    return {host->get(), host, &unpin, Device(DeviceType::CPU)};
+    pin(host->get(), bytes);
+    return {host->get(), host, &free_pinned, Device(DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -250,14 +234,18 @@ void waited(const std::string& why) {
   tell_wait(why.c_str());
 }
 
+// In bytes of its storage.
+static int64_t end_of(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return (last + 1) * static_cast<int64_t>(tensor.itemsize());
+}
+
 void used(const at::Tensor& tensor, bool is_write, const std::string& by) {
   if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage() || tensor.numel() == 0) return;
   auto* history = history_of(tensor.storage().data_ptr());
   if (!history) return;
-  int64_t last = tensor.storage_offset();
-  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
-  const auto size = static_cast<int64_t>(tensor.itemsize());
-  used(history, tensor.storage_offset() * size, (last + 1) * size, stream_here(), is_write, by);
+  used(history, tensor.storage_offset() * tensor.itemsize(), end_of(tensor), stream_here(), is_write, by);
 }
 
 std::pair<int64_t, int64_t> progress() { return progress(stream_here()); }
@@ -352,6 +340,11 @@ struct Aliases {
   }
 };
 
+static Range range_of(const at::Tensor& tensor) {
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + static_cast<uintptr_t>(end_of(tensor) - tensor.storage_offset() * tensor.itemsize())};
+}
+
 // The fallback.
 
 using Names = std::unordered_set<std::string>;
@@ -368,7 +361,9 @@ static const Names kWaits = {"aten::nonzero",      "aten::nonzero.out",         
                              "aten::bincount",     "aten::_local_scalar_dense"};
 
 // Operations that look at shapes and flags alone.
-static const Names kReadsNoBytes = {"aten::set_.source_Tensor", "aten::is_same_size", "aten::empty_like"};
+static const Names kReadsNoBytes = {"aten::set_.source_Tensor",  "aten::is_same_size", "aten::empty_like",
+                                    "aten::set_.source_Storage", "aten::is_set_to",    "aten::resize_",
+                                    "aten::set_.source_Storage_storage_offset"};
 
 // Products, which CUDA has for floating point only.
 static const Names kProducts = {"aten::mm",  "aten::mm.out",  "aten::addmm",   "aten::addmm.out",
@@ -499,12 +494,22 @@ static void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::
   if (!aliases.device) aliases.device = Device(DeviceType::CUDA, current_device);
   refuse(name, aliases);
   called(name);
-  if (kProducts.count(name)) {
-    product_in_float32(op, stack);
-  } else {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (const auto& tensor : aliases.of_host) {
+    // The host gives the value of a tensor without dimensions to a kernel when it begins it.
+    tensor.dim() ? before_use(range_of(tensor)) : host_used(range_of(tensor), false, name);
+  }
+  {
+    at::RecordFunctionGuard not_the_host(false);
+    if (kProducts.count(name)) {
+      product_in_float32(op, stack);
+    } else {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
   }
   aliases.follow_resizes();
+  for (const auto& tensor : aliases.of_host) {
+    if (tensor.dim()) after_use(range_of(tensor), stream_here(), false, false, name);
+  }
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     (*stack)[i] = to_device((*stack)[i], aliases);
   }
@@ -587,24 +592,84 @@ static at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> typ
   return empty_strided(sizes, c10::contiguous_strides(sizes), type, layout, device, pin);
 }
 
-static void count_copy(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+// Whether the GPU may still be at work on the host's tensor when the call returns: it is pinned, and no temporary comes
+// between, which lies in pageable memory (aten/src/ATen/native/cuda/Copy.cu).
+static bool goes_on(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const auto& of_host = to.is_cuda() ? from : to;
-  if (of_host.is_cuda()) return;
-  const bool pinned = is_pinned(of_host.storage().data());
-  if (pinned && non_blocking) return;
-  waited(std::string(to.is_cuda() ? "copy from " : "copy to ") + (pinned ? "pinned" : "pageable") + " host memory" +
-         (non_blocking ? ", non_blocking" : ""));
+  if (!non_blocking || !is_pinned(of_host.const_data_ptr())) return false;
+  const bool is_plain = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() &&
+                        to.strides() == from.strides() && to.is_non_overlapping_and_dense();
+  return is_plain || (of_host.is_contiguous() && of_host.sizes() == to.sizes());
 }
+
+static void count_copy(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
+  const bool pinned = is_pinned((to.is_cuda() ? from : to).storage().data());
+  const auto why = std::string(to.is_cuda() ? "copy from " : "copy to ") + (pinned ? "pinned" : "pageable") +
+                   " host memory" + (non_blocking ? ", non_blocking" : "");
+  if (non_blocking && to.is_cuda()) return tell_wait(why.c_str());  // for room in the driver's own memory, perhaps
+  waited(why);
+}
+
+static const char* kToPinned = "copy to pinned host memory, non_blocking";
+static const char* kFromPinned = "copy from pinned host memory, non_blocking";
 
 static at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (to.is_meta() || from.is_meta()) return to;
-  Aliases left, right;  // apart, since a copy goes between devices
-  left.to_host(to).copy_(right.to_host(from), false);
+  const at::Tensor of_host = to.is_cuda() ? from : to;
+  const bool is_host = !of_host.is_cuda() && of_host.numel() > 0, is_async = is_host && goes_on(to, from, non_blocking);
+  if (is_host) before_use(range_of(of_host));
+  {
+    at::RecordFunctionGuard not_the_host(false);
+    Aliases left, right;  // apart, since a copy goes between devices
+    left.to_host(to).copy_(right.to_host(from), false);
+  }
   used(from, false, "aten::copy_");
   used(to, true, "aten::copy_");
-  count_copy(to, from, non_blocking);
+  if (is_host) after_use(range_of(of_host), stream_here(), from.is_cuda(), is_async, "aten::copy_");
+  if (is_async) called(from.is_cuda() ? kToPinned : kFromPinned);
+  if (!of_host.is_cuda() && !is_async) count_copy(to, from, non_blocking);
   return to;
 }
+
+// The host's own operations on pinned memory where the GPU may be at work. Of those that others are made of, and told as
+// these, there is no kernel for the CPU, but for `copy_`; `resolve_conj` returns what it is given, and `tolist` reads that.
+static bool is_of_host(const c10::OperatorHandle& op, c10::ArrayRef<const c10::IValue> inputs) {
+  for (const auto& value : inputs) {
+    if (value.isTensor() && value.toTensor().is_cuda()) return false;
+  }
+  const auto name = c10::toString(op.operator_name());
+  if (name == "aten::copy_" || name == "aten::resolve_conj") return true;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) && !is_view(op.schema()) && !kReadsNoBytes.count(name);
+}
+
+// Fake tensors, and those that only hold others, have no bytes.
+static bool is_where_gpu_works(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().is_cpu() && tensor.has_storage() && tensor.numel() &&
+         !tensor.key_set().has(c10::DispatchKey::Python) && is_at_work(range_of(tensor));
+}
+
+static std::unique_ptr<at::ObserverContext> on_operation(const at::RecordFunction& called) {
+  if (!is_any_at_work()) return nullptr;
+  std::vector<std::pair<size_t, at::Tensor>> found;
+  for (size_t i = 0; i < called.inputs().size(); i++) {
+    const auto& value = called.inputs()[i];
+    if (value.isTensor() && is_where_gpu_works(value.toTensor())) found.emplace_back(i, value.toTensor());
+    if (!value.isTensorList()) continue;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      if (is_where_gpu_works(tensor)) found.emplace_back(i, tensor);
+    }
+  }
+  if (found.empty() || !called.operator_name()) return nullptr;
+  const auto op = c10::Dispatcher::singleton().findOp(*called.operator_name());
+  if (!op || !is_of_host(*op, called.inputs())) return nullptr;
+  for (const auto& [i, tensor] : found) {
+    const auto* alias = op->schema().arguments()[i].alias_info();
+    host_used(range_of(tensor), alias && alias->isWrite(), c10::toString(op->operator_name()));
+  }
+  return nullptr;
+}
+static const auto callback = at::addGlobalCallback(
+    at::RecordFunctionCallback(&on_operation).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 
 // A storage of the device with other bytes, those that fit kept.
 static void replace_storage(c10::StorageImpl* storage, size_t bytes, DeviceIndex device) {

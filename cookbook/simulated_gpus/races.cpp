@@ -5,6 +5,8 @@
 
 #include "races.h"
 
+#include "pinned.h"
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -60,7 +62,15 @@ static Clock& now(int stream) {
   return clocks[stream];
 }
 
-static void tell(const std::string& race) {  // without the lock: Python's own may be awaited by who holds this one
+static void host_comes_after(const Clock& clock) {
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    join(of_host, clock);
+  }
+  deliver();
+}
+
+void tell_race(const std::string& race) {  // without the lock: Python's own may be awaited by who holds this one
   auto told = on_race.load();
   if (told && !race.empty()) told(race.c_str());
 }
@@ -77,16 +87,20 @@ void wait_for(const Event* event, int stream) {
   if (event) join(clocks[stream], event->clock);
 }
 void host_waits_for(const Event* event) {
-  std::lock_guard<std::mutex> guard(lock);
-  if (event) join(of_host, event->clock);
+  if (event) host_comes_after(event->clock);
 }
-void host_waits_for_stream(int stream) {
-  std::lock_guard<std::mutex> guard(lock);
-  join(of_host, clocks[stream]);
-}
+void host_waits_for_stream(int stream) { host_comes_after(clocks[stream]); }
 void host_waits_for_all() {
+  Clock all{};
+  {
+    std::lock_guard<std::mutex> guard(lock);
+    for (const auto& clock : clocks) join(all, clock);
+  }
+  host_comes_after(all);
+}
+bool host_knows(int stream, int64_t time) {
   std::lock_guard<std::mutex> guard(lock);
-  for (auto& clock : clocks) join(of_host, clock);
+  return time <= of_host[stream];
 }
 
 History* allocated(int stream) {
@@ -98,6 +112,9 @@ void recorded(History* history, int stream) {
   std::lock_guard<std::mutex> guard(lock);
   history->is_recorded[stream] = true;
 }
+
+History* history_on_host() { return new History(); }
+void forget(History* history) { delete history; }
 
 void freed(History* history) {
   {
@@ -113,13 +130,14 @@ void freed(History* history) {
   delete history;
 }
 
-void used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by) {
+int64_t used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by) {
   std::string race;
+  int64_t time = 0;
   {
     std::lock_guard<std::mutex> guard(lock);
     auto& clock = now(stream);
     auto& accesses = history->accesses;
-    clock[stream]++;
+    time = ++clock[stream];
     for (const auto& access : accesses) {
       if (access.end <= begin || end <= access.begin || !(is_write || access.is_write)) continue;
       if (access.time <= clock[access.stream]) continue;
@@ -141,7 +159,8 @@ void used(History* history, int64_t begin, int64_t end, int stream, bool is_writ
     if (accesses.size() == kRemembered) accesses.erase(accesses.begin());
     accesses.push_back({begin, end, stream, clock[stream], is_write, by});
   }
-  tell(race);
+  tell_race(race);
+  return time;
 }
 
 std::pair<int64_t, int64_t> progress(int stream) {

@@ -22,7 +22,15 @@ void host_waits_for_all();
 History* allocated(int stream);
 void recorded(History* history, int stream);  // freed later, when that stream is done with it
 void freed(History* history);
-void used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by);
+History* history_on_host();  // of pinned memory, which what is freed does not pass on
+void forget(History* history);
+// Returns the time of the use on its stream.
+int64_t used(History* history, int64_t begin, int64_t end, int stream, bool is_write, const std::string& by);
+
+// Whether the host has waited for what a stream did at a time.
+bool host_knows(int stream, int64_t time);
+
+void tell_race(const std::string& race);
 
 // How often the default stream has used memory, and how many of these uses must be over before what begins on a stream.
 std::pair<int64_t, int64_t> progress(int stream);

@@ -66,7 +66,7 @@ class Engine:
     `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_squares`; `_forward`,
     `_forwards`,
     `_end_evaluation`; `unreached`, or only `_is_reached`; `held_pieces`, or only `_ranks_with`; `_finish_restore`,
-    `base_optimizer`, `_scaler_class` and `_apply_loss_scale`; `_findings`; `close`.
+    `base_optimizer`, `_scaler_class`, `_device_of_gradients` and `_apply_loss_scale`; `_findings`; `close`.
     """
 
     def __init__(self, strategy: Strategy, plan: Plan, world: World, recipe: Recipe, *, timeout: timedelta) -> None:
@@ -114,8 +114,14 @@ class Engine:
         accelerator = Accelerator(cpu=on_cpu, mixed_precision=self.mixed_precision, **options)
         if accelerator.scaler is not None and self.loss_scale is not None:
             # Not the library's: after equal overflows torch and DeepSpeed have other scales, and skip other steps.
-            accelerator.scaler = grad_scaler(self._scaler_class(accelerator), self.loss_scale)
+            kind, device = self._scaler_class(accelerator), self._device_of_gradients
+            accelerator.scaler = grad_scaler(kind, self.loss_scale, device)
         return accelerator
+
+    @property
+    def _device_of_gradients(self) -> torch.device | None:
+        """Where it is not that of the loss."""
+        return None
 
     def _scaler_class(self, accelerator: Accelerator) -> type:
         """Class of the loss scaler: torch's, which finds and skips what is not finite."""

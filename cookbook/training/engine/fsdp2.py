@@ -38,6 +38,10 @@ class Fsdp2(Fsdp):
             mixed_precision_policy=policy,
         )
 
+    @property
+    def _device_of_gradients(self) -> torch.device | None:
+        return torch.device("cpu") if self._block.fsdp_offload_params else None
+
     _shards: Shards | None = None
     """What a model in 4 bits has read, until FSDP2 has it."""
 

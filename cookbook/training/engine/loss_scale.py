@@ -7,6 +7,8 @@ step later than its window (runtime/fp16/loss_scaler.py, update_scale); so both 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from cookbook.config.sections import LossScaleSection
 
 
@@ -56,12 +58,21 @@ class LossScale:
             setattr(self, name, state[name])
 
 
-def grad_scaler(kind: type, rule: LossScale) -> Any:
+def grad_scaler(kind: type, rule: LossScale, device: torch.device | None = None) -> Any:
     """A `torch.amp.GradScaler` of this class whose scale is that of `rule`, which has counted the step before its
     `update`.
+
+    Args:
+        device: of the gradients, where it is not that of the loss. From there torch 2.13 would copy the scale and what
+            it finds without waiting, and read both at once (amp/grad_scaler.py:33, optim/adam.py:871).
     """
 
     class Ruled(kind):  # type: ignore[misc]
+        def scale(self, outputs: Any) -> Any:
+            if device is not None and self._scale is None:
+                self._lazy_init_scale_growth_tracker(device)
+            return super().scale(outputs)
+
         def update(self, new_scale: Any = None) -> None:
             super().update(rule.scale)
 
