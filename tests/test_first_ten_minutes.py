@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_node import collectives, fit
 from benchmarks.gpu_node import run as gpu_node
-from benchmarks.gpu_node.jobs import Cards, Ended, Job, Node, end_all, last_json, marked
+from benchmarks.gpu_node.jobs import Cards, Ended, Job, Node, end_all, last_json, mark_of, marked
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import ScratchModel
 from cookbook.forecast import step_time
@@ -385,7 +385,7 @@ def test_a_signal_leaves_no_process_and_a_whole_file_and_it_starts_again(tmp_pat
         until = time.monotonic() + 600
         while not (tmp_path / "tiny-ddp.0.log").exists() and running.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
-        marks = {f"{running.pid}-{number}" for number in range(20)}
+        marks = {mark_of(running.pid, number) for number in range(20)}
         assert marked(marks)
         running.send_signal(sent)
         assert running.wait(60) == 128 + sent
@@ -400,20 +400,23 @@ def test_a_signal_leaves_no_process_and_a_whole_file_and_it_starts_again(tmp_pat
 
 
 def test_what_a_run_left_that_was_killed_is_ended_by_the_next(tmp_path: Path):
-    """A process of an earlier run.py, which is there no more."""
+    """A process of an earlier run.py, which is there no more; not one of a container, whose numbers are others."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    mark = f"{gone.pid}-0"
+    mark, foreign = mark_of(gone.pid, 0), f"{gone.pid}-0-1"
+    elsewhere = {**os.environ, "COOKBOOK_GPU_NODE": foreign}
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=elsewhere)
     variables = {**os.environ, "COOKBOOK_GPU_NODE": mark}
     left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=variables)
     try:
-        while not marked([mark]):
+        while not marked([mark]) or not marked([foreign]):
             time.sleep(0.01)
-        assert mark in gpu_node.left_behind()
+        assert mark in gpu_node.left_behind() and foreign not in gpu_node.left_behind()
         end_all([mark])
-        assert left.wait(10) == -signal.SIGKILL
+        assert left.wait(10) == -signal.SIGKILL and other.poll() is None
     finally:
         left.kill()
+        other.kill()
 
 
 @pytest.mark.thorough

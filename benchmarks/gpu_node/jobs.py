@@ -164,7 +164,7 @@ class Node:
         Raises:
             Ended: a signal has ended this program.
         """
-        mark = f"{os.getpid()}-{next(self._numbers)}"
+        mark = mark_of(os.getpid(), next(self._numbers))
         variables = {"HF_HUB_OFFLINE": "1", "NCCL_DEBUG": "WARN", **os.environ, **(environment or {}), MARK: mark}
         if cards is not None and not self.simulated:
             variables[VARIABLE] = self._names(cards)
@@ -276,6 +276,11 @@ def num_steps(output: Path) -> int:
     return sum("loss" in line for line in read_lines(output / METRICS))
 
 
+def mark_of(pid: int, number: int) -> str:
+    """The mark of a program that a run.py starts, with the namespace of its number: a host sees its containers' too."""
+    return f"{pid}-{number}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
 def marked(marks: Iterable[str]) -> list[int]:
     """The processes of programs, without those that have ended."""
     wanted = {f"{MARK}={mark}" for mark in marks}
@@ -285,7 +290,13 @@ def marked(marks: Iterable[str]) -> list[int]:
 def left_behind() -> set[str]:
     """Marks of programs whose run.py was killed."""
     given = {word.partition("=")[2] for _, variables in _environments() for word in variables if word.startswith(MARK)}
-    return {mark for mark in given if not Path("/proc", mark.partition("-")[0]).exists()}
+    found = set()
+    for mark in given:
+        with contextlib.suppress(ValueError):  # not one of ours
+            pid, number = map(int, mark.split("-")[:2])
+            if mark == mark_of(pid, number) and not Path("/proc", str(pid)).exists():
+                found.add(mark)
+    return found
 
 
 def _environments() -> Iterator[tuple[int, list[str]]]:
