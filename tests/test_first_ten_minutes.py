@@ -330,11 +330,12 @@ def test_the_report_names_what_moves_what_was_missed_and_where_compiling_passed(
         "MISSED  fsdp2: a step took 0.700 s, the forecast has 0.300 to 0.600",
         "MISSED  fsdp2: allocated 20.00 GiB, the forecast has 30.00 (+50.0%)",
     ]
-    assert lines[-3:] == [
+    assert lines[-4:-1] == [
         "model.compile passed: fsdp2 (1.25 times as fast)",
         "model.compile failed: pp",
         "model.compile skipped: zero3",
     ]
+    assert "docs/on_gpu.md" in lines[-1] and "### When a node.json arrives" in (ROOT / "docs/on_gpu.md").read_text()
 
 
 @pytest.mark.parametrize(

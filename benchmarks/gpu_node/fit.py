@@ -149,6 +149,7 @@ def report(node: dict[str, Any]) -> Iterator[str]:
     yield ""
     for state, names in compiling(node).items():
         yield f"model.compile {state}: {', '.join(names) or 'nowhere'}"
+    yield "what to change for each line: docs/on_gpu.md, When a node.json arrives"
 
 
 def main() -> None:
