@@ -37,6 +37,7 @@ from cookbook.training.models.structure import (
 from tests.curves import Lab
 from tests.target_grid import from_grid
 from tests.test_equivalence import SGD_LOSS
+from tests.turns import others_by_turn
 
 RECORD = json.loads(architectures.RESULTS.read_text())
 
@@ -316,6 +317,26 @@ TRIED = [
 @pytest.mark.parametrize(("model_type", "column"), TRIED)
 def test_an_architecture_does_what_the_record_says(lab: Lab, model_type: str, column: str):
     assert_as_recorded(architectures.try_type(lab, model_type, (column,)), RECORD["rows"][model_type])
+
+
+SHARDED_IN_BF16 = [name for name, row in RECORD["rows"].items() if "loss" in row.get("fsdp2", {})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", others_by_turn(SHARDED_IN_BF16, ["gemma4_text", "opt"]))
+def test_in_bf16_fsdp2_has_the_curve_of_autocast(lab: Lab, model_type: str):
+    """Also where a product or norm lies between the embedding and the layers, as in these two."""
+    asked = {"model": f"{{name_or_path: {folder_of(lab, model_type)}}}", "mixed_precision": "bf16"}
+    asked |= {"run.max_steps": "2", "schedule.warmup_steps": "0", "optim.learning_rate": "0.02"}
+    found, expected = (lab.run(strategy, asked) for strategy in ("fsdp2", "single"))
+    assert found.losses == pytest.approx(expected.losses, abs=0.03)
+    assert found.evaluations[-1][1] == pytest.approx(expected.evaluations[-1][1], abs=0.03)
+
+
+def test_fsdp1_leaves_out_layers_that_a_model_names_and_does_not_have(lab: Lab):
+    """Gemma 4's language part names layers of images."""
+    asked = {"model": f"{{name_or_path: {folder_of(lab, 'gemma4_text')}}}", "run.max_steps": "1"}
+    assert lab.run("fsdp1", asked).losses == pytest.approx(lab.run("single", asked).losses, abs=SGD_LOSS)
 
 
 @pytest.mark.parametrize("is_same", [False, True])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import tiny_models
 from cookbook.commands.cli import main
 from cookbook.forecast.step_time import no_forecast
 from cookbook.planning import launchers
@@ -20,6 +21,7 @@ from tests.conftest import RECIPE
 from tests.gpu_runs import GpuLab
 from tests.needs import need_torchao
 from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve
+from tests.turns import TRAINED, others_by_turn
 
 FP8 = PACKED | {"mixed_precision": "fp8"}
 TOKENS, LOUD = 8, 50.0
@@ -97,6 +99,31 @@ def test_only_matrices_of_the_layers_that_fit_multiply_in_eight_bits():
     assert type(model.lm_head) is torch.nn.Linear
     with pytest.raises(RecipeError, match="sizes that 16 divides"):
         fp8.convert_layers(tiny_model(hidden_size=40, intermediate_size=90))
+
+
+NO_LINEAR = "ctrl", "falcon", "gpt-sw3", "gpt2", "openai-gpt"
+"""Types whose matrices are of classes of their own, or of sizes that 16 does not divide."""
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(sorted({*TRAINED} - {*NO_LINEAR}), ["llama4_text", "mamba"]))
+def test_every_type_learns_in_eight_bits(model_type: str):
+    """Also one that changes a product in place, and one whose products are of transposed inputs."""
+    need_torchao()
+    from cookbook.training.models import experts, fp8
+
+    experts.autocast_products()
+    model = tiny_models.tiny_model(tiny_models.tiny_config(model_type)).train()
+    ids, found = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(1)), []
+    for converts in (False, True):
+        if converts:
+            fp8.convert_layers(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        found.append((loss.item(), {name for name, one in model.named_parameters() if one.grad is not None}))
+    assert found[1] == (pytest.approx(found[0][0], abs=0.5), found[0][1]) and found[0][0] != found[1][0]
 
 
 @pytest.mark.slow

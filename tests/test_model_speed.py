@@ -1,7 +1,6 @@
 """What makes a model smaller or faster leaves its results. pytest tests/test_model_speed.py"""
 
 import collections
-import json
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from cookbook.system.files import RecipeError
 from cookbook.training.models import load_model
 from cookbook.training.models.efficiency import kernel_notes, save_activations, slow_kernel_notes
 from tests.needs import need_compiler
-from tests.turns import others_by_turn
+from tests.turns import TRAINED, others_by_turn
 
-ROWS = json.loads(Path("benchmarks/results/architectures.json").read_text(encoding="utf-8"))["rows"]
 KEEPS = "ctrl", "jetmoe", "openai-gpt"
 """Those that transformers cannot recompute."""
-RECOMPUTED = [name for name, row in ROWS.items() if "plain" in row and name not in KEEPS]
+RECOMPUTED = [name for name in TRAINED if name not in KEEPS]
 IN_PLACE = "gemma3n_text", "gpt_oss"
 """Those whose layers change a product in place, behind a reshape and directly."""
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]

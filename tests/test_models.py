@@ -10,6 +10,7 @@ from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
+from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.mesh import Mesh
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.planning.meshes import mesh_problem
@@ -27,6 +28,7 @@ from cookbook.training.models import (
 from cookbook.training.models.experts import PRODUCTS, autocast_products
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import LogitTransform, random_parts
+from tests.turns import TRAINED, others_by_turn
 
 SIZES = {
     "vocab_size": 384,
@@ -479,3 +481,33 @@ def test_experts_are_multiplied_in_the_dtype_of_autocast_and_without_it_in_their
     torch.testing.assert_close(
         gradient[0], tokens[:2].bfloat16().float().sum(0)[:, None].expand(8, 8), atol=0.02, rtol=0
     )
+
+
+def test_what_experts_return_is_added_up_in_the_dtype_of_the_sum():
+    autocast_products()
+    index, source = torch.tensor([1, 1]), torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.zeros(2, 3).index_add_(0, index, source)
+    torch.testing.assert_close(found, torch.stack([torch.zeros(3), source.detach().float().sum(0)]))
+    assert found.dtype == torch.float32 and torch.autograd.grad(found.sum(), source)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ["dbrx", "qwen3_moe"]))
+def test_every_type_learns_in_16_bits_under_autocast_and_as_zero_holds_its_weights(model_type: str):
+    autocast_products()
+    model = tiny_model(tiny_config(model_type)).train()
+    ids = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(1))
+
+    def loss_and_learning() -> tuple[float, set[str]]:
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        return loss.item(), {name for name, one in model.named_parameters() if one.grad is not None}
+
+    expected, learning = loss_and_learning()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [loss_and_learning()]
+    model.to(torch.bfloat16)
+    found.append(loss_and_learning())
+    assert found == [(pytest.approx(expected, abs=0.1), learning)] * 2

@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_new_tokens.py
 """
 
+import copy
 import json
 import random
 from contextlib import nullcontext
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils import TrainableTokensWrapper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, Gemma4TextConfig, LlamaConfig, PhiConfig
 
+from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.evaluate import evaluate_model
 from cookbook.commands.merge import merge_run
 from cookbook.commands.shared.generation import open_model
@@ -22,14 +25,18 @@ from cookbook.config.sections import AdapterSection
 from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.training import adapters
+from cookbook.training.adapters.token_rows import fill
 from cookbook.training.checkpoint.resume import changes
 from cookbook.training.models import load_config, load_tokenizer, train_tokenizer
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.grown import grown_folder
+from cookbook.training.models.grown import first_rows, grown_folder
+from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import scratch_config
 from tests.curves import ROOT, WORDS, Curve, Lab, distance, processes_of
 from tests.experts import experts
+from tests.target_grid import from_grid
 from tests.test_resume import chain
+from tests.turns import TRAINED, others_by_turn
 
 NEW = ["<|tool|>", "<|think|>"]
 LORA = {"adapter": "{name: lora, rank: 4}", "optim.learning_rate": "0.05"}
@@ -347,3 +354,53 @@ def test_a_run_is_not_resumed_with_other_tokens():
     made = {"data": "d", "model": "m"}
     (mistake,), _ = changes({"recipe": was, "made_from": made}, recipe, made)
     assert mistake.startswith("model.new_tokens was None when the checkpoint was made, and is ['<a>']")
+
+
+REFUSED = {
+    **dict.fromkeys(("codegen", "ctrl", "gptj", "phi"), "has a bias"),
+    "inkling_text": "does more than look rows up",
+}
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ["gemma3n_text", "inkling_text", "xglm"]))
+def test_rows_beside_an_adapter_have_the_gradients_that_they_have_without_one(model_type: str):
+    config = tiny_config(model_type)
+    whole = tiny_model(config)
+    adapted = copy.deepcopy(whole)
+    for model in (whole, adapted):
+        add_loss(model)
+    rows = range(config.vocab_size - 2, config.vocab_size)
+    refused = REFUSED.get(model_type)
+    with pytest.raises(RecipeError, match=refused) if refused else nullcontext():
+        adapters.add_adapter(adapted, AdapterSection(name="lora", rank=2), seed=1, new_rows=rows)
+    if refused:
+        return
+    wrapped = {name: one for name, one in adapted.named_modules() if isinstance(one, TrainableTokensWrapper)}
+    first = {f"{name}.weight": whole.get_parameter(f"{name}.weight")[rows].detach() for name in wrapped}
+    fill(adapted, first)
+    ids = torch.randint(5, rows.stop, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids[:, ::3] = rows[1]
+    losses = []
+    for model in (whole, adapted):
+        losses.append(model(input_ids=ids[:, :-1], **from_grid(ids[:, 1:])).sum())
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    is_tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+    assert len(wrapped) == 2 or is_tied
+    for name, module in wrapped.items():
+        if not (is_tied and name.endswith("head")):
+            (delta,) = module.token_adapter.trainable_tokens_delta.values()
+            torch.testing.assert_close(
+                delta.grad, whole.get_parameter(f"{name}.weight").grad[rows], rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "inkling_text", "moshi"])
+def test_matrices_of_tokens_are_embedding_and_head_or_the_model_is_refused(model_type: str, tmp_path: Path):
+    config = tiny_config(model_type)
+    tiny_model(config).save_pretrained(tmp_path)
+    if model_type == "inkling_text":
+        assert first_rows(str(tmp_path), config, 3).keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    else:
+        with pytest.raises(RecipeError, match="has a size by the vocabulary too"):
+            first_rows(str(tmp_path), config, 3)

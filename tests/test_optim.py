@@ -4,10 +4,8 @@ pytest tests/test_optim.py
 """
 
 import copy
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,10 +26,8 @@ from cookbook.config.optim import Optimizer
 from cookbook.config.optim.groups import build_optimizer, parameter_groups, set_learning_rate
 from cookbook.config.optim.orthogonal import MuonOptimizer, Run, orthogonalize
 from cookbook.config.schedule import Schedule, learning_rate, peak_learning_rate
-from tests.turns import others_by_turn
+from tests.turns import TRAINED, others_by_turn
 
-ROWS = json.loads(Path("benchmarks/results/architectures.json").read_text(encoding="utf-8"))["rows"]
-TRAINED = [name for name, row in ROWS.items() if "plain" in row]
 OPTIM = Optimizer.of(learning_rate=0.8)
 SQRT = math.sqrt
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,15 @@ import torch
 from conftest import ROOT
 from peft import PeftModel
 from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
+from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import prompt_rows, scoring, served
@@ -42,7 +50,7 @@ from cookbook.system.gpus import InstalledGpu
 from cookbook.training.data.rows import read_rows
 from tests.curves import Lab, environment
 from tests.stand_in_vllm import StandIn
-from tests.turns import others_by_turn
+from tests.turns import TRAINED, others_by_turn
 
 PLUGIN = ROOT / "tests/plugins/rewards.py"
 ROUNDS: dict[str, Any] = {
@@ -210,6 +218,32 @@ def test_padding_changes_no_answer(lab, model, tmp_path):
     for asked, group in zip(ids, groups, strict=True):
         found = alone.generate(torch.tensor([asked]), do_sample=False, max_new_tokens=8)[0, len(asked) :].tolist()
         assert [answer.ids for answer in group] == [found] * 2
+
+
+APART = ("bailing_hybrid", "deepseek_v4", "kimi_linear", "recurrent_gemma", "rwkv")
+"""Types whose code answers a padded prompt, or one of a batch, otherwise than alone, or not at all."""
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ["llama", "mamba2", "recurrent_gemma", "rwkv"]))
+def test_of_every_type_an_answer_is_that_of_its_prompt_alone(model_type, capsys):
+    from cookbook.commands.rounds.sampling import Sampler
+
+    model, sampler = tiny_model(tiny_config(model_type)).eval(), Sampler.__new__(Sampler)
+    greedy = {"max_new_tokens": 5, "eos_token_id": [2], "pad_token_id": 0}
+    sampler.model, sampler.tokenizer, sampler.ends = model, SimpleNamespace(decode=lambda *_, **__: ""), [2]
+    model.generation_config = GenerationConfig()
+    sampler.rounds = RoundsSection(num_rounds=1, prompts_per_round=4, num_generations=2)
+    sampler.settings = GenerationConfig(do_sample=True, temperature=1e-5, top_k=0, num_return_sequences=2, **greedy)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 512, (size,), generator=generator).tolist() for size in (7, 2, 13, 7)]
+    for prompt, answers in zip(prompts, sampler.answers(prompts, seed=1), strict=True):
+        for answer in answers:
+            assert len(answer.ids) == 5 or answer.has_ended
+            for i, token in enumerate(answer.ids):  # without a cache
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([prompt + answer.ids[:i]]), use_cache=False).logits[0, -1]
+                assert logits.max() - logits[token] < 1e-3  # at this temperature the most probable, but for a tie
+    assert ("at a time" in capsys.readouterr().out) == (model_type in APART)
 
 
 def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):

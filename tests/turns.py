@@ -1,6 +1,8 @@
 """Tests of which a part runs by turn."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ FAMILIES = (
 FAMILIES += ("nemotron_h", "olmo2", "phi3", "qwen3", "qwen3_5_text", "qwen3_moe")
 """Model types that differ most in their layers, where each of some two hundred types has a test."""
 
+ROWS = json.loads(Path("benchmarks/results/architectures.json").read_text(encoding="utf-8"))["rows"]
+TRAINED = [name for name, row in ROWS.items() if "plain" in row]
+"""All model types that train, by the record of docs/architectures.md."""
 
 TEMPLATES = ("chatml", "gemma3", "gpt_oss", "llama3_1", "qwen2_5", "qwen3_5")
 """Shipped templates of the families that are trained most."""

@@ -1,7 +1,7 @@
 """Samples answers with a model's folder, in this process. Imports torch."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,10 @@ from cookbook.config.sections import RoundsSection
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training import models
+
+PROBED_TOKENS = 8
+ALIKE = 0.05
+"""Largest mean difference of logits, in their deviations, that is rounding: of bf16 it is about 0.01."""
 
 
 class Answer(NamedTuple):
@@ -129,20 +133,69 @@ class Sampler(Opened):
         """`num_generations` answers to each prompt, the same for the same seed, weights, machine and prompts."""
         size = max(1, self.rounds.generation_batch_size // self.rounds.num_generations)
         found: list[list[Answer]] = []
+        group_of = self._grouping(prompts)
         for start in range(0, len(prompts), size):
             torch.manual_seed(seed + start)
-            found += self._sample(prompts[start : start + size])
+            part = prompts[start : start + size]
+            groups: dict[int, list[int]] = {}
+            for place, prompt in enumerate(part):
+                groups.setdefault(group_of(place, prompt), []).append(place)
+            answers: dict[int, list[Answer]] = {}
+            for places in groups.values():
+                answers |= zip(places, self._sample([part[place] for place in places]), strict=True)
+            found += [answers[place] for place in range(len(part))]
             say(f"  {len(found):,} of {len(prompts):,} prompts", flush=True)
         return found
 
-    def _sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
+    def _grouping(self, prompts: list[list[int]]) -> Callable[[int, list[int]], int]:
+        """The group of a prompt, given its place, such that beside its group it has the next tokens that it has alone.
+        Some models' code takes padding into a state, as RecurrentGemma's, ends in an error, as Kimi Linear's, or mixes
+        the states of a batch, as RWKV's (transformers 5.23).
+        """
+        short, long = min(prompts, key=len), max(prompts, key=len)
+        alone = self._next_logits([short])
+        if self._is_alike(alone, [short, long]):
+            return lambda place, prompt: 0
+        of_one_length = self._is_alike(alone, [short, short])
+        what = "prompts of one length" if of_one_length else "one answer"
+        say(f"  {what} at a time: others beside it change what the code of this model computes", flush=True)
+        if of_one_length:
+            return lambda place, prompt: len(prompt)
+        self.settings.num_return_sequences = 1
+        return lambda place, prompt: place
+
+    def _next_logits(self, prompts: list[list[int]]) -> list[torch.Tensor]:
+        """Those of the first prompt's next tokens, the most probable each time, each (vocabulary,) float32."""
+        greedy = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=PROBED_TOKENS,
+            pad_token_id=self.settings.pad_token_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return [one[0].float() for one in self._generate(prompts, greedy).logits]
+
+    def _is_alike(self, alone: list[torch.Tensor], prompts: list[list[int]]) -> bool:
+        try:
+            found = self._next_logits(prompts)
+        except Exception:  # whatever a model's code raises, which the prompts together would raise as well
+            return False
+        return all((a - b).abs().mean() < ALIKE * a.std() for a, b in zip(alone, found, strict=True))
+
+    def _generate(self, prompts: list[list[int]], settings: GenerationConfig) -> Any:
         width, pad = max(map(len, prompts)), self.settings.pad_token_id
         ids = torch.tensor([[pad] * (width - len(one)) + one for one in prompts], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=self.model.device)
         with torch.inference_mode():
-            rows = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=self.settings)
-        flat, count = [self._answer(row) for row in rows[:, width:].tolist()], self.rounds.num_generations
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
+            return self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+
+    def _sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
+        width, each = max(map(len, prompts)), self.settings.num_return_sequences
+        groups: list[list[Answer]] = [[] for _ in prompts]
+        for _ in range(self.rounds.num_generations // each):
+            for i, row in enumerate(self._generate(prompts, self.settings)[:, width:].tolist()):
+                groups[i // each].append(self._answer(row))
+        return groups
 
     def _answer(self, ids: list[int]) -> Answer:
         end = next((i for i, one in enumerate(ids) if one in self.ends), None)

@@ -323,7 +323,7 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
                 f"adapter.modules_to_save has {name!r}; of {type(model).__name__} these can be trained whole:"
                 f" {', '.join(whole)}"
             )
-        elif model.config.tie_word_embeddings:
+        elif getattr(model.config, "tie_word_embeddings", False):
             mistakes.append(
                 f"adapter.modules_to_save has {name!r}, but embedding and head of this model are one matrix: trained"
                 " apart they would no longer be. Remove it, or train all weights without an adapter"

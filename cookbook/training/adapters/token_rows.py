@@ -21,7 +21,11 @@ def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) 
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         why = f"the head of {type(model).__name__} has a bias, which peft 0.21.2 leaves out where it trains its rows"
         raise RecipeError(f"model.new_tokens: {why}; train all weights without an adapter")
-    ends = [model.get_input_embeddings()] + [model.get_output_embeddings()] * (not model.config.tie_word_embeddings)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(first, Embedding) and type(first).forward is not Embedding.forward and _scale_of(first) is None:
+        why = f"{type(first).__name__} of {type(model).__name__} does more than look rows up, and that is not served"
+        raise RecipeError(f"model.new_tokens: {why} beside an adapter; train all weights without an adapter")
+    ends = [first] + [last] * (not getattr(model.config, "tie_word_embeddings", False))
     ends = [module for module in ends if hasattr(module, "weight")]
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
     return {name: [*rows] for name in names if name.rpartition(".")[2] not in settings.modules_to_save}
@@ -83,14 +87,19 @@ def _rows_of(layer: Any) -> tuple[int, torch.Tensor]:
     return layer.token_indices[name][0], layer.trainable_tokens_delta[name]
 
 
+def _scale_of(embedding: Any) -> Any:
+    """By which the forward of Gemma's embedding, and of others, multiplies: a buffer or a number."""
+    return getattr(embedding, "embed_scale", None)
+
+
 def _embed(self: Any, ids: torch.Tensor) -> torch.Tensor:
     layer = self.token_adapter
     embedded = layer.base_layer(ids)
     first, rows = _rows_of(layer)
     is_new = (ids >= first) & (ids < first + len(rows))
     own = torch.nn.functional.embedding((ids - first) * is_new, rows.to(embedded.dtype))
-    if (scale := getattr(layer.base_layer, "embed_scale", None)) is not None:  # Gemma's, in the module's forward
-        own = own * scale.to(own.dtype)
+    if (scale := _scale_of(layer.base_layer)) is not None:
+        own = own * torch.as_tensor(scale).to(own.dtype)
     return torch.where(is_new.unsqueeze(-1), own, embedded)
 
 

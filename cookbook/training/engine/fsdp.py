@@ -50,14 +50,22 @@ class Fsdp(Engine):
         return self.gradient_dtype or (torch.float32 if self.low_dtype else None)
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        # Gemma 4's language model names layers of images too, and accelerate refuses a class that is not there.
+        self._name_layers(model)
+        return super()._wrap(model, optimizer)
+
+    def _name_layers(self, model: torch.nn.Module) -> None:
+        """Leave in a model's list of classes of layers those that it has. Gemma 4's language model names layers of
+        images too, and accelerate refuses a class that is not there.
+
+        Raises:
+            RecipeError: it has none.
+        """
         found: Any = model
         there = {type(module).__name__ for module in model.modules()}
         found._no_split_modules = [name for name in found._no_split_modules or () if name in there]
         if not found._no_split_modules:
             kind = type(model).__name__
             raise RecipeError(f"{self.strategy.path}: transformers names no layers of {kind} to shard; use zero3")
-        return super()._wrap(model, optimizer)
 
     def _plugin(self, *, on_cpu: bool) -> Any:
         """accelerate's FullyShardedDataParallelPlugin."""

@@ -41,6 +41,7 @@ class Fsdp1(Fsdp):
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if self.device.type == "cpu":
+            self._name_layers(model)
             model = _wrap_on_cpu(self.accelerator, model)
         return super()._wrap(model, optimizer)
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class Fsdp2(Fsdp):
             wrapped = super()._wrap(model, optimizer)
         _fill(wrapped[0], shards)
         self._shards = None
+        if self.low_dtype is not None:
+            _cast_between_units(wrapped[0], self.low_dtype)
         return wrapped
 
     @contextlib.contextmanager
@@ -281,6 +284,22 @@ def gather_tied_once(model: torch.nn.Module) -> None:
                     owner._module_info.shared_param_names.append(place.param_name)
                     group.fsdp_params.remove(held)
         _set_groups(state, [group for group in _groups_of(state) if group.fsdp_params])
+
+
+def _cast_between_units(model: torch.nn.Module, low: torch.dtype) -> None:
+    """Have torch's own modules that lie outside of all units but the root, such as Gemma 4's projection of what its
+    layers get beside their input, take their input in the dtype of their gathered weights: units return float32, which
+    torch's products and norms refuse beside 16 bits.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    inside = {module for unit in units for module in unit.modules()}
+    for module in model.modules():
+        if module not in inside and type(module).__module__.startswith("torch.nn.modules") and module._parameters:
+            module.register_forward_pre_hook(partial(_cast_inputs, low))
+
+
+def _cast_inputs(low: torch.dtype, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.to(low) if torch.is_tensor(one) and one.is_floating_point() else one for one in inputs)
 
 
 def _gather_as_bytes() -> None:

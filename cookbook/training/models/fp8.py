@@ -39,7 +39,7 @@ def convert_layers(model: PreTrainedModel) -> None:
                     # efficient loading (1.15, accelerator.py:520).
                     setattr(parent, name, linear_class.from_float(module, config))
     if not num_converted(model):
-        why = f"no matrix in the layers of this {model.config.model_type} has sizes that {MULTIPLE} divides"
+        why = f"no torch.nn.Linear in the layers of this {model.config.model_type} has sizes that {MULTIPLE} divides"
         raise RecipeError(f"mixed_precision is fp8, and {why}; write bf16")
 
 
@@ -76,10 +76,14 @@ def _linear_class() -> Any:
             if torch.is_autocast_enabled(kind):
                 low = torch.get_autocast_dtype(kind)
                 input, weight = input.to(low), weight.to(low)
+            # As rows: torchao refuses others that are not contiguous, as Mamba's, and would return a view of what its
+            # function made, which Llama 4's code changes in place.
+            rows = input.reshape(-1, input.shape[-1]).contiguous()
             with torch.autocast(kind, enabled=False):
                 found = library.matmul_with_hp_or_float8_args.apply(
-                    input, weight.t(), self.linear_mm_config, self.config
+                    rows, weight.t(), self.linear_mm_config, self.config
                 )
+            found = torch.ops.aten._unsafe_view(found, [*input.shape[:-1], self.out_features])
             return found if self.bias is None else found + self.bias.to(found.dtype)
 
     return Fp8Linear

@@ -27,7 +27,7 @@ from cookbook.planning.model_files import read_config
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
 from cookbook.training.models.folder_facts import ROWS_AT_ONCE, read_headers, renamed
-from cookbook.training.models.new_tokens import grown_rows
+from cookbook.training.models.new_tokens import ROWS_MULTIPLE, grown_rows
 
 FORMAT = 1
 COPY_BYTES = 2**24
@@ -83,8 +83,7 @@ def grown_folder(base: str, tokenizer: PreTrainedTokenizerBase, new: Mapping[str
 def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, torch.Tensor]:
     """A row of each matrix with a row for each token, by the names in the model, as the folder's files have it."""
     stored, _ = read_headers(Path(folder))
-    model = _empty_model(config, config.vocab_size)
-    names = _matrices(model, model)
+    model, names = _matrices(config)
     own = {language_key(key): key for key in stored} if whole_config(folder) else {key: key for key in stored}
     found = {}
     for own_name, name in renamed(model, own).items():
@@ -97,9 +96,8 @@ def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, tor
 
 def _build(base: Path, config: PreTrainedConfig, growth: Growth, build: Path) -> None:
     stored, _ = read_headers(base)
-    models = [_empty_model(config, rows) for rows in (growth.rows, growth.grown)]
-    names = _matrices(*models)
-    keys = {key for key, name in renamed(models[0], stored).items() if name in names}
+    model, names = _matrices(config)
+    keys = {key for key, name in renamed(model, stored).items() if name in names}
     for path in {one.path for one in stored.values()}:
         if any(stored[key].path == path for key in keys):
             _rewrite(path, build / path.name, keys, growth)
@@ -109,7 +107,7 @@ def _build(base: Path, config: PreTrainedConfig, growth: Growth, build: Path) ->
         if (base / name).is_file():
             shutil.copyfile(base / name, build / name)
     if not has_tower(config):
-        models[1].config.save_pretrained(build)
+        _empty_model(config, growth.grown).config.save_pretrained(build)
         return
     values = json.loads((base / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(with_rows(values, growth.grown), indent=2)
@@ -124,21 +122,24 @@ def _empty_model(config: PreTrainedConfig, rows: int) -> PreTrainedModel:
         return kinds[type(config)](own)
 
 
-def _matrices(model: PreTrainedModel, grown: PreTrainedModel) -> set[str]:
-    """The names of the parameters with a row for each token: embedding, and weight and bias of the head.
+def _matrices(config: PreTrainedConfig) -> tuple[PreTrainedModel, set[str]]:
+    """The model of a configuration, without values, and the names of its parameters with a row for each token:
+    embedding, and weight and bias of the head.
 
     Raises:
-        RecipeError: others change with the vocabulary too.
+        RecipeError: others change with the vocabulary too, as tables of tokens do, or an embedding with a row more.
     """
+    rows = config.get_text_config().vocab_size
+    model, larger = _empty_model(config, rows), _empty_model(config, rows + ROWS_MULTIPLE)
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    own = {id(parameter) for module in ends for parameter in module.parameters()}
-    named, others = (dict(one.named_parameters(remove_duplicate=False)) for one in (model, grown))
-    names = {name for name, parameter in named.items() if id(parameter) in own}
+    own = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
+    named, others = model.state_dict(keep_vars=True), larger.state_dict(keep_vars=True)
+    names = {name for name, one in named.items() if id(one) in own and len(one) == rows}
     differ = {name for name in named if named[name].shape != others[name].shape} - names
     if differ:
         what = f"{sorted(differ)[0]} of {model.config.model_type} has a size by the vocabulary too"
         raise RecipeError(f"model.new_tokens: {what}, which is not served; take the key out")
-    return names
+    return model, names
 
 
 def _rewrite(source: Path, target: Path, keys: set[str], growth: Growth) -> None:
