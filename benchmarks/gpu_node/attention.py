@@ -6,6 +6,7 @@ padded, with the heads of an 8B model. Exits with 2 on a GPU that the kernel doe
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -82,7 +83,8 @@ def main() -> None:
     found = {"default": measured(near, lengths, exact)}
     activate_flash_attention_impl(name)
     found[name] = measured(near, lengths, exact)
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # with all measured: of ten ends on simulated GPUs one was an abort, "terminate called without ..."
 
 
 if __name__ == "__main__":
