@@ -777,10 +777,9 @@ def sums_over_micro_batches_in_16_bits() -> None:
 def compile_without_inductor() -> None:
     """No mistake: inductor's graphs, decomposed and cut in two as it does, without its processes, which do not survive
     a fork, and without a minute for their code."""
-    from torch import nn
+    import torch
 
-    right, graphs = nn.Module.compile, "aot_eager_decomp_partition"
-    nn.Module.compile = lambda self, *args, **options: right(self, *args, backend=graphs, **options)
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
 
 
 def compile_with_symbols() -> None:

@@ -1,4 +1,5 @@
-"""Compiled layers are whole graphs, compiled a few times, under each strategy that is served with model.compile.
+"""Compiled layers are whole graphs, compiled a few times, under each strategy that is served with model.compile; and
+the compiled loss is the loss.
 
 python -m pytest -q -m "slow or not slow" tests/test_compiled.py
 """
@@ -7,11 +8,15 @@ import contextlib
 import io
 import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from benchmarks import architectures, architectures_page, compiled_layers
@@ -20,7 +25,9 @@ from cookbook.commands.cli import main as cookbook
 from cookbook.config.sections import AdapterSection, ModelSection
 from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
-from cookbook.training.models import efficiency
+from cookbook.training.models import efficiency, loss
+from cookbook.training.models.efficiency import compile_counts
+from cookbook.training.models.structure import LogitTransform
 from tests.conftest import ROOT
 from tests.curves import Lab, distance, processes_of
 from tests.gpu_runs import GpuLab
@@ -40,8 +47,9 @@ TYPES = [name for name, row in ROWS.items() if "plain" in row]
 MODELS = json.loads((ROOT / "recipes/offline_facts.json").read_text(encoding="utf-8"))["models"]
 SHIPPED = sorted({facts["config"]["model_type"] for facts in MODELS.values()})
 """Model types of the recipes."""
-MOST_GRAPHS = 6
-"""Two of lengths, each of training, of evaluation and of what a backward recomputes."""
+MOST_GRAPHS = 10
+"""Two of lengths, each of a layer in training, in evaluation and in what a backward recomputes, and of the loss, in
+forward and backward."""
 
 
 def is_served(strategy: str) -> bool:
@@ -235,3 +243,65 @@ def test_a_run_names_where_a_layer_leaves_its_graph(lab: Lab):
     assert event["reasons"] == ["Data dependent operator"]
     output = (curve.folder / "output.txt").read_text()
     assert all(why in output and why in why_slow(curve.folder) for why in event["reasons"])
+
+
+VOCAB = 512
+CAPPED = LogitTransform(scale=3.0, cap=1.5)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    need_compiler()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "transform"),
+    [
+        pytest.param(torch.bfloat16, None, id="bf16"),
+        pytest.param(torch.bfloat16, CAPPED, id="bf16-capped", marks=pytest.mark.thorough),
+        pytest.param(torch.float16, CAPPED, id="fp16-capped", marks=pytest.mark.thorough),
+        pytest.param(torch.float32, CAPPED, id="fp32-capped", marks=pytest.mark.thorough),
+        pytest.param(torch.float32, None, id="fp32", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_compiled_loss_is_torch_s(
+    dtype: torch.dtype, transform: LogitTransform | None, compiler: None, monkeypatch: pytest.MonkeyPatch
+):
+    """With many rows in chunks, one, and none, which a micro-batch without targets has."""
+    monkeypatch.setattr(loss, "LOGITS_BUDGET", 16 * VOCAB)
+    torch.manual_seed(1)
+    exact = torch.nn.Linear(32, VOCAB, dtype=torch.float64)
+    head = torch.nn.Linear(32, VOCAB, dtype=dtype)
+    head.load_state_dict(exact.state_dict())
+    exact.load_state_dict(head.state_dict())  # as rounded
+    head.__class__ = loss.LossHead
+    before = compile_counts()
+    loss.compile_loss(head)
+    for rows in (12, 37, 23, 1, 0):
+        hidden, targets = torch.randn(rows, 32).mul(3).to(dtype), torch.randint(VOCAB, (rows,))
+        ours, wide = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+        found, logits = head(ours, targets, transform), exact(wide)
+        logits = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
+        expected = F.cross_entropy(logits, targets, reduction="none")
+        (found * torch.linspace(0.5, 1.5, rows)).sum().backward()
+        (expected * torch.linspace(0.5, 1.5, rows)).sum().backward()
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(found, expected.float(), rtol=2 * rounding, atol=4 * rounding)
+        torch.testing.assert_close(ours.grad, wide.grad.to(dtype), rtol=8 * rounding, atol=8 * rounding)
+    counts = {name: compile_counts()[name] - before[name] for name in ("graphs", "graph_breaks", "given_up")}
+    assert counts["graphs"] == 8 and counts["graph_breaks"] == counts["given_up"] == 0, counts
+
+
+@pytest.mark.slow
+def test_the_compiled_loss_writes_no_logits_in_float32(compiler: None):
+    """The plain one writes two: a copy, and its log-softmax."""
+    logits, targets = torch.randn(24, VOCAB).bfloat16(), torch.randint(VOCAB, (24,))
+    _, (nll,) = run_and_get_code(torch.compile(loss.PLAIN.nll), logits, targets, None)
+    nlls = loss.PLAIN.nll(logits, targets, None)
+    _, (gradient,) = run_and_get_code(torch.compile(loss.PLAIN.gradient), logits, targets, nlls, None, None, None)
+    written = [re.findall(rf"empty_strided_cpu\(\(24, {VOCAB}\).*(torch\.\w+)\)", code) for code in (nll, gradient)]
+    assert written == [[], ["torch.bfloat16"]], written

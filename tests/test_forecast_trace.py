@@ -39,7 +39,7 @@ from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters import lora_config
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
-from cookbook.training.models.loss import add_loss
+from cookbook.training.models.loss import add_loss, compile_loss
 from tests.experts import experts_config
 from tests.needs import need_compiler
 
@@ -104,6 +104,8 @@ def allocated(settings: Recipe, config: PreTrainedConfig, tmp_path) -> tuple[int
         need_compiler()
         compile_layers(model)
     add_loss(model)
+    if settings.model.compile:
+        compile_loss(model.get_output_embeddings())
     model.train()
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Traces decoder layers as torch.compile runs them.
+"""Traces decoder layers and the loss as torch.compile runs them.
 
 AOTAutograd and its min-cut partitioner, which inductor also uses, decide what a layer keeps for the backward. Results
 of operations that inductor fuses count only if a product, an attention kernel or the caller reads them.
@@ -16,12 +16,15 @@ from torch._functorch.partitioners import get_default_op_list, min_cut_remateria
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.planning.score_head import head_of
 from cookbook.training.models.efficiency import is_saved
+from cookbook.training.models.loss import PLAIN, LossHead, OfLogits
 
 Uncounted = Callable[[], AbstractContextManager]
 Kept = Callable[[list[str]], list[bool]]
@@ -35,8 +38,9 @@ def kept_by(checkpointing: bool | str) -> Kept | None:
     return (lambda names: [False] * len(names)) if checkpointing else None
 
 
-def trace_compiled_layers(model: PreTrainedModel, *, kept: Kept | None, uncounted: Uncounted) -> None:
-    """Gives each decoder layer the forward of `cookbook.training.models.efficiency.compile_layers`, without a compiler.
+def trace_compiled(model: PreTrainedModel, *, kept: Kept | None, uncounted: Uncounted) -> None:
+    """Gives each decoder layer the forward of `cookbook.training.models.efficiency.compile_layers`, and the head the
+    loss of `cookbook.training.models.loss.compile_loss`, without a compiler.
 
     Layers of one shape share the graphs of the first call, which also allocates tensors that no run does. Checkpointing
     is part of the compiled function (transformers 5.23, modeling_layers.py), so the partitioner applies it.
@@ -50,6 +54,23 @@ def trace_compiled_layers(model: PreTrainedModel, *, kept: Kept | None, uncounte
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = False
             layer.forward = _Forward(layer, found, kept, uncounted)  # type: ignore[assignment]
+    head = head_of(model)
+    if isinstance(head, LossHead):
+        head.of_logits = OfLogits(*(partial(_fused, one, uncounted) for one in PLAIN))
+
+
+def _fused(compute: Callable[..., Any], uncounted: Uncounted, *arguments: Any) -> Any:
+    """What a function without a backward returns, where only what a kernel writes counts."""
+    inputs = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        return compute(*(next(given) if isinstance(one, torch.Tensor) else one for one in arguments))
+
+    with uncounted():
+        others = [torch.empty_like(one) for one in inputs]  # a graph keeps what it was traced with
+        graph = make_fx(call, decomposition_table=select_decomp_table())(*others)
+    return _Fused(graph, set(_written(graph)), uncounted).run(*inputs)
 
 
 class _Forward:

@@ -148,11 +148,11 @@ def _ways(
         return ways
     from cookbook.forecast.compiled import (  # inductor, which other runs need not import
         kept_by,
-        trace_compiled_layers,
+        trace_compiled,
     )
 
     kept = kept or kept_by(recipe.model.gradient_checkpointing)
-    return [(ours, partial(trace_compiled_layers, kept=kept)), *ways]
+    return [(ours, partial(trace_compiled, kept=kept)), *ways]
 
 
 def holds_scores(config: PreTrainedConfig) -> bool:

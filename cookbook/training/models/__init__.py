@@ -31,7 +31,7 @@ from cookbook.planning.language_part import open_config, open_options
 from cookbook.planning.meshes import num_experts
 from cookbook.planning.model_files import read_tokenizer, why_not
 from cookbook.planning.packing import packing_problem, short_window
-from cookbook.planning.score_head import auto_class, is_scored
+from cookbook.planning.score_head import auto_class, head_of, is_scored
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse
@@ -41,7 +41,7 @@ from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.experts import autocast_products
 from cookbook.training.models.fp8 import convert_layers
-from cookbook.training.models.loss import add_loss
+from cookbook.training.models.loss import add_loss, compile_loss
 from cookbook.training.models.mixers import keep_apart
 from cookbook.training.models.new_tokens import add_tokens
 from cookbook.training.models.structure import not_served, scratch_config
@@ -262,6 +262,8 @@ def load_model(
     if settings.compile:
         compile_layers(model)
     add_loss(model, sequence_mesh)
+    if settings.compile:
+        compile_loss(head_of(model))
     model.train()
     return model
 

@@ -46,11 +46,21 @@ class Most(NamedTuple):
     """Tokens from this number on do not count: another model has none of them."""
 
 
+class OfLogits(NamedTuple):
+    """What a loss computes of the logits of a head; compiled, without writing a copy of them in float32."""
+
+    nll: Callable[[torch.Tensor, torch.Tensor, LogitTransform | None], torch.Tensor]
+    gradient: Callable[..., torch.Tensor]
+
+
 class LossHead(torch.nn.Linear):
     """An output head that returns the loss if it gets targets.
 
     Engines gather the head's weight around the call of this module only, so loss and chunks must be inside it.
     """
+
+    of_logits: OfLogits | None = None
+    """What computes the loss in the place of `PLAIN`."""
 
     def forward(
         self,
@@ -95,7 +105,10 @@ class LossHead(torch.nn.Linear):
         hidden = hidden.to(autocast or weight.dtype)
         if candidates is not None:
             return _CandidatesOfHead.apply(hidden, weight, bias, targets, *candidates, shard, transform)
-        return _LossOfHead.apply(hidden, weight, bias, targets, torch.is_grad_enabled(), shard, transform)
+        with torch.autocast(device, enabled=False):  # CUDA's would make probabilities float32
+            return _LossOfHead.apply(
+                hidden, weight, bias, targets, torch.is_grad_enabled(), shard, transform, self.of_logits or PLAIN
+            )
 
 
 class ScoreHead(torch.nn.Linear):
@@ -148,11 +161,11 @@ class _VocabularyShard:
     """Token of its first row."""
     group: dist.ProcessGroup
 
-    def terms(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(L, shard) logits, (L,) targets -> (2, L) float32: the log-sum-exp of the logits here, and that of the target
-        or, where another rank has it, 0."""
+    def terms(self, logits: torch.Tensor, targets: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
+        """(L, shard) logits of the head, (L,) targets -> (2, L) float32: the log-sum-exp of the model's logits here,
+        and that of the target or, where another rank has it, 0."""
         columns, is_here = self._columns(logits, targets)
-        wide = logits.float()
+        wide = _transformed(logits, transform).float()
         return torch.stack([wide.logsumexp(-1), wide.gather(1, columns).squeeze(1) * is_here])
 
     def with_rows(self, weight: torch.Tensor, first: int, rows: torch.Tensor) -> torch.Tensor:
@@ -235,21 +248,22 @@ class _LossOfHead(torch.autograd.Function):
         has_backward: bool,
         shard: _VocabularyShard | None,
         transform: LogitTransform | None,
+        of_logits: OfLogits,
     ) -> torch.Tensor:
         rows = max(1, LOGITS_BUDGET // len(weight))
         cast, parts, gradient = weight.to(hidden.dtype), [], None
-        terms = _nll if shard is None else shard.terms
+        terms = of_logits.nll if shard is None else shard.terms
         for part, answers in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = _logits(part, cast, bias)
-            parts.append(terms(_transformed(logits, transform), answers))
+            parts.append(terms(logits, answers, transform))
         found = torch.cat(parts, -1)
         # No view is returned, of which FSDP2 warns.
         nll, sums = (found, None) if shard is None else shard.join(found)
         # Not of several chunks: as Liger, it would have to multiply them with the weight before positions are weighed.
         if has_backward and len(parts) == 1:
-            gradient = _gradient_of_logits(logits, targets, nll, sums, shard, transform)
+            gradient = of_logits.gradient(logits, targets, nll, sums, shard, transform)
         ctx.save_for_backward(hidden, weight, bias, targets, nll, sums, gradient)
-        ctx.shard, ctx.transform = shard, transform
+        ctx.shard, ctx.transform, ctx.of_logits = shard, transform, of_logits
         return nll
 
     @staticmethod
@@ -269,7 +283,7 @@ class _LossOfHead(torch.autograd.Function):
             gradient = known
             if gradient is None:
                 logits = _logits(part, cast, bias)
-                gradient = _gradient_of_logits(logits, answers, losses, of_all, ctx.shard, ctx.transform)
+                gradient = ctx.of_logits.gradient(logits, answers, losses, of_all, ctx.shard, ctx.transform)
                 del logits
             if gradient.dtype != part.dtype:
                 gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
@@ -284,10 +298,7 @@ class _LossOfHead(torch.autograd.Function):
             _of_all_shards(of_hidden, ctx.shard),
             of_weight,
             None if of_bias is None else of_bias.squeeze(1),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
@@ -468,8 +479,8 @@ def _transformed(logits: torch.Tensor, transform: LogitTransform | None) -> torc
     return scaled if transform.cap is None else torch.tanh(scaled / transform.cap) * transform.cap
 
 
-def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, reduction="none")
+def _nll(logits: torch.Tensor, targets: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
+    return F.cross_entropy(_transformed(logits, transform).float(), targets, reduction="none")
 
 
 def _gradient_of_logits(
@@ -499,9 +510,12 @@ def _gradient_of_logits(
         assert sums is not None
         return shard.gradient_of_logits(logits, targets, nll, sums)
     wide = logits.float() if logits.dtype == torch.float16 else logits
-    probabilities = wide.softmax(-1, dtype=wide.dtype)  # CUDA's autocast, unlike that of the CPU, makes it float32
+    probabilities = wide.softmax(-1)
     # By way of the loss: a probability near 1 that was rounded to bf16 has no digits left after subtracting 1.
     return probabilities.scatter_(1, targets.unsqueeze(1), torch.expm1(-nll).unsqueeze(1).to(probabilities.dtype))
+
+
+PLAIN = OfLogits(_nll, _gradient_of_logits)
 
 
 def _add_product(
@@ -603,6 +617,12 @@ def _forward(
     return nll_of_targets(self, hidden, targets)
 
 
+def compile_loss(head: torch.nn.Module | None) -> None:
+    """Compile what the loss of `add_loss` computes of a head's logits, but not its matrix products."""
+    if isinstance(head, LossHead):  # scores of sequences are a few numbers, and a stage may have no head
+        head.of_logits = OfLogits(*(torch.compile(one) for one in PLAIN))
+
+
 @contextlib.contextmanager
 def _only(backbone: torch.nn.Module, layers: range, *, is_last: bool) -> Iterator[None]:
     """Have the forward of a backbone run these of its layers alone, and its norm only after the last of all."""
@@ -629,7 +649,7 @@ def nll_of_targets(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.
     # peft's ModulesToSaveWrapper passes targets on; its LoRA layer would add logits to the loss.
     if isinstance(getattr(head, "original_module", head), LossHead):
         return head(hidden, targets, model.logit_transform)
-    return _nll(_transformed(head(hidden), model.logit_transform), targets)
+    return _nll(head(hidden), targets, model.logit_transform)
 
 
 def _of_candidates(
