@@ -112,6 +112,20 @@ def test_packed_layers_are_whole_graphs_on_simulated_gpus(gpu_lab: GpuLab, strat
     assert 0 < event["graphs"] <= MOST_GRAPHS and event["graph_breaks"] == event["given_up"] == 0, event
 
 
+@pytest.mark.slow
+def test_attention_without_a_kernel_for_packed_rows_stays_padded_and_compiled(gpu_lab: GpuLab, lab: Lab):
+    """Packed, whose samples are computed one by one, its checkpointed layers are left uncompiled."""
+    need_compiler()
+    folder = lab.folder / "models" / "gpt_oss"
+    architectures.make_model(lab, "gpt_oss", folder)
+    asked = {**architectures.COMMON, "model": f"{{name_or_path: {folder}}}", "model.compile": "true", **CHECKPOINTED}
+    for packing, is_whole in (("auto", True), ("true", False)):
+        settings = {**asked, "mixed_precision": "bf16", "data.packing": packing}
+        run = gpu_lab.run("single", settings, sabotage="compile_without_inductor")
+        (event,) = [line for line in run.curve.events if line["event"] == "compiled"]
+        assert (event["graph_breaks"] == event["given_up"] == 0) == is_whole, event
+
+
 def test_the_strategies_are_those_that_are_served():
     assert {"ddp", "fsdp1", "fsdp2", "fsdp2_offload", "hsdp", "pp", "zero1", "zero2"} <= set(SERVED)
     assert not {"zero3", "tp", "fsdp2_sp"} & set(SERVED)

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,7 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_flash_attention_utils import _process_flash_attention_kwargs
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
@@ -26,7 +33,7 @@ from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.planning.language_part import language_config
-from cookbook.planning.packing import MIXES, PACKABLE, STATEFUL, Packing, decide, known_config, packing_problem
+from cookbook.planning.packing import MIXES, PACKABLE, SINKS, STATEFUL, Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency, load_config, load_model
 from cookbook.training.models.attention import PACKED, Kind, Lengths, Segments, _varlen, attend
@@ -494,7 +501,19 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
     assert "uncompiled" in in_float32.why and not in_float32.can_pack
     in_bf16 = recipe_with("auto", tmp_path, compiled | {"mixed_precision": "bf16"})
     assert decide(in_bf16, config).is_on
-    assert "uncompiled" in decide(in_bf16, AutoConfig.for_model("qwen3_next")).why
+    for name in ("qwen3_next", "gpt_oss", "gemma2"):
+        assert "uncompiled" in decide(in_bf16, AutoConfig.for_model(name)).why
+    large = decide(in_bf16, AutoConfig.for_model("llama", head_dim=512))
+    assert "uncompiled" in large.why and "these have 512" in large.why
+
+
+def test_the_architectures_whose_attention_has_sinks_are_those_of_transformers():
+    """An argument `s_aux` of the attention function."""
+    found = set()
+    for name in PACKABLE:
+        code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__module__])
+        found |= {name} if "s_aux=" in code else set()
+    assert found == set(SINKS)
 
 
 @pytest.mark.parametrize("path", labels.recipe_files(), ids=str)

@@ -41,6 +41,9 @@ row such a layer runs on each sample by itself (cookbook/training/models/mixers.
 TOKEN_BY_TOKEN = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "zamba")
 """Those whose code without kernels (transformers 5.23) has a loop over the tokens of a row."""
 
+SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
+"""Those of `PACKABLE` whose attention has sinks, by transformers' code and not by a key of their configuration."""
+
 # A list, since no attribute reveals where samples would mix, which nothing else would notice.
 PACKABLE = (
     *STATEFUL,
@@ -222,16 +225,35 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
         why = "the run was started with padded rows; data.packing: true packs from here on"
         return Packing(False, why, can_pack=not stops_compiling(recipe, config))
     if asked == "auto" and stops_compiling(recipe, config):
-        where = "packed" if config.model_type in STATEFUL else "packed in float32"
-        return Packing(False, f"{where}, checkpointed layers would run uncompiled")
+        why = why_split(config)
+        if why is None:
+            why = "it has layers that carry a state" if config.model_type in STATEFUL else "mixed_precision is no"
+        return Packing(False, f"packed, checkpointed layers would run uncompiled: {why}")
     return Packing(True, "")
 
 
 def stops_compiling(recipe: Recipe, config: Any) -> bool:
     """Whether packed rows undo `model.compile`: where samples are computed one by one they break a layer's graph, which
     checkpointing does not support (cookbook/training/models/efficiency.py)."""
-    is_split = recipe.mixed_precision == "no" or config.model_type in STATEFUL
+    is_split = recipe.mixed_precision == "no" or config.model_type in STATEFUL or why_split(config) is not None
     return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and is_split
+
+
+def why_split(config: Any) -> str | None:
+    """Why torch's kernel for ragged samples, FlashAttention, does not compute this model's attention on any GPU, or
+    None (cookbook/training/models/attention.py, `_has_kernel`).
+
+    Args:
+        config: as for `packing_problem`.
+    """
+    if config.model_type in SINKS:
+        return "its attention has sinks"
+    # Unlike transformers' object, its values answer where layers differ.
+    values = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    if values.get("attn_logit_softcapping") is not None:
+        return "its attention caps its scores"
+    size = max(values.get(name) or 0 for name in ("head_dim", "global_head_dim", "qk_head_dim"))
+    return f"the kernel takes heads of at most 256, and these have {size}" if size > 256 else None
 
 
 def packing_problem(config: Any) -> str | None:

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
+from cookbook.planning.packing import why_split
 from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.models.mixers import is_kept_apart, replayed
 
@@ -192,15 +193,14 @@ def slow_kernel_notes(recipe: Recipe, config: PreTrainedConfig, capability: tupl
     """
     if capability is None:
         return []
-    notes, sizes = [], config.get_text_config().to_dict()  # which, unlike the object, answers where layers differ
-    size = max(sizes.get(name) or 0 for name in ("head_dim", "global_head_dim", "qk_head_dim"))
+    notes, split = [], why_split(config.get_text_config())
     reasons = {
         "mixed_precision is no, and it takes 16 bits": recipe.compute_precision == "no",
         f"this GPU has compute capability {'.'.join(map(str, capability))}, and it needs 8.0": capability < (8, 0),
-        f"it takes heads of at most 256, and these have {size}": size > 256,
+        split: split is not None,
     }
     if recipe.data.is_packed and any(reasons.values()):
-        why = "; ".join(reason for reason, is_so in reasons.items() if is_so)
+        why = "; ".join(str(reason) for reason, is_so in reasons.items() if is_so)
         notes.append(f"no kernel for the attention of packed rows ({why}): sample by sample, or data.packing: false")
     if recipe.mixed_precision == "fp8" and not recipe.model.compile:
         notes.append(
