@@ -194,18 +194,21 @@ def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tupl
 
 
 def compiled(folder: Path) -> dict[str, Any]:
-    """How far compiled layers lie from others, recomputed ones if they may be, and why parts are not compiled."""
+    """How far compiled layers lie from others, recomputed ones if they can be, and why parts are not compiled."""
     limits: dict[str, Any] = {}
     try:
         try:
             found = compiled_layers.compare(folder, recomputed=True)
         except RecipeError as why:
             found, limits = compiled_layers.compare(folder), {"kept": str(why)}
+        if not limits and found["reasons"]:
+            limits["kept"] = f"recomputed, its layers run uncompiled: {'; '.join(found['reasons'])}"
+            found = compiled_layers.compare(folder)
     except RecipeError as why:
         return {"refused": str(why)}
     except Exception as why:
         return {"failed": f"{type(why).__name__}: {why}"[:400]}
-    if found["graph_breaks"] or found["given_up"]:
+    if found["reasons"]:
         limits["uncompiled"] = found["reasons"]
     return {"loss": found["loss"], "gradient": found["gradient"], **limits}
 

@@ -67,9 +67,9 @@ code.
 
 {table}
 {footnote}
-{dash}`no`: the run is refused at its start, with exit code 2, for the reason of this number. `kept`: so is
-`model.gradient_checkpointing` with it. `in part`: at this operation, in torch's words, a layer leaves its graph. Then
-it is compiled in parts, and not at all where it is recomputed; a run says so after its first steps.
+{dash}`no`: the run is refused at its start, with exit code 2, for the reason of this number. `kept`: compiled with
+`model.gradient_checkpointing: false` alone. `in part`: at this operation, in torch's words, a layer leaves its graph,
+and is compiled in parts. A run says after its first steps what is not compiled.
 
 {reasons}
 

@@ -225,10 +225,8 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
         why = "the run was started with padded rows; data.packing: true packs from here on"
         return Packing(False, why, can_pack=not stops_compiling(recipe, config))
     if asked == "auto" and stops_compiling(recipe, config):
-        why = why_split(config)
-        if why is None:
-            why = "it has layers that carry a state" if config.model_type in STATEFUL else "mixed_precision is no"
-        return Packing(False, f"packed, checkpointed layers would run uncompiled: {why}")
+        otherwise = "it has layers that carry a state" if config.model_type in STATEFUL else "mixed_precision is no"
+        return Packing(False, f"packed, checkpointed layers would run uncompiled: {why_split(config) or otherwise}")
     return Packing(True, "")
 
 
