@@ -22,7 +22,7 @@ from cookbook.commands.doctor.collective import bus_bandwidth  # noqa: E402
 
 REPEATS = 5
 NUMEL = 1 << 16
-"""A process's part, where values are compared."""
+"""Numbers in the part of a process, where values are compared."""
 
 
 def calls(whole: torch.Tensor, part: torch.Tensor, ranks: list[int], group: Any) -> dict[str, Callable[[], Any]]:
