@@ -2000,6 +2000,14 @@ FAULTS = (
     ),
     Fault(
         "rounds",
+        "cookbook/commands/rounds/sampling.py",
+        "if self._is_alike(alone, [short, long]):",
+        "if alone:",
+        "RecurrentGemma answers padded prompts otherwise than alone",
+        "tests/test_rounds.py::test_of_every_type_an_answer_is_that_of_its_prompt_alone",
+    ),
+    Fault(
+        "rounds",
         "cookbook/commands/rounds/rounds_folder.py",
         "len(lines) != len(path.read_bytes().splitlines())",
         "False",
@@ -2217,7 +2225,7 @@ FAULTS = (
     Fault(
         "adapters",
         "cookbook/training/adapters/token_rows.py",
-        "        own = own * scale.to(own.dtype)\n",
+        "        own = own * torch.as_tensor(scale).to(own.dtype)\n",
         "        pass\n",
         "Gemma looks trained rows up without its scale",
         "tests/test_new_tokens.py::test_trained_rows_are_embedded_as_the_model_embeds_its_own",
