@@ -333,9 +333,11 @@ def test_in_bf16_fsdp2_has_the_curve_of_autocast(lab: Lab, model_type: str):
     assert found.evaluations[-1][1] == pytest.approx(expected.evaluations[-1][1], abs=0.03)
 
 
-def test_fsdp1_leaves_out_layers_that_a_model_names_and_does_not_have(lab: Lab):
-    """Gemma 4's language part names layers of images."""
-    asked = {"model": f"{{name_or_path: {folder_of(lab, 'gemma4_text')}}}", "run.max_steps": "1"}
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", others_by_turn(SHARDED_IN_BF16, ["gemma4_text", "mamba"]))
+def test_fsdp1_shards_the_layers_that_a_model_has(lab: Lab, model_type: str):
+    """Gemma 4's language part names layers of images, and Mamba the mixers inside of its layers."""
+    asked = {"model": f"{{name_or_path: {folder_of(lab, model_type)}}}", "run.max_steps": "1"}
     assert lab.run("fsdp1", asked).losses == pytest.approx(lab.run("single", asked).losses, abs=SGD_LOSS)
 
 

@@ -81,7 +81,9 @@ class Fsdp1(Fsdp):
         if not isinstance(self.model, FullyShardedDataParallel):
             return
         block, low, units = self._block, self.low_dtype, [unit for unit, _ in self._units()]
-        num_layers = self.transformer().config.num_hidden_layers
+        model: Any = self.transformer()
+        # Mamba names its mixers too, which lie in its layers.
+        num_layers = sum(type(module).__name__ in model._no_split_modules for module in model.modules())
         yield "FSDP units: one per layer and the root", num_layers + 1, len(units)
         asked = block.fsdp_sharding_strategy if self.plan.num_processes > 1 else "NO_SHARD"
         yield "sharding", {asked}, {unit.sharding_strategy.name for unit in units}
