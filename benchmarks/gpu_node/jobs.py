@@ -188,7 +188,9 @@ class Node:
             try:
                 if trouble is not None:
                     trouble(run, mark)
-                while run.poll() is None and time.monotonic() < limit and not (has_enough := is_enough()):
+                while run.poll() is None and time.monotonic() < limit and not self._is_ending:
+                    if has_enough := is_enough():
+                        break
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         run.wait(POLL_SECONDS)
                 is_late = run.poll() is None and not has_enough
@@ -309,8 +311,10 @@ def _environments() -> Iterator[tuple[int, list[str]]]:
 
 def end_all(marks: Iterable[str]) -> None:
     """Ends programs with all that they started: a process that is left would keep its GPU."""
-    marks, limit = set(marks), time.monotonic() + KILL_SECONDS
-    while (left := marked(marks)) and time.monotonic() < limit:
+    marks, limit, num_clear = set(marks), time.monotonic() + KILL_SECONDS, 0
+    while num_clear < 2 and time.monotonic() < limit:  # one that is just being started has no variables for a moment
+        left = marked(marks)
+        num_clear = 0 if left else num_clear + 1
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
