@@ -18,7 +18,6 @@ from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.zero import Zero
 from cookbook.training.models import attention
 from tests import warm_parent
-from tests.sabotage import compile_without_inductor as compile_without_inductor  # whose kernels are Triton's on a GPU
 
 
 def host_tensor_in_a_collective() -> None:

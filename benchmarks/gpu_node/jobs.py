@@ -70,6 +70,8 @@ class Job:
         lines = [line.strip() for line in (self.said + self.errors).splitlines() if line.strip()]
         named = re.compile(r"(\[rank\d+\]: )?[\w.]*(Error|error: )")
         errors = [line for line in lines if named.match(line) and "ChildFailed" not in line]
+        if self.code == 2:  # a refusal ends what the product says, before what torch's launcher adds
+            errors = [line for line in lines if "torch/distributed/elastic" not in line]
         how = f"not within {self.seconds:.0f} s" if self.is_late else f"exit code {self.code}"
         return f"{how}: {(errors or lines or [''])[-1][-300:]}"
 

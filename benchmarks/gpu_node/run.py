@@ -192,7 +192,7 @@ def network_of(said: str, *, simulated: bool) -> Result:
 
 def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND, start: int = 0) -> Result:
     """Whether a run has the losses of another, which began so many steps before."""
-    if job.code == 2:
+    if job.code == 2 and not reference.code:
         return Result(part, name, "skipped", job.last_words)  # refused before it began, in the product's words
     if job.code or reference.code:
         failed, whose = (job, "") if job.code else (reference, f"{reference.folder.name}, its reference: ")
@@ -337,12 +337,14 @@ def write_wide(node: Node) -> Path:
 
     chosen = wide_sizes(node)
     sizes = ScratchModel(**chosen)
-    folder = node.folder / "-".join(["model", *map(str, chosen.values())])
+    folder = node.folder / "-".join(["model", *map(str, chosen.values()), str(node.arguments.length)])
     if not folder.exists():
         part = folder.with_name(f"{folder.name}.{node.arguments.machine}")
         tokenizer = train_tokenizer([" ".join(WORDS)], sizes.vocab_size)
         tokenizer.save_pretrained(part)
-        new_model(sizes, tokenizer, seed=0).to(torch.bfloat16).save_pretrained(part)
+        model = new_model(sizes, tokenizer, seed=0).to(torch.bfloat16)
+        model.config.max_position_embeddings = node.arguments.length
+        model.save_pretrained(part)
         with contextlib.suppress(OSError):  # another machine was first
             part.rename(folder)
         shutil.rmtree(part, ignore_errors=True)
@@ -415,19 +417,12 @@ def widths(node: Node) -> Iterator[Result]:
 
 def compiled(node: Node) -> Iterator[Result]:
     """What `widths` ran, compiled: the same curve, without a graph break, and how much faster."""
-    if node.simulated:
-        yield Result("compiled", "graph breaks", "skipped", "simulated GPUs have no Triton")
-        return
-
     write_wide(node)
 
     def one(name: str) -> list[Result]:
         if few := too_few(node, "compiled", name):
             return few
-        job = wide(node, name, "compiled")
-        if job.code == 2:
-            return [compared("compiled", name, job, job)]
-        return [judge_compiled(name, job, wide(node, name, "1"))]
+        return [judge_compiled(name, wide(node, name, "compiled"), wide(node, name, "1"))]
 
     yield from side_by_side("compiled", one, node.arguments.wide or WIDE)
 
@@ -458,11 +453,7 @@ def hangs(node: Node) -> Iterator[Result]:
 
     def one(mode: str) -> Iterator[Result]:
         for sent in SENT:
-            name = f"{sent.name}, {mode}"
-            if mode == "compiled" and node.simulated:
-                yield Result("hangs", name, "skipped", "simulated GPUs have no Triton")
-            else:
-                yield hang(node, recipe, name, sent, {"model.compile": mode == "compiled"})
+            yield hang(node, recipe, f"{sent.name}, {mode}", sent, {"model.compile": mode == "compiled"})
 
     yield from side_by_side("hangs", one, ("eager", "compiled"))
 
@@ -502,8 +493,6 @@ def hang(node: Node, recipe: Path, name: str, sent: signal.Signals, settings: di
     if sent == signal.SIGSTOP:
         settings["run.hang_timeout_minutes"] = seconds / 60
     job = node.start(folder, recipe, "fsdp2", 2, settings, trouble=strike)
-    if job.code == 2:
-        return Result("hangs", name, "skipped", job.last_words)
     if not victims:
         return Result("hangs", name, "failed", f"never came to a step; {job.last_words}", job.log)
     if "ended_after" not in times:

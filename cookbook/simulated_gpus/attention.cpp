@@ -69,18 +69,20 @@ static std::tuple<Tensor, Tensor, Tensor> compute_backward(const Tensor& gradien
   return {of_query, sum_heads(of_key, groups), sum_heads(of_value, groups)};
 }
 
-// Which kernel CUDA takes: sdp_utils.cpp, select_sdp_backend, on a GPU of compute capability 8.0 or newer.
+// Which kernel CUDA takes: sdp_utils.cpp, select_sdp_backend, on a GPU of compute capability 8.0 or newer. A compiler asks
+// with symbols for sizes.
 static int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                       double dropout, bool is_causal, Scale, bool enable_gqa) {
   const auto& context = at::globalContext();
-  const bool is_dense = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && query.numel() && key.numel();
-  const bool has_rows = query.stride(-1) == 1 && key.stride(-1) == 1 && value.stride(-1) == 1;
+  const bool is_dense = query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && query.sym_numel() != 0 && key.sym_numel() != 0;
+  const bool has_rows = query.sym_stride(-1) == 1 && key.sym_stride(-1) == 1 && value.sym_stride(-1) == 1;
   const bool has_mask = mask && mask->defined();
   const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   if (!is_dense || !has_rows || dropout > 0.0) return static_cast<int64_t>(at::SDPBackend::math);
-  const bool is_grouped = query.size(1) != key.size(1);
-  const bool is_square = query.size(2) == key.size(2);
-  if (context.userEnabledFlashSDP() && is_half && !has_mask && query.size(3) <= 256 && query.size(3) == value.size(3) &&
+  const bool is_grouped = query.sym_size(1) != key.sym_size(1);
+  const bool is_square = query.sym_size(2) == key.sym_size(2);
+  const auto width = query.sym_size(3);
+  if (context.userEnabledFlashSDP() && is_half && !has_mask && width <= 256 && width == value.sym_size(3) &&
       (!is_causal || is_square) && (!is_grouped || enable_gqa)) {
     return static_cast<int64_t>(at::SDPBackend::flash_attention);
   }

@@ -10,6 +10,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     torch.version.cuda = "13.0"
     torch.backends.cuda.is_built = lambda: True
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    # inductor would write kernels for Triton; this cuts and decomposes the graphs as it does.
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
     _resize_storages(torch)
     replace_nccl(torch)
     _count(_waits, library.simulated_on_wait)

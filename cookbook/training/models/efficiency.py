@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.planning.packing import why_split
@@ -167,22 +168,25 @@ def compile_counts() -> dict[str, Any]:
 
 
 def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
-    """Notes on `model.liger_kernels` for the user.
+    """Notes on `model.compile` and `model.liger_kernels` for the user.
 
     Raises:
         RecipeError: there is a GPU, and Liger is not installed or does not know this architecture.
     """
+    notes = []
+    if settings.compile and simulated_gpus.is_active():
+        notes.append("model.compile: simulated GPUs run the operations of its graphs; Triton's kernels need a real one")
     if not settings.liger_kernels:
-        return []
+        return notes
     if not torch.cuda.is_available():
-        return ["model.liger_kernels: ignored, its kernels need a GPU"]
+        return [*notes, "model.liger_kernels: ignored, its kernels need a GPU"]
     if importlib.util.find_spec("liger_kernel") is None:
         raise RecipeError("model.liger_kernels is true, but Liger is not installed: pip install liger-kernel")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[import-not-found]
 
     if config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise RecipeError(f"model.liger_kernels is true, but Liger has none for {config.model_type}; remove it")
-    return []
+    return notes
 
 
 def slow_kernel_notes(recipe: Recipe, config: PreTrainedConfig, capability: tuple[int, int] | None) -> list[str]:
