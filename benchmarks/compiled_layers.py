@@ -57,7 +57,7 @@ def compare(folder: Path, recomputed: Recomputed = False, adapter: AdapterSectio
 def _compare(folder: Path, recomputed: Recomputed, adapter: AdapterSection | None) -> dict[str, Any]:
     importlib.import_module("tests.sabotage").compile_without_inductor()
     try:
-        plain, compiled = (_train(folder, recomputed, adapter, compile=one) for one in (False, True))
+        plain, compiled = (_train(folder, recomputed, adapter, is_compiled=one) for one in (False, True))
     except Exception as error:
         raise Failed(f"{type(error).__name__}: {str(error)[:400]}") from None
     (losses, gradients), (others, their_gradients) = plain, compiled
@@ -71,11 +71,11 @@ def _compare(folder: Path, recomputed: Recomputed, adapter: AdapterSection | Non
 
 
 def _train(
-    folder: Path, recomputed: Recomputed, adapter: AdapterSection | None, *, compile: bool
+    folder: Path, recomputed: Recomputed, adapter: AdapterSection | None, *, is_compiled: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Mean losses, and the sum of their gradients."""
     torch.manual_seed(0)
-    settings = ModelSection(name_or_path=str(folder), compile=compile, gradient_checkpointing=recomputed)
+    settings = ModelSection(name_or_path=str(folder), compile=is_compiled, gradient_checkpointing=recomputed)
     model = load_model(str(folder), settings, packing=False)
     if adapter is not None:
         add_adapter(model, adapter, seed=0)

@@ -246,6 +246,17 @@ def test_of_every_type_an_answer_is_that_of_its_prompt_alone(model_type, capsys)
     assert ("at a time" in capsys.readouterr().out) == (model_type in APART)
 
 
+@pytest.mark.parametrize(("is_tie", "is_alike"), [(True, True), (False, False)])
+def test_a_tie_that_rounding_decides_does_not_part_prompts(is_tie: bool, is_alike: bool, monkeypatch):
+    """Behind another token all logits are others."""
+    from cookbook.commands.rounds.sampling import Sampler
+
+    first, after, other = torch.tensor([3.0, 3.001, 0.0]), torch.tensor([1.0, 0.0, 5.0]), torch.tensor([5.0, 0.0, 1.0])
+    beside = [first + torch.tensor([0.002 * is_tie, 0.0, 0.0]), other]
+    monkeypatch.setattr(Sampler, "_next_logits", lambda self, prompts: beside)
+    assert Sampler.__new__(Sampler)._is_alike([first, after], [[1], [2]]) == is_alike
+
+
 def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):
     from cookbook.commands.rounds.sampling import Sampler
 

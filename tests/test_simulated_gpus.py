@@ -4,6 +4,7 @@ python -m pytest -q -m "slow or not slow" tests/test_simulated_gpus.py
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -100,6 +101,36 @@ tell(found.tolist())
 tell(str(found.dtype))
 """
     assert evaluate(code) == [[1, 0, 2], "torch.int32"]
+
+
+def test_a_softmax_of_fp16_is_float32_and_its_gradient_fp16():
+    """In one kernel, as eager attention asks for it. The gradient of a softmax, by hand: p (g - sum of p g)."""
+    code = """
+scores = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float16, device="cuda", requires_grad=True)
+for function in (torch.softmax, torch.log_softmax):
+    found = function(scores, -1, dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(found[0, 0], scores)
+    tell([str(found.dtype), found.tolist()[0], str(gradient.dtype), gradient.tolist()[0]])
+"""
+    exps = [math.exp(x) for x in (1.0, 2.0, 4.0)]
+    p = [one / sum(exps) for one in exps]
+    soft, logs = evaluate(code)
+    assert (soft[0], soft[2], logs[0], logs[2]) == ("torch.float32", "torch.float16") * 2
+    assert soft[1] == pytest.approx(p, rel=1e-6)
+    assert logs[1] == pytest.approx([math.log(one) for one in p], rel=1e-6)
+    assert soft[3] == pytest.approx([p[0] * ((i == 0) - p[i]) for i in range(3)], rel=1e-3, abs=1e-4)
+    assert logs[3] == pytest.approx([(i == 0) - p[i] for i in range(3)], rel=1e-3)
+
+
+def test_a_tensor_is_copied_with_its_storage():
+    code = """
+import copy
+tensor = torch.arange(6, device="cuda")[2:]
+found = copy.deepcopy(tensor)
+found += 1
+tell([found.tolist(), tensor.tolist(), found.device.type])
+"""
+    assert evaluate(code) == [[[3, 4, 5, 6], [2, 3, 4, 5], "cuda"]]
 
 
 def test_the_loss_keeps_no_logits_in_float32_under_autocast_of_cuda():

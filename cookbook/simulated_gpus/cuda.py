@@ -52,7 +52,7 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     # inductor would write kernels for Triton; this cuts and decomposes the graphs as it does.
     torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
-    _resize_storages(torch)
+    _serve_storages(torch)
     replace_nccl(torch)
     _count(_waits, library.simulated_on_wait)
     _count(_races, library.simulated_on_race)
@@ -282,8 +282,9 @@ def _on_stream(torch: Any, stream: Any) -> Iterator[None]:
         torch._C._accelerator_setStream(before)
 
 
-def _resize_storages(torch: Any) -> None:
-    resize = torch.UntypedStorage.resize_
+def _serve_storages(torch: Any) -> None:
+    """Storages make and resize memory by themselves, on devices that they know by name."""
+    resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -292,7 +293,12 @@ def _resize_storages(torch: Any) -> None:
         torch.ops.simulated_gpus.resize_storage(whole, int(size))
         return self
 
-    torch.UntypedStorage.resize_ = resize_
+    def cloned(self: Any) -> Any:
+        if self.device.type != "cuda":
+            return clone(self)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
+
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize_, cloned
 
 
 def _folder() -> Path:

@@ -545,6 +545,24 @@ static void histc(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch
   if (counts_integers) stack->back() = stack->back().toTensor().to(type);
 }
 
+// CUDA's kernels read fp16 and write float32, and back; the CPU's have one dtype.
+static void softmax(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  if ((*stack)[first + 2].toBool()) {
+    (*stack)[first] = (*stack)[first].toTensor().to(at::kFloat);
+    (*stack)[first + 2] = false;
+  }
+  fallback(op, keys, stack);
+}
+
+static void softmax_backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const auto type = (*stack)[first].toTensor().scalar_type(), asked = (*stack)[first + 3].toScalarType();
+  (*stack)[first + 3] = type;
+  fallback(op, keys, stack);
+  if (asked != type) stack->back() = stack->back().toTensor().to(asked);
+}
+
 // CUDA's kernel gives every NaN of 16 bits the same bits, 0x7FFF by bitsandbytes issue 1945: numbers stay, but not bytes
 // that only lie in such tensors. With this, 4-bit weights that FSDP2 gathers give the losses that an H100 gave.
 static void foreach_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -723,6 +741,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", &copy_);
   m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
   m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
+  for (const char* name : {"_softmax", "_log_softmax"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
+  }
+  for (const char* name : {"_softmax_backward_data", "_log_softmax_backward_data"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
+  }
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage_storage_offset", &set_part_of_storage);
   m.impl("set_.source_Storage", &set_storage);

@@ -17,8 +17,9 @@ from cookbook.system.files import RecipeError, first_line
 from cookbook.training import models
 
 PROBED_TOKENS = 8
-ALIKE = 0.05
-"""Largest mean difference of logits, in their deviations, that is rounding: of bf16 it is about 0.01."""
+ALIKE = 0.2
+"""Largest mean difference of logits, in their deviations, that counts as rounding: of tiny models in bf16 0.011
+at most, and 0.37 or more where others changed what was computed. A deep mixture in bf16 may take another expert."""
 
 
 class Answer(NamedTuple):
@@ -180,7 +181,12 @@ class Sampler(Opened):
             found = self._next_logits(prompts)
         except Exception:  # whatever a model's code raises, which the prompts together would raise as well
             return False
-        return all((a - b).abs().mean() < ALIKE * a.std() for a, b in zip(alone, found, strict=True))
+        for one, other in zip(alone, found, strict=True):
+            if not (one - other).abs().mean() < ALIKE * one.std():
+                return False
+            if one.argmax() != other.argmax():  # two were nearly as probable, and what follows differs
+                break
+        return True
 
     def _generate(self, prompts: list[list[int]], settings: GenerationConfig) -> Any:
         width, pad = max(map(len, prompts)), self.settings.pad_token_id

@@ -618,7 +618,8 @@ def _forward(
 
 
 def compile_loss(head: torch.nn.Module | None) -> None:
-    """Compile what the loss of `add_loss` computes of a head's logits, but not its matrix products."""
+    """Compile what the loss of `add_loss` computes of a head's logits, but neither its matrix products nor what it
+    compares with a teacher's."""
     if isinstance(head, LossHead):  # scores of sequences are a few numbers, and a stage may have no head
         head.of_logits = OfLogits(*(torch.compile(one) for one in PLAIN))
 
