@@ -22,8 +22,9 @@ from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection, is_due
 from cookbook.config.strategy import Strategy
-from cookbook.planning import launchers
-from cookbook.planning.run_plan import (
+from cookbook.run import shortage
+from cookbook.start import launchers
+from cookbook.start.run_plan import (
     BrokenPair,
     Plan,
     autos,
@@ -34,7 +35,6 @@ from cookbook.planning.run_plan import (
     try_plan,
     without_auto,
 )
-from cookbook.run import shortage
 from cookbook.system import faults, lock, machine, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse

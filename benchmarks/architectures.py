@@ -42,14 +42,14 @@ from benchmarks.tiny_models import default_config, tiny_config, tiny_model  # no
 from cookbook.commands.cli import main as cookbook  # noqa: E402
 from cookbook.commands.rehearse.recompute import round_experts  # noqa: E402
 from cookbook.config.sections import AdapterSection  # noqa: E402
-from cookbook.planning.language_part import has_tower, language_config  # noqa: E402
-from cookbook.planning.meshes import (  # noqa: E402
+from cookbook.facts.language_part import has_tower, language_config  # noqa: E402
+from cookbook.facts.meshes import (  # noqa: E402
     expert_problem,
     pipeline_problem,
     sequence_problem,
     tensor_problem,
 )
-from cookbook.planning.packing import packing_problem  # noqa: E402
+from cookbook.facts.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters import quantization_options  # noqa: E402
 from cookbook.training.models.structure import not_served  # noqa: E402

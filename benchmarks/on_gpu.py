@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 from cookbook.config.recipe import load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy  # noqa: E402
+from cookbook.facts.offline import known_model  # noqa: E402
 from cookbook.forecast.ranking import forecast_all  # noqa: E402
 from cookbook.forecast.verdict import Forecast, tokens_of_step  # noqa: E402
-from cookbook.planning.offline import known_model  # noqa: E402
 from cookbook.system.files import dump_yaml, read_document  # noqa: E402
 from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
 from cookbook.training.models import stand_in_tokenizer  # noqa: E402

@@ -20,7 +20,7 @@ from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.forecast.ranking import fitting, forecast_all
 from cookbook.forecast.verdict import MAY_RUN, Forecast
-from cookbook.planning.run_plan import KINDS, autos, even
+from cookbook.start.run_plan import KINDS, autos, even
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, Machines, parse_machines
 

@@ -21,7 +21,7 @@ from cookbook.forecast.costs.flops import Step, sizes_of, work  # noqa: E402
 from cookbook.forecast.ranking import fitting  # noqa: E402
 from cookbook.forecast.skeleton import skeleton  # noqa: E402
 from cookbook.forecast.verdict import tokens_of_step  # noqa: E402
-from cookbook.planning.run_plan import KINDS, even  # noqa: E402
+from cookbook.start.run_plan import KINDS, even  # noqa: E402
 from cookbook.system.hardware import parse_machines  # noqa: E402
 from cookbook.training.models.structure import find_config  # noqa: E402
 

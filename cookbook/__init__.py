@@ -4,8 +4,10 @@ commands        what users call: a file or folder for each verb
 run             what train.py calls: stages, services, samples, shortage of memory, publishing
 forecast        memory, time and price of a run, before it is started
 training        what train.py is made of; the parts of this room do not import one another
-planning        what follows from a recipe and a strategy, without torch
+start           the start of a run, without torch: launchers, hosts, the plan of processes, refusals
+facts           what is known of models before one is loaded: files, types, meshes, stages
 config          what users write, with the mathematics of what has a name
+rows            rows of data: kinds, columns, messages, mistakes
 simulated_gpus  GPUs for machines that have none
 system          the machine, its processes and files
 

@@ -370,7 +370,7 @@ FAULTS = (
     ),
     Fault(
         "scores",
-        "cookbook/config/row_columns.py",
+        "cookbook/rows/row_columns.py",
         "kind.is_asked_for and kind.name not in asked_for",
         "False",
         "texts with a label are refused by objectives that want none",
@@ -858,7 +858,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         "            chat = _masked(chat, key, from_json(raw[key]))\n    chat = _begun(raw, chat)\n",
         "            chat = _masked(chat, key, from_json(raw[key]))\n",
         "system prompts beside messages are not trained with",
@@ -866,7 +866,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_columns.py",
+        "cookbook/rows/row_columns.py",
         "readings({key for key, value in raw.items() if value is not None}, asked_for)",
         "readings(set(raw), asked_for)",
         "init takes a table of several kinds of rows, whose other columns are null, for another kind",
@@ -890,7 +890,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         '    if not is_empty(raw.get("history")):\n        row["history"] = _check_history(raw["history"])\n',
         "",
         "earlier turns of an Alpaca row are not trained with",
@@ -898,7 +898,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         'prompt if context in prompt else f"{prompt}\\n\\n{context}"',
         "prompt",
         "the context of a question is left out",
@@ -906,7 +906,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         'LABELS[str(raw["label"]).strip().lower()]',
         'bool(raw["label"])',
         'an answer labelled "false" counts as good',
@@ -914,7 +914,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         'end:], "rejected": rejected[end',
         'num_shared:], "rejected": rejected[num_shared',
         "answers of a preference without a prompt lose their first letters",
@@ -922,7 +922,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/rows/row_kinds.py",
         (
             "check=check_chat_completion,\n"
             '        chats=lambda row: [(row["prompt"] + row["completion"], num_turns(row["prompt"]))]'
@@ -933,7 +933,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_kinds.py",
+        "cookbook/rows/row_kinds.py",
         'num_turns(row["messages"]) - 1',
         "0",
         "all turns of a judged chat are judged",
@@ -941,7 +941,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         '("loss_mask", "mask")',
         "()",
         "a loss mask beside messages is not obeyed",
@@ -949,7 +949,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/messages.py",
+        "cookbook/rows/messages.py",
         '_loss_mark(message, role) is False and role == "assistant"',
         "False",
         "messages without loss carry it",
@@ -957,7 +957,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/messages.py",
+        "cookbook/rows/messages.py",
         ' != (key == "masked")',
         "",
         "masked messages carry loss, and no others",
@@ -965,7 +965,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/messages.py",
+        "cookbook/rows/messages.py",
         "next(iter(reasonings), None)",
         "None",
         "reasoning is not trained with",
@@ -973,7 +973,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         '"\\n\\n".join(row[key] for key in ("user", "context") if key in row)',
         'row["user"]',
         "the input of an Alpaca row is left out",
@@ -989,7 +989,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/messages.py",
+        "cookbook/rows/messages.py",
         '                        before["tool_calls"] += one["tool_calls"]\n',
         "",
         "of several calls in messages of their own only the first is trained with",
@@ -997,7 +997,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/row_checks.py",
+        "cookbook/rows/row_checks.py",
         '"messages"]} | given',
         '"messages"]}',
         "the tools of a preference's request are left out",
@@ -1005,7 +1005,7 @@ FAULTS = (
     ),
     Fault(
         "rows",
-        "cookbook/config/messages.py",
+        "cookbook/rows/messages.py",
         'return "".join(texts),',
         'return "".join(texts[:1]),',
         "of a content in parts only the first is trained with",
@@ -1037,7 +1037,7 @@ FAULTS = (
     ),
     Fault(
         "launch",
-        "cookbook/planning/launchers.py",
+        "cookbook/start/launchers.py",
         "range(int(found[1]), int(found[2]) + 1)",
         "range(int(found[1]), int(found[2]))",
         "a batch that the largest group cannot share is found when it has come to be",
@@ -1805,7 +1805,7 @@ FAULTS = (
     ),
     Fault(
         "strategy",
-        "cookbook/planning/ds_config.py",
+        "cookbook/start/ds_config.py",
         '"gradient_accumulation_steps": accumulation,',
         '"gradient_accumulation_steps": 1,',
         "DeepSpeed updates after each micro-batch",
@@ -2408,7 +2408,7 @@ FAULTS = (
     ),
     Fault(
         "folders",
-        "cookbook/planning/language_part.py",
+        "cookbook/facts/language_part.py",
         "    text.tie_word_embeddings = config.tie_word_embeddings\n",
         "",
         "a tower's language part is tied by its own configuration",
@@ -2416,7 +2416,7 @@ FAULTS = (
     ),
     Fault(
         "folders",
-        "cookbook/planning/language_part.py",
+        "cookbook/facts/language_part.py",
         "if left_out and config.model_type not in WITH_THESE:",
         "if left_out and config.model_type in WITH_THESE:",
         "a language part caps logits that the whole model does not",
@@ -3184,7 +3184,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         'bytes_each = 4 if recipe.compute_precision == "no" else 2',
         "bytes_each = 2",
         "a float32 share of a weight is taken for half as long",
@@ -3224,7 +3224,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/meshes.py",
+        "cookbook/facts/meshes.py",
         '"key head": _size(config, "num_key_value_heads") or heads,',
         '"key head": heads,',
         "tensor parallel divides query heads, and cuts key heads",
@@ -3232,7 +3232,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/meshes.py",
+        "cookbook/facts/meshes.py",
         "(key_heads % size == 0 or size % key_heads == 0)",
         "key_heads % size == 0",
         "more ranks than key heads are refused under sequence parallel",
@@ -3328,7 +3328,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/pipeline_stages.py",
+        "cookbook/facts/pipeline_stages.py",
         "max(math.ceil((num_layers - last) / before), last + head_layers)",
         "max((num_layers - last) // before, last + head_layers)",
         "of stages that are as slow the one that keeps most micro-batches has a layer more",
@@ -3336,7 +3336,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/pipeline_stages.py",
+        "cookbook/facts/pipeline_stages.py",
         "return (chunks - 1) * rounds + num_micro_batches + num_stages - 1",
         "return (chunks - 1) * rounds + num_micro_batches + num_stages",
         "a pipeline waits a turn more than it does",
@@ -3344,7 +3344,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         "return num_gpus or max(min(CPU_PROCESSES, num_cores()), strategy.written_mesh.num_processes)",
         "return num_gpus or min(CPU_PROCESSES, num_cores())",
         "without a GPU a mesh is refused for its number of processes",
@@ -3352,7 +3352,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         "if num_gpus and num_local > num_gpus:",
         "if num_gpus and num_processes > num_gpus:",
         "a run of several machines is refused for want of GPUs",
@@ -3360,7 +3360,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         "max(recipe.run.profile.ranks) >= num_processes",
         "max(recipe.run.profile.ranks) > num_processes",
         "a rank that is not there is profiled, and nothing is written",
@@ -3368,7 +3368,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         "        ways.append(-(-batch.global_batch_size // per_forward) * per_forward)",
         "        ways.append(batch.global_batch_size // per_forward * per_forward)",
         "of two batches that would do the lower one is named twice",
@@ -3376,7 +3376,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         "if hosts is not None and hosts.count > 1:",
         "if hosts is not None and hosts.count > 2:",
         "two machines start a run each",
@@ -3384,7 +3384,7 @@ FAULTS = (
     ),
     Fault(
         "plan",
-        "cookbook/planning/run_plan.py",
+        "cookbook/start/run_plan.py",
         'if strategy.kind == "zero":  # else, by pdsh',
         'if strategy.kind != "zero":  # else, by pdsh',
         "DeepSpeed starts the other machines by pdsh",

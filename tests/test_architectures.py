@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks import architectures, architectures_page
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.merge import merge_run
-from cookbook.planning.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
-from cookbook.planning.packing import PACKABLE
+from cookbook.facts.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
+from cookbook.facts.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models import load_config

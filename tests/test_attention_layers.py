@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks import architectures
 from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.facts.attention_layers import attention_layers
 from cookbook.forecast.costs.flops import attention_flops, sizes_of
 from cookbook.forecast.skeleton import skeleton
-from cookbook.planning.attention_layers import attention_layers
 from cookbook.system.files import RecipeError
 from cookbook.training.models.structure import not_served
 

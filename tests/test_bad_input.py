@@ -22,7 +22,7 @@ from cookbook.commands.cli import main
 from cookbook.config.accelerate_yaml import AccelerateFile
 from cookbook.config.deepspeed_json import DeepspeedFile, count_or_auto
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests import simulated_driver
 

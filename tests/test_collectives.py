@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.launchers import World
+from cookbook.start.launchers import World
 from cookbook.training.engine.collectives import Collectives, average_gradients
 
 WORLD = World(rank=0, local_rank=0, num_processes=4, num_local=4, is_launched=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.planning.refusals import combinations, page
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.refusals import combinations, page
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from tests.conftest import RECIPE, ROOT
 

@@ -23,7 +23,7 @@ from benchmarks import architectures, architectures_page, compiled_layers
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.cli import main as cookbook
 from cookbook.config.sections import AdapterSection, ModelSection
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.models import efficiency, loss
 from cookbook.training.models.efficiency import compile_counts

@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 from small_data import ROOT, make_tokenizer, marked, run_tokenize, write_lines
 
-from cookbook.config.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
 from cookbook.config.objectives import Objective
-from cookbook.config.row_columns import MEANT
-from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import DataSection, Source
+from cookbook.rows.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
+from cookbook.rows.row_columns import MEANT
+from cookbook.rows.row_kinds import kinds
 from cookbook.system.files import RecipeError
 from cookbook.training.data import rows as reading
 from cookbook.training.data.known import known_rows

@@ -20,9 +20,9 @@ import yaml
 from small_data import ROOT, chat, make_tokenizer, messages, rows_of, run_tokenize, write_lines
 
 from cookbook.config.objectives import Objective
-from cookbook.config.row_columns import kinds_of
-from cookbook.config.row_kinds import MadeUp, kinds
 from cookbook.config.sections import DataSection, Source
+from cookbook.rows.row_columns import kinds_of
+from cookbook.rows.row_kinds import MadeUp, kinds
 from cookbook.system.files import RecipeError
 from cookbook.training.data import rows as reading
 from cookbook.training.data import stdlib

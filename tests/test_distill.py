@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.recipe import load_recipe
-from cookbook.planning.launchers import World
-from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.run.teacher import find_teacher, with_answers
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.data.answers import AnswersFile, load_answers
 from cookbook.training.data.sets import TokenSets

@@ -29,15 +29,15 @@ import cookbook
 from cookbook.commands import cli
 from cookbook.commands import launch as launching
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.config.registry import Named, Section
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.traffic import Transfer, host_traffic, transfers
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.verdict import tokens_of_step
-from cookbook.planning.run_plan import make_plan
+from cookbook.start.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
+from cookbook.system.registry import Named, Section
 from cookbook.training.models.structure import find_config
 from tests.needs import need_simulated_gpus
 
@@ -389,9 +389,7 @@ def test_there_are_links_and_paths_to_check():
 
 
 def test_a_link_or_path_to_nowhere_would_be_found():
-    page = (
-        "See [a](docs/none.md), [b](README.md#no-such-heading), `tests/none.py` and `cookbook/planning/run_plan.py`.\n"
-    )
+    page = "See [a](docs/none.md), [b](README.md#no-such-heading), `tests/none.py` and `cookbook/start/run_plan.py`.\n"
     assert broken_links("README.md", page) == (2, ["docs/none.md", "README.md#no-such-heading"])
     assert missing_paths(page) == (2, ["tests/none.py"])
 
@@ -740,7 +738,7 @@ def test_the_drawing_of_who_has_what_is_the_mesh_of_each_file():
 
 def test_the_layers_of_the_contributing_page_are_those_of_the_package():
     rows = re.findall(r"(?m)^\w+  .*$", cookbook.__doc__)
-    assert len(rows) == 8
+    assert len(rows) == 10
     for row in rows:
         assert row.split() in [line.split() for line in text_of("CONTRIBUTING.md").splitlines()], row
 

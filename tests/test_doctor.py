@@ -39,9 +39,9 @@ from cookbook.commands.doctor import driver as gpus
 from cookbook.commands.doctor.storage import Sizes, sizes
 from cookbook.commands.shared.labels import Needs
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import launchers
-from cookbook.planning.run_plan import load_pair
-from cookbook.system import hosts, machine
+from cookbook.start import hosts, launchers
+from cookbook.start.run_plan import load_pair
+from cookbook.system import machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from tests import simulated_driver
 from tests.needs import end_without, need_compiler, need_simulated_gpus

@@ -18,7 +18,7 @@ import os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from cookbook.training.engine.collectives import Collectives
-from cookbook.planning.launchers import read_world
+from cookbook.start.launchers import read_world
 from cookbook.config.mesh import Mesh
 
 late, world = int(sys.argv[1]), read_world()

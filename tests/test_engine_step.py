@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.objectives import Objective
 from cookbook.config.optim.groups import build_optimizer
-from cookbook.planning.launchers import World
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.saver import Saver

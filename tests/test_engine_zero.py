@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
 from cookbook.config.optim.groups import build_optimizer
-from cookbook.planning.launchers import World
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.training.checkpoint import resume
 from cookbook.training.engine import Engine, engine_class
 from cookbook.training.models.loss import add_loss

@@ -13,9 +13,9 @@ from cookbook import simulated_gpus
 from cookbook.commands.cli import main
 from cookbook.commands.launch import run_and_restart
 from cookbook.config.sections import BatchSection
-from cookbook.planning.run_plan import load_pair, make_plan
 from cookbook.run import shortage
 from cookbook.run.next_start import Start, smaller_batches
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system import status
 from tests.curves import file_of, write_chats
 from tests.gpu_runs import LIMIT_SECONDS, NUM_GPUS, RECIPE, RECIPES, GpuLab

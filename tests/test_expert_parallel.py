@@ -14,11 +14,11 @@ from benchmarks.tiny_models import tiny_config
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.facts.meshes import EXPERT_PARALLEL, mesh_problem
 from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.traffic import transfers
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
-from cookbook.planning.meshes import EXPERT_PARALLEL, mesh_problem
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import not_served
 from tests.curves import ROOT, Curve, Lab, distance

@@ -69,7 +69,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
-    monkeypatch.setattr("cookbook.planning.run_plan.num_cores", lambda: 8)
+    monkeypatch.setattr("cookbook.start.run_plan.num_cores", lambda: 8)
     recipe, asked, processes, accumulation, tokens = BY_HAND[case]
     batch = explain(Path(recipe), **asked).sections["BATCH"]
     assert batch["processes"].value == processes
@@ -342,7 +342,7 @@ def test_a_terminal_without_braille_gets_letters():
 def test_the_engine_has_no_other_way_to_make_the_configuration():
     """What a run hands over is compared in the last test here."""
     text = (ROOT / "cookbook/training/engine/zero.py").read_text()
-    assert "from cookbook.planning.ds_config import deepspeed_config, separate_swap" in text
+    assert "from cookbook.start.ds_config import deepspeed_config, separate_swap" in text
     assert "config = deepspeed_config(" in text and "self.deepspeed_config = config\n" in text
     assert text.count("deepspeed_config(") == 1
 

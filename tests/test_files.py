@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import RECIPE, ROOT
 
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.files import (
     MAX_FILE_BYTES,
     Document,

@@ -22,6 +22,7 @@ from cookbook.commands.plan import machines_for
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import known_strategies, load_strategy
+from cookbook.facts.pipeline_stages import in_flight
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
 from cookbook.forecast.costs.states import ResidentBytes, States
@@ -51,8 +52,7 @@ from cookbook.forecast.verdict import (
     rank,
     time_of_run,
 )
-from cookbook.planning.pipeline_stages import in_flight
-from cookbook.planning.run_plan import make_plan
+from cookbook.start.run_plan import make_plan
 from cookbook.system.hardware import find_gpu, in_gib, parse_machines
 from cookbook.training.models.structure import find_config
 

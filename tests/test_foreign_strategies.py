@@ -29,12 +29,12 @@ from cookbook.config.accelerate_yaml import FsdpBlock
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.ranking import forecast_all
-from cookbook.planning.run_plan import launch_command, machine_problems
+from cookbook.start.hosts import Hosts
+from cookbook.start.run_plan import launch_command, machine_problems
 from cookbook.system import status
 from cookbook.system.child import run_child
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
-from cookbook.system.hosts import Hosts
 from tests.curves import ROOT, SGD, Lab, distance
 
 LOSS, NORM = 2e-6, 1e-6

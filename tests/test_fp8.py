@@ -12,7 +12,7 @@ import torch
 from benchmarks import tiny_models
 from cookbook.commands.cli import main
 from cookbook.forecast.step_time import no_forecast
-from cookbook.planning import launchers
+from cookbook.start import launchers
 from cookbook.system import machine
 from cookbook.system.gpus import Driver, InstalledGpu
 from cookbook.system.hardware import parse_machines

@@ -17,7 +17,7 @@ from tests.test_equivalence_features import FAMILIES
 PRECISIONS = ("'no'", "bf16", "fp16")
 PACKED = {"data.packing": "true"}
 REFUSED = {(name, "fp16") for name in ("tp", "ddp_tp", "fsdp2_tp", "hsdp_tp", "pp", "pp_fsdp2", "pp_tp", "pp_tp_fsdp2")}
-"""By cookbook/planning/refusals.py."""
+"""By cookbook/start/refusals.py."""
 
 # Loss (absolute) and gradient norm (relative) over three steps of AdamW. Float32 as on the CPU. In 16 bits, autocast
 # rounds the inputs of each product (single, ddp, tp), FSDP and ZeRO round the weights once and every operation after,

@@ -22,9 +22,8 @@ from curves import Curve, distance, done_of
 from cookbook.commands import launch
 from cookbook.commands.cli import main
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import launchers as planning
-from cookbook.planning.run_plan import launch_command
-from cookbook.system import hosts
+from cookbook.start import hosts, launchers
+from cookbook.start.run_plan import launch_command
 from tests import simulated_driver
 from tests.needs import need_simulated_gpus
 from tests.two_machines import ADDRESSES, set_cable, two_machines
@@ -158,9 +157,9 @@ def test_a_user_s_interface_is_taken_unless_it_does_not_leave_the_machine():
     ],
 )
 def test_the_sizes_of_a_group_that_may_change_are_those_of_torchrun_s_flag(monkeypatch, words, expected):
-    monkeypatch.setattr(planning, "_ancestors", lambda: iter([["bash"], words.split()]))
+    monkeypatch.setattr(launchers, "_ancestors", lambda: iter([["bash"], words.split()]))
     assert (
-        planning.elastic_sizes(planning.World(rank=0, local_rank=0, num_processes=2, num_local=2, is_launched=True))
+        launchers.elastic_sizes(launchers.World(rank=0, local_rank=0, num_processes=2, num_local=2, is_launched=True))
         == expected
     )
 

@@ -88,7 +88,7 @@ def test_a_shipped_path_is_shown_as_it_is_reached_from_here(tmp_path, monkeypatc
 
 
 def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(tmp_path, monkeypatch):
-    from cookbook.planning.run_plan import load_pair
+    from cookbook.start.run_plan import load_pair
 
     recipe = project(tmp_path / "there")
     here = project(tmp_path / "here").parent

@@ -15,8 +15,8 @@ import pytest
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.planning import launchers
-from cookbook.planning.launchers import (
+from cookbook.start import launchers
+from cookbook.start.launchers import (
     Launcher,
     World,
     check_environment,
@@ -212,7 +212,7 @@ PROBE = """
 import json, sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from cookbook.planning import launchers
+from cookbook.start import launchers
 from cookbook.config.strategy import load_strategy
 found = launchers.find_launcher()
 path = Path(found.config_file or "accelerate_configs/single.yaml")

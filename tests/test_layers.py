@@ -15,7 +15,7 @@ from conftest import ROOT, clean_environment
 import cookbook
 from cookbook.commands.cli import app
 from cookbook.config.recipe import Recipe
-from cookbook.config.registry import Named, Section
+from cookbook.system.registry import Named, Section
 
 PACKAGE = ROOT / "cookbook"
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
@@ -80,7 +80,7 @@ def reached(start: str, graph=GRAPH) -> set[str]:
 
 def test_every_folder_is_a_room():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders == set(ROOMS) and len(ROOMS) == 8
+    assert folders == set(ROOMS) and len(ROOMS) == 10
     unsaid = {path.parent for path in SOURCES if not (path.parent / "__init__.py").is_file()}
     assert unsaid == {PACKAGE / "simulated_gpus" / "inject"}, "each folder says what it is"
 

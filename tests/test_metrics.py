@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cookbook.forecast.costs.flops import ModelSizes
-from cookbook.planning.ds_config import run_name
 from cookbook.run.forecasts import FlopCounter, flop_counter
+from cookbook.start.ds_config import run_name
 from cookbook.system.files import RecipeError
 from cookbook.training import metrics
 from cookbook.training.metrics import (

@@ -16,7 +16,7 @@ from cookbook.config.sections import Auto
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.forecast.ranking import by_auto, forecast_all
 from cookbook.forecast.show import as_record, in_words
-from cookbook.planning.run_plan import autos, make_plan, without_auto
+from cookbook.start.run_plan import autos, make_plan, without_auto
 from cookbook.system.files import dump_yaml
 from cookbook.system.hardware import parse_machines
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.mesh import Mesh
 from cookbook.config.sections import ModelSection, ScratchModel
-from cookbook.planning.meshes import mesh_problem
+from cookbook.facts.meshes import mesh_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import (
     load_config,

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import RECIPE, Book
 
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests.test_bad_input import RECIPE_MISTAKES, STRATEGY_MISTAKES, every_path
 

@@ -32,8 +32,8 @@ from cookbook.commands.rehearse import tiny_types
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.language_part import language_config
-from cookbook.planning.packing import MIXES, PACKABLE, SINKS, STATEFUL, Packing, decide, known_config, packing_problem
+from cookbook.facts.language_part import language_config
+from cookbook.facts.packing import MIXES, PACKABLE, SINKS, STATEFUL, Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency, load_config, load_model
 from cookbook.training.models.attention import PACKED, Kind, Lengths, Segments, _varlen, attend

@@ -21,10 +21,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood
-from cookbook.forecast.activations import ActivationTrace, Phase
-from cookbook.forecast.costs.inputs import sketch, stage_of
-from cookbook.planning.meshes import pipeline_problem
-from cookbook.planning.pipeline_stages import (
+from cookbook.facts.meshes import pipeline_problem
+from cookbook.facts.pipeline_stages import (
     begun,
     head_layers,
     num_turns,
@@ -33,6 +31,8 @@ from cookbook.planning.pipeline_stages import (
     stage_chunks,
     stage_layers,
 )
+from cookbook.forecast.activations import ActivationTrace, Phase
+from cookbook.forecast.costs.inputs import sketch, stage_of
 from cookbook.training.data.batches import collate
 from cookbook.training.engine import Engine
 from cookbook.training.engine.pipeline import Pipeline, _Interleaved

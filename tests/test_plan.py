@@ -9,8 +9,8 @@ import pytest
 from conftest import RECIPE
 
 from cookbook.config.strategy import load_strategy
-from cookbook.planning import run_plan as plan_module
-from cookbook.planning.run_plan import (
+from cookbook.start import run_plan as plan_module
+from cookbook.start.run_plan import (
     default_num_processes,
     launch_command,
     load_pair,

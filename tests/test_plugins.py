@@ -17,11 +17,12 @@ from small_data import make_tokenizer
 
 from cookbook.commands import rehearse
 from cookbook.commands.cli import main
-from cookbook.config import plugins, registry
+from cookbook.config import plugins
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.recipe import dump_recipe, load_recipe
 from cookbook.config.strategy import find_strategy
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.run_plan import load_pair, make_plan
+from cookbook.system import registry
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.resume import changes
@@ -164,14 +165,14 @@ BROKEN = {
     "nothing registered": ("x.py", "x = 1\n", r"x.py: registers nothing"),
     "name of the package": (
         "x.py",
-        "from typing import Literal\nfrom cookbook.config.registry import register\n"
+        "from typing import Literal\nfrom cookbook.system.registry import register\n"
         "from cookbook.config.schedule import Schedule\n"
         "@register\nclass Linear(Schedule):\n    name: Literal['linear']\n",
         r"x.py:4: cannot be imported: ValueError: schedule 'linear' is taken",
     ),
     "no name": (
         "x.py",
-        "from cookbook.config.registry import register\nfrom cookbook.config.schedule import Schedule\n"
+        "from cookbook.system.registry import register\nfrom cookbook.config.schedule import Schedule\n"
         "@register\nclass Mine(Schedule):\n    pass\n",
         r"x.py:3: cannot be imported: ValueError: Mine needs a name of its own",
     ),

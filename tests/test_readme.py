@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.run_plan import load_pair, make_plan
+from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -133,7 +133,7 @@ def test_the_page_of_symptoms_has_the_answer_to_a_foreign_key(assignment: str) -
 
 SAID = {
     "cookbook/training/data/encode.py": "has chats, but the tokenizer has no chat template",
-    "cookbook/planning/launchers.py": "without --config_file it uses this user account's defaults",
+    "cookbook/start/launchers.py": "without --config_file it uses this user account's defaults",
     "cookbook/system/hang_report.py": "HANG: no progress for",
     "train.py": "trained parameters got no gradient in the first step",
 }

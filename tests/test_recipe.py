@@ -15,8 +15,8 @@ from conftest import RECIPE_TEXT, ROOT
 from pydantic import ValidationError
 
 from cookbook.config.recipe import Recipe, dump_recipe, leaves, load_recipe, recipe_schema
-from cookbook.config.registry import Named, Section
 from cookbook.system.files import RecipeError
+from cookbook.system.registry import Named, Section
 from cookbook.training.checkpoint.resume import rule_of
 
 RECIPE = Path(SMALL)

@@ -15,12 +15,12 @@ from conftest import ROOT
 from cookbook.commands import library
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, Section, load_recipe
-from cookbook.config.registry import Named
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning.packing import decide, known_config
-from cookbook.planning.run_plan import begun_elsewhere, load_pair, make_plan
+from cookbook.facts.packing import decide, known_config
+from cookbook.start.run_plan import begun_elsewhere, load_pair, make_plan
 from cookbook.system.hardware import GIB, parse_machines
+from cookbook.system.registry import Named
 
 QUICKSTART = "recipes/quickstart.yaml"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))

@@ -18,10 +18,10 @@ from cookbook.commands.rehearse import _what_went_wrong, standins
 from cookbook.commands.rehearse.recompute import recompute
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
-from cookbook.planning import offline
-from cookbook.planning.attention_layers import attention_layers
-from cookbook.planning.packing import Packing
-from cookbook.planning.run_plan import load_pair
+from cookbook.facts import offline
+from cookbook.facts.attention_layers import attention_layers
+from cookbook.facts.packing import Packing
+from cookbook.start.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from tests.needs import need_builds_of, need_simulated_gpus
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
-from cookbook.planning.score_head import ScoreHead
+from cookbook.facts.score_head import ScoreHead
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import _at_the_end, join
 from cookbook.training.models.first_head import scored_folder

@@ -39,11 +39,11 @@ from cookbook.commands.cli import main
 from cookbook.commands.rounds import prompt_rows, scoring, served
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.served import Client, Served
-from cookbook.config.json_text import BadRow
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
 from cookbook.config.sections import RoundsSection
+from cookbook.rows.json_text import BadRow
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.gpus import InstalledGpu

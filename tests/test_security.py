@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
 from cookbook.config.sections import ModelSection
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.files import RecipeError
 from cookbook.training.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.meshes import sequence_problem
+from cookbook.facts.meshes import sequence_problem
 from cookbook.training.data.batches import collate, sequence_part
 from tests.curves import SGD, Lab, distance
 from tests.small_data import PAD, token_set

@@ -20,7 +20,7 @@ from small_data import CHATML, make_tokenizer, marked, rows_of, run_tokenize
 from tokenizers import pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cookbook.config.row_columns import readings
+from cookbook.rows.row_columns import readings
 from cookbook.training.data.twin import offer, own_template, twin_of
 from cookbook.training.models import end_of_turn
 from tests.turns import TEMPLATES, others_by_turn

@@ -122,7 +122,7 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
 def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
     walk = lines_after(WALK)["WALK"]
     print(len(walk), *walk)
-    assert {"train.py", "cookbook/config/recipe.py", "cookbook/planning/run_plan.py"} <= set(walk)
+    assert {"train.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
     assert 10 < len(walk) <= STAYS
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.launchers import World
+from cookbook.start.launchers import World
 from cookbook.training.engine import Engine
 from cookbook.training.engine.state import _distance, _holders
 from tests.curves import SGD, Lab, distance

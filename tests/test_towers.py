@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from cookbook.planning.language_part import TOWER_PACKAGES, TOWERS, language_key, why_whole
+from cookbook.facts.language_part import TOWER_PACKAGES, TOWERS, language_key, why_whole
 from cookbook.run.publish.merged import write_merged
 from cookbook.run.publish.reopen import Wrong, reopen
 from cookbook.system.files import RecipeError
@@ -269,7 +269,7 @@ def test_whose_language_part_is_another_model_alone_is_refused_with_the_reason(m
 def test_a_package_that_builds_a_tower_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without it nothing could tell whether the tower's tensors are all there, or open the export."""
     AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
-    monkeypatch.setattr("cookbook.planning.language_part.find_spec", lambda name: None)
+    monkeypatch.setattr("cookbook.facts.language_part.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"with timm, which is not installed \(`pip install timm`\); take a text"):
         load_config(str(tmp_path), 64)
 

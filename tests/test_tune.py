@@ -13,7 +13,7 @@ from conftest import ROOT
 from cookbook.commands import tune
 from cookbook.commands.cli import main
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system import status
 from cookbook.system.hardware import parse_machines
 

@@ -9,7 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MA
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.rehearse.tiny_types import SIZES
-from cookbook.planning.language_part import TWINS, language_config
+from cookbook.facts.language_part import TWINS, language_config
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,

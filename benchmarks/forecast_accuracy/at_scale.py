@@ -13,7 +13,7 @@ from benchmarks.records import dump
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.verdict import Forecast
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.hardware import GIB, parse_machines
 
 ROOT = Path(__file__).resolve().parents[2]

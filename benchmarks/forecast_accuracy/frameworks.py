@@ -21,10 +21,10 @@ from benchmarks.forecast_accuracy.unsaid_rows import EVERY_LINEAR
 from benchmarks.records import dump
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.facts.offline import known_model
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.step_time import kind_of, share_of_peak
 from cookbook.forecast.verdict import Forecast, TraceCache, forecast, tokens_of_step
-from cookbook.planning.offline import known_model
 from cookbook.system.hardware import Machines, parse_machines
 
 FACTS = Path(__file__).resolve().parent / "frameworks_published.csv"

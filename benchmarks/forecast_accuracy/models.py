@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from cookbook.facts.offline import known_model
 from cookbook.forecast.costs.flops import ModelSizes
-from cookbook.planning.offline import known_model
 
 
 class Shape(NamedTuple):

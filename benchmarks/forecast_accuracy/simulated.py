@@ -23,7 +23,7 @@ from cookbook import simulated_gpus
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.verdict import of_run
-from cookbook.planning.run_plan import make_plan
+from cookbook.start.run_plan import make_plan
 from cookbook.training.models.structure import find_config
 from tests.curves import Lab, file_of, processes_of
 from tests.experts import experts, experts_config, needs_experts

@@ -16,7 +16,7 @@ from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.outside import outside
 from cookbook.forecast.verdict import of_run
-from cookbook.planning.run_plan import make_plan
+from cookbook.start.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
 
 WHOLE_LOGITS = 2 + 4 + 4

@@ -40,10 +40,10 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_node.jobs import Ended, Job, Node, end_all, last_json, left_behind, marked, num_steps, write  # noqa: E402
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path  # noqa: E402
-from cookbook.planning.run_plan import default_num_processes  # noqa: E402
+from cookbook.start.hosts import set_interfaces  # noqa: E402
+from cookbook.start.run_plan import default_num_processes  # noqa: E402
 from cookbook.system.files import RecipeError, dump_yaml  # noqa: E402
 from cookbook.system.hardware import GIB  # noqa: E402
-from cookbook.system.hosts import set_interfaces  # noqa: E402
 from cookbook.system.machine import num_cores  # noqa: E402
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ from typer import Option
 
 from cookbook.commands.shared.arguments import MODEL, positive, run_folder
 from cookbook.commands.shared.find_model import find_model, quiet_without_gpus
-from cookbook.config.messages import Chat
+from cookbook.rows.messages import Chat
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 

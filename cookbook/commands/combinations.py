@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import write_page
-from cookbook.planning.refusals import page
+from cookbook.start.refusals import page
 
 
 def combinations() -> int:

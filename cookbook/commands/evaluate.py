@@ -14,9 +14,9 @@ from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.planning import launchers
-from cookbook.planning.packing import decide
-from cookbook.planning.run_plan import make_plan
+from cookbook.facts.packing import decide
+from cookbook.start import launchers
+from cookbook.start.run_plan import make_plan
 from cookbook.system.console import page, say
 from cookbook.system.files import Document, RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed

@@ -19,15 +19,15 @@ from typer import Argument, Option
 
 from cookbook.commands.check import check
 from cookbook.commands.shared.labels import read_label
-from cookbook.config import registry
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
-from cookbook.config.row_checks import Row
-from cookbook.config.row_columns import kinds_of, rename, suggested_columns
-from cookbook.config.row_kinds import kinds
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
+from cookbook.rows.row_checks import Row
+from cookbook.rows.row_columns import kinds_of, rename, suggested_columns
+from cookbook.rows.row_kinds import kinds
+from cookbook.system import registry
 from cookbook.system.console import say, several
 from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine

@@ -26,10 +26,10 @@ from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_tak
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning import run_plan
 from cookbook.run import shortage
 from cookbook.run.next_start import Start, next_start, suggestion
-from cookbook.system import hosts, signals, status
+from cookbook.start import hosts, run_plan
+from cookbook.system import signals, status
 from cookbook.system.child import ACCELERATE_CLI, run_child
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse

@@ -9,7 +9,7 @@ from typer import Option
 from cookbook.commands.shared.arguments import QUICKSTART, RECIPE, AsJson, Assignments, Strategies, positive
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.strategy import find_strategy, known_strategies, load_known, load_strategy
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.console import say
 from cookbook.system.hardware import GIB, Machines, parse_machines, this_machine, with_room
 from cookbook.system.imports import imports, quiet_deepspeed

@@ -11,9 +11,9 @@ from typer import Option
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.shared.arguments import MODEL, positive, run_folder
 from cookbook.commands.shared.find_model import find_model, find_run, quiet_without_gpus
-from cookbook.config.messages import Chat
 from cookbook.config.recipe import load_recipe
-from cookbook.config.row_kinds import kinds
+from cookbook.rows.messages import Chat
+from cookbook.rows.row_kinds import kinds
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import read_lines

@@ -15,7 +15,7 @@ from typer import Option
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import default_num_processes, describe_batch, load_single, make_plan
+from cookbook.start.run_plan import default_num_processes, describe_batch, load_single, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
 from cookbook.system.hardware import Machines, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed

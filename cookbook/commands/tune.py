@@ -16,7 +16,7 @@ from cookbook.commands.plan import machines_for
 from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
-from cookbook.planning.run_plan import default_num_processes, launch_command, load_pair, load_single
+from cookbook.start.run_plan import default_num_processes, launch_command, load_pair, load_single
 from cookbook.system import signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError

@@ -103,7 +103,7 @@ class Project:
     passes: Mapping[str, Any] = field(default_factory=dict)
     """Values of a distribution's keys, or `any`, that ask for nothing, or for what a run does in any case."""
     compares: Mapping[str, str] = field(default_factory=dict)
-    """Keys of a distribution without a counterpart that are the recipe's all the same, by `planning.claims`."""
+    """Keys of a distribution without a counterpart that are the recipe's all the same, by `start.claims`."""
 
     def other_training(self, path: str, value: Any) -> str | None:
         """What is trained otherwise with this key, if anything."""

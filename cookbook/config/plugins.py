@@ -13,7 +13,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from cookbook.config import registry
+from cookbook.system import registry
 from cookbook.system.files import refuse
 
 _imported: dict[str, tuple[str, list[Any]]] = {}

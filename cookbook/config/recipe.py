@@ -19,7 +19,6 @@ from cookbook.config.checks import KINDS, check_across_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.objectives.token_loss import SFT
 from cookbook.config.optim import Optimizer
-from cookbook.config.registry import Named, Section
 from cookbook.config.schedule import Cosine, Schedule
 from cookbook.config.sections import (
     BUILTIN_SOURCE,
@@ -44,6 +43,7 @@ from cookbook.system.files import (
     read_document,
 )
 from cookbook.system.imports import show_torchao
+from cookbook.system.registry import Named, Section
 from cookbook.system.shipped import HOME, is_short, located
 from cookbook.system.validation import parts, validate
 

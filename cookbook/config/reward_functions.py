@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from cookbook.config import registry
+from cookbook.system import registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from cookbook.config.optim import Optimizer
-from cookbook.config.registry import Named, register
+from cookbook.system.registry import Named, register
 
 
 def _steps_or_share(value: float) -> float:

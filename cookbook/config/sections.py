@@ -17,11 +17,11 @@ from pydantic import (
     model_validator,
 )
 
-from cookbook.config import row_columns, row_kinds
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
-from cookbook.config.registry import Section
+from cookbook.rows import row_columns, row_kinds
 from cookbook.system.files import PathText
+from cookbook.system.registry import Section
 
 BUILTIN_SOURCE = "python-stdlib"
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md")
@@ -305,7 +305,7 @@ class DataSection(Section):
 
     @property
     def is_packed(self) -> bool:
-        """`packing`, once `cookbook.planning.packing` has decided it."""
+        """`packing`, once `cookbook.facts.packing` has decided it."""
         assert self.packing != "auto", "data.packing is asked for before it is decided"
         return self.packing
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cookbook.planning.score_head import head_of
+from cookbook.facts.score_head import head_of
 from cookbook.training.models.efficiency import is_saved
 from cookbook.training.models.loss import PLAIN, LossHead, OfLogits
 

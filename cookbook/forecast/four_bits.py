@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cookbook.planning.score_head import head_of
+from cookbook.facts.score_head import head_of
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits
 
 BLOCK = 64

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.facts.score_head import empty_model
 from cookbook.forecast.activations import Phase
-from cookbook.planning.score_head import empty_model
 
 FOUND: dict[tuple[type, str, int], "Few"] = {}
 

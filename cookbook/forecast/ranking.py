@@ -28,7 +28,7 @@ from cookbook.forecast.verdict import (
     rank,
     time_compiled,
 )
-from cookbook.planning.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, autos, even
+from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, autos, even
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
 from cookbook.training.models.structure import config_of, find_config, not_served

@@ -12,7 +12,7 @@ from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import NOTHING_HELPS, ByAuto, PlanReport
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
-from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
+from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
 from cookbook.system.console import Row, coloured, page
 from cookbook.system.hardware import in_gib
 

@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cookbook.config.optim.groups import kinds
 from cookbook.config.recipe import Recipe
+from cookbook.facts.pipeline_stages import head_in_layers
+from cookbook.facts.score_head import backbone_of, empty_model, head_of
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
-from cookbook.planning.pipeline_stages import head_in_layers
-from cookbook.planning.score_head import backbone_of, empty_model, head_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.imports import load_peft
 from cookbook.training.adapters import examine, experts_in_4_bits, inject

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cookbook.config.strategy import Strategy
+from cookbook.facts.pipeline_stages import num_turns, slowest_share
 from cookbook.forecast.activations import CACHE_BYTES, ActivationTrace
 from cookbook.forecast.costs.flops import ModelSizes, Precision, Step, work
 from cookbook.forecast.costs.traffic import (
@@ -19,7 +20,6 @@ from cookbook.forecast.costs.traffic import (
     host_traffic,
     transfers,
 )
-from cookbook.planning.pipeline_stages import num_turns, slowest_share
 from cookbook.system.hardware import DISK_READ, DISK_WRITE, Gpu, Machines
 
 EFFICIENCY = {

@@ -20,6 +20,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
+from cookbook.facts.packing import STATEFUL, stops_compiling
+from cookbook.facts.score_head import backbone_of, empty_model, head_of
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
@@ -27,8 +29,6 @@ from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reac
 from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
 from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
-from cookbook.planning.packing import STATEFUL, stops_compiling
-from cookbook.planning.score_head import backbone_of, empty_model, head_of
 from cookbook.system.files import first_line
 from cookbook.training.adapters import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one

@@ -8,6 +8,9 @@ from transformers import PreTrainedConfig
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
+from cookbook.facts.meshes import mesh_problem, share_beyond_buffer, units_problem
+from cookbook.facts.packing import STATEFUL, TOKEN_BY_TOKEN, decide
+from cookbook.facts.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.forecast import second_process
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.costs.flops import Step, sizes_of
@@ -33,10 +36,7 @@ from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.forecast.trace import Untraceable, holds_scores
 from cookbook.forecast.trace import trace as trace_pass
-from cookbook.planning.meshes import mesh_problem, share_beyond_buffer, units_problem
-from cookbook.planning.packing import STATEFUL, TOKEN_BY_TOKEN, decide
-from cookbook.planning.pipeline_stages import Begun, begun, in_flight, stage_chunks
-from cookbook.planning.run_plan import Plan, default_num_processes, make_plan
+from cookbook.start.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
 from cookbook.training.models.efficiency import check_layers

@@ -9,8 +9,8 @@ from cookbook import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy, load_known
-from cookbook.planning.run_plan import Plan, launch_command, load_pair, make_plan
 from cookbook.run import forecasts
+from cookbook.start.run_plan import Plan, launch_command, load_pair, make_plan
 from cookbook.system.hardware import DRIVER_RESERVE_GIB, Machines, this_machine
 
 

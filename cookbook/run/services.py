@@ -9,9 +9,9 @@ import torch
 
 from cookbook.config import plugins
 from cookbook.config.recipe import dump_recipe
-from cookbook.planning.run_plan import describe_batch
 from cookbook.run import forecasts, publish, shortage
 from cookbook.run.stages import Run
+from cookbook.start.run_plan import describe_batch
 from cookbook.system import signals
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB

@@ -11,8 +11,8 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import Plan, show_command
 from cookbook.run.next_start import Start, next_start, suggestion
+from cookbook.start.run_plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.console import say
 from cookbook.system.machine import EXPANDABLE, allocator_settings

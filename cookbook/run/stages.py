@@ -27,12 +27,12 @@ from cookbook.config.objectives.forward import Batch, sequence_logps, target_log
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.launchers import World
-from cookbook.planning.meshes import mesh_problem, num_experts
-from cookbook.planning.packing import Packing, decide
-from cookbook.planning.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
-from cookbook.planning.score_head import ScoreHead, head_note, head_wanted
+from cookbook.facts.meshes import mesh_problem, num_experts
+from cookbook.facts.packing import Packing, decide
+from cookbook.facts.score_head import ScoreHead, head_note, head_wanted
 from cookbook.run import publish
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training import adapters, models

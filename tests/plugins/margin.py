@@ -6,9 +6,10 @@ from pydantic import Field
 
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
-from cookbook.config.registry import Refusal, register
-from cookbook.config.row_kinds import BadRow, RowKind, check_text
+from cookbook.config.optim.optimizer import Refusal
 from cookbook.config.schedule import Schedule
+from cookbook.rows.row_kinds import BadRow, RowKind, check_text
+from cookbook.system.registry import register
 
 
 def check_duel(raw):

@@ -19,7 +19,7 @@ from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lac
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
-from cookbook.planning import run_plan
+from cookbook.start import run_plan
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus

@@ -7,11 +7,11 @@ from pathlib import Path
 from cookbook.commands.rounds.prompt_rows import read_prompts
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_columns import kinds_of, rename, without
-from cookbook.config.row_kinds import kinds
 from cookbook.config.schedule import peak_learning_rate, short_run
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
-from cookbook.planning.packing import known_config
+from cookbook.facts.packing import known_config
+from cookbook.rows.row_columns import kinds_of, rename, without
+from cookbook.rows.row_kinds import kinds
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import Rows, read_rows
 from cookbook.training.data.sources import raw_rows

@@ -8,7 +8,7 @@ from typer import Option
 
 from cookbook.commands.shared.arguments import RECIPE, AsJson, StrategyFile
 from cookbook.config.strategy import load_strategy
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 
 
 def doctor(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.config.strategy import Strategy
-from cookbook.planning.launchers import Launcher, check_environment
-from cookbook.system import hosts
+from cookbook.start import hosts
+from cookbook.start.launchers import Launcher, check_environment
 
 SLOWING = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",

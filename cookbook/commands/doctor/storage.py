@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
+from cookbook.facts.offline import known_model
 from cookbook.forecast.costs.inputs import cost_inputs, sketch
 from cookbook.forecast.costs.loading import machine_bytes
 from cookbook.forecast.costs.per_parameter import Where, shares, total
 from cookbook.forecast.costs.states import checkpoint_bytes, states
-from cookbook.planning.offline import known_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, find_strategy, load_strategy
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
-from cookbook.planning.run_plan import load_pair
+from cookbook.start.run_plan import load_pair
 from cookbook.system.console import Row, page, several
 from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
 from cookbook.system.shipped import is_short, located, short

@@ -14,13 +14,13 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.sections import BUILTIN_SOURCE, Auto, RoundsSection, Source, data_format
 from cookbook.config.strategy import Strategy
+from cookbook.facts.packing import decide, known_config
+from cookbook.facts.pipeline_stages import in_flight
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs, cost_inputs
 from cookbook.forecast.costs.traffic import links_in_words
-from cookbook.planning.ds_config import deepspeed_config, separate_swap
-from cookbook.planning.packing import decide, known_config
-from cookbook.planning.pipeline_stages import in_flight
-from cookbook.planning.run_plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
+from cookbook.start.ds_config import deepspeed_config, separate_swap
+from cookbook.start.run_plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.console import Row, page, several
 from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
 from cookbook.system.machine import num_gpus

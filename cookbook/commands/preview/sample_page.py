@@ -13,9 +13,9 @@ import numpy as np
 
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.planning.language_part import open_config
-from cookbook.planning.packing import Packing, decide
-from cookbook.planning.run_plan import refuse_rounds
+from cookbook.facts.language_part import open_config
+from cookbook.facts.packing import Packing, decide
+from cookbook.start.run_plan import refuse_rounds
 from cookbook.system.console import Row, can_show, coloured, console, page, say, shown
 from cookbook.system.files import refuse
 from cookbook.system.imports import quiet_deepspeed

@@ -35,8 +35,8 @@ from cookbook.config.chat_templates import template_path
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.sections import Auto, Source
 from cookbook.config.strategy import Strategy
-from cookbook.planning.packing import decide
-from cookbook.planning.run_plan import describe_batch, launch_command, load_pair, make_plan
+from cookbook.facts.packing import decide
+from cookbook.start.run_plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, dump_yaml, read_document
 from cookbook.system.imports import quiet_deepspeed

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.objectives import Answer, Objective, Question
-from cookbook.config.row_kinds import BadRow, kinds
 from cookbook.config.sections import DataSection, Source
+from cookbook.rows.row_kinds import BadRow, kinds
 from cookbook.training.data.encode import Encoder, LabelledIds, TextKeys
 from cookbook.training.data.rows import read_rows
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from cookbook.commands.rehearse.tiny_types import LARGEST, LAYER_KINDS, small_values
 from cookbook.config.recipe import Recipe
-from cookbook.config.row_columns import MEANT, without
-from cookbook.config.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.config.sections import BUILTIN_SOURCE, Source
-from cookbook.planning.attention_layers import attention_layers
-from cookbook.planning.meshes import EXPERTS
-from cookbook.planning.model_files import read_tokenizer, why_not
-from cookbook.planning.offline import hub_answers, known_kind, known_model
+from cookbook.facts.attention_layers import attention_layers
+from cookbook.facts.meshes import EXPERTS
+from cookbook.facts.model_files import read_tokenizer, why_not
+from cookbook.facts.offline import hub_answers, known_kind, known_model
+from cookbook.rows.row_columns import MEANT, without
+from cookbook.rows.row_kinds import BadRow, MadeUp, columns, kinds
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts
 from cookbook.training.data.sources import raw_rows

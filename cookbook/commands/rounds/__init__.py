@@ -19,8 +19,8 @@ from cookbook.config import plugins
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
-from cookbook.planning import run_plan
-from cookbook.planning.in_rounds import TRANSFORMERS, kind_of_samples, needs_reference
+from cookbook.start import run_plan
+from cookbook.start.in_rounds import TRANSFORMERS, kind_of_samples, needs_reference
 from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -149,7 +149,7 @@ def _of_adapter(model: str, digest: str, recipe: Recipe) -> dict[str, str]:
     """The digest of an adapter that the first round begins with, which must fit the model."""
     if recipe.adapter is None:
         return {}
-    from cookbook.planning.language_part import open_config
+    from cookbook.facts.language_part import open_config
     from cookbook.training import adapters
 
     adapters.check_names(open_config(model), recipe.adapter)
@@ -161,7 +161,7 @@ def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
     """The digest of a teacher, which must fit the model; each round's run asks it."""
     if (asked := recipe.objective.asks) is None:
         return {}
-    from cookbook.planning.language_part import open_config
+    from cookbook.facts.language_part import open_config
     from cookbook.run.teacher import KEY, find_teacher
     from cookbook.training import models
     from cookbook.training.models.folder_facts import check_folder

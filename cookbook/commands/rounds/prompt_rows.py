@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from cookbook.config.json_text import BadRow
-from cookbook.config.messages import Chat, check_text, read_messages
-from cookbook.config.row_checks import CHAT_KEYS, is_empty
-from cookbook.config.row_columns import without
 from cookbook.config.sections import DataSection, RoundsSection, Source
+from cookbook.rows.json_text import BadRow
+from cookbook.rows.messages import Chat, check_text, read_messages
+from cookbook.rows.row_checks import CHAT_KEYS, is_empty
+from cookbook.rows.row_columns import without
 from cookbook.system.files import RecipeError, kind_in_words
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows

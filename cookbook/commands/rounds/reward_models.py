@@ -10,8 +10,8 @@ import torch
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.scoring import as_asked
 from cookbook.config.sections import RoundsSection
-from cookbook.planning.language_part import open_config
-from cookbook.planning.score_head import is_scored
+from cookbook.facts.language_part import open_config
+from cookbook.facts.score_head import is_scored
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training import models
 from cookbook.training.models.folder_facts import check_folder

@@ -30,9 +30,9 @@ from cookbook.commands.rounds.sampling import Answer, end_tokens
 from cookbook.commands.shared.find_model import ADAPTER, CACHE
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
-from cookbook.planning.in_rounds import is_address
-from cookbook.planning.language_part import open_config
-from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer
+from cookbook.facts.language_part import open_config
+from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
+from cookbook.start.in_rounds import is_address
 from cookbook.system.console import say
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line

@@ -7,8 +7,8 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even
 from cookbook.run.next_start import machines_of
+from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.hardware import Machines
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import which_run
-from cookbook.planning.model_files import values_of
+from cookbook.facts.model_files import values_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus

@@ -18,10 +18,10 @@ from transformers import (
 from transformers.utils import logging
 
 from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run, is_adapter
-from cookbook.config.messages import Chat
-from cookbook.planning.language_part import open_config, whole_config
-from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
-from cookbook.planning.score_head import is_scored, with_head
+from cookbook.facts.language_part import open_config, whole_config
+from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
+from cookbook.facts.score_head import is_scored, with_head
+from cookbook.rows.messages import Chat
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line

@@ -7,9 +7,9 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ALL_LINEAR, ModelSection
-from cookbook.planning.model_files import CONFIG
-from cookbook.planning.offline import known_model
-from cookbook.planning.score_head import head_wanted
+from cookbook.facts.model_files import CONFIG
+from cookbook.facts.offline import known_model
+from cookbook.facts.score_head import head_wanted
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus

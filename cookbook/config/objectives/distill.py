@@ -8,8 +8,8 @@ from pydantic import Field
 
 from cookbook.config.objectives.objective import Answer, Objective, Question, TrainOn
 from cookbook.config.objectives.token_loss import SFT
-from cookbook.config.registry import register
 from cookbook.system.files import PathText
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor

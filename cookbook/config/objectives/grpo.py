@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cookbook.config.json_text import BadRow
 from cookbook.config.objectives.objective import Answer, Objective
-from cookbook.config.registry import register
+from cookbook.rows.json_text import BadRow
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from cookbook.config.registry import Named
+from cookbook.system.registry import Named
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -61,7 +61,7 @@ class Objective(Named):
     name: str
 
     rows: ClassVar[tuple[str, ...]]
-    """Names of the row kinds that it trains on (`cookbook.config.row_kinds`); a rehearsal generates the first."""
+    """Names of the row kinds that it trains on (`cookbook.rows.row_kinds`); a rehearsal generates the first."""
     sample: ClassVar[str] = "sequence"
     """What a batch counts, in the singular."""
     sequences: ClassVar[tuple[str, ...]] = ("",)

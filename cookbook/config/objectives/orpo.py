@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from cookbook.config.objectives.objective import Answer, Objective
-from cookbook.config.registry import register
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch.nn import Module

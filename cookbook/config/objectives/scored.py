@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cookbook.config.json_text import BadRow
 from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
-from cookbook.config.registry import register
+from cookbook.rows.json_text import BadRow
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from cookbook.config.objectives.objective import Answer, Objective, TrainOn
-from cookbook.config.registry import register
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch.nn import Module

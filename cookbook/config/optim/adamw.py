@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from cookbook.config.optim.optimizer import Groups, WithBetas
-from cookbook.config.registry import register
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     import torch

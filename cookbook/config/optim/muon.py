@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from cookbook.config.optim.optimizer import Groups, WithBetas
-from cookbook.config.registry import Refusal, register
+from cookbook.config.optim.optimizer import Groups, Refusal, WithBetas
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     import torch

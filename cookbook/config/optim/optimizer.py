@@ -1,19 +1,36 @@
 """Base classes of optimizers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cookbook.config.registry import Named, Refusal
+from cookbook.system.registry import Named
 
 if TYPE_CHECKING:
     import torch
+
+    from cookbook.config.strategy import Strategy
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them."""
 STEP = 4
 """Bytes of the float32 tensor `step` that torch's fused AdamW keeps per tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The strategies that an optimizer does not support."""
+
+    what: str
+    """Name of these strategies, for the message."""
+    clashes: "Callable[[Strategy], bool]"
+    why: str
+    seen: str
+    """Library versions that show the problem, or "by design"."""
+    way_out: str
+    """What to use instead."""
 
 
 class Optimizer(Named):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from cookbook.config.optim.optimizer import Groups, Optimizer
-from cookbook.config.registry import register
+from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     import torch

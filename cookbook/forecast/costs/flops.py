@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from cookbook.facts.attention_layers import Attention, attention_layers, first_of
+from cookbook.facts.meshes import num_experts
+from cookbook.facts.score_head import is_scored
 from cookbook.forecast.costs.inputs import Skeleton, Weight
-from cookbook.planning.attention_layers import Attention, attention_layers, first_of
-from cookbook.planning.meshes import num_experts
-from cookbook.planning.score_head import is_scored
 
 Recompute = Literal[False, True, "selective"]
 Precision = Literal["bf16", "fp16", "no"]

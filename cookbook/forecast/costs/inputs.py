@@ -10,7 +10,7 @@ from cookbook.config.optim.optimizer import Optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import Strategy, exchange_precision
-from cookbook.planning.pipeline_stages import head_layers, layers_of_stage
+from cookbook.facts.pipeline_stages import head_layers, layers_of_stage
 
 Part = Literal["embedding", "layer", "norm", "head", "rest"]
 

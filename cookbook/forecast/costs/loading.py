@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from cookbook.config.strategy import Strategy
+from cookbook.facts.pipeline_stages import begun, stage_chunks
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, hidden_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
-from cookbook.planning.pipeline_stages import begun, stage_chunks
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
 """torch/nn/parallel/distributed.py, broadcast_bucket_size."""

@@ -39,8 +39,8 @@ from typing import Any
 from cookbook.config.optim import Optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
+from cookbook.facts.meshes import in_buckets, swap_limit
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
-from cookbook.planning.meshes import in_buckets, swap_limit
 
 FLOAT32 = 4
 SWAP_ALIGNMENT = 1024

@@ -8,10 +8,10 @@ from typing import Literal
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy, exchange_precision
+from cookbook.facts.meshes import in_buckets
+from cookbook.facts.pipeline_stages import layers_of_stage
 from cookbook.forecast.costs.flops import ModelSizes, Step
 from cookbook.forecast.costs.inputs import bytes_of, hidden_bytes
-from cookbook.planning.meshes import in_buckets
-from cookbook.planning.pipeline_stages import layers_of_stage
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""

@@ -20,14 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.language_part import open_config, whole_config, with_rows
-from cookbook.planning.model_files import GENERATION, read_generation_config, read_tokenizer
-from cookbook.planning.score_head import ScoreHead
+from cookbook.facts.language_part import open_config, whole_config, with_rows
+from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
+from cookbook.facts.score_head import ScoreHead
 from cookbook.run.publish.card import model_card
 from cookbook.run.publish.merged import write_merged
+from cookbook.start.hosts import TORCHRUN
 from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError, first_line, refuse
-from cookbook.system.hosts import TORCHRUN
 from cookbook.training import adapters, models
 from cookbook.training.adapters import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from cookbook.planning.language_part import open_config
-from cookbook.planning.model_files import GENERATION, read_tokenizer
+from cookbook.facts.language_part import open_config
+from cookbook.facts.model_files import GENERATION, read_tokenizer
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, in_language_names, open_beside
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits

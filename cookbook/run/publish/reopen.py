@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from cookbook.planning.language_part import has_tower, open_config, whole_config
-from cookbook.planning.score_head import auto_class, is_scored
+from cookbook.facts.language_part import has_tower, open_config, whole_config
+from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import Base, in_whole, module_roots, name_in_file

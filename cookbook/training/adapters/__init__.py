@@ -25,9 +25,9 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection, ModelSection
-from cookbook.planning.language_part import has_tower, language_config
-from cookbook.planning.model_files import values_of
-from cookbook.planning.score_head import HEAD, ScoreHead, backbone_name, empty_model, head_of, is_scored
+from cookbook.facts.language_part import has_tower, language_config
+from cookbook.facts.model_files import values_of
+from cookbook.facts.score_head import HEAD, ScoreHead, backbone_name, empty_model, head_of, is_scored
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits, pack

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from cookbook.config.sections import AdapterSection
-from cookbook.planning.model_files import values_of
+from cookbook.facts.model_files import values_of
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS, in_language_names, name_in_file, shapes_in
 

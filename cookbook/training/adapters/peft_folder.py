@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from cookbook.planning.language_part import language_key
+from cookbook.facts.language_part import language_key
 from cookbook.system.files import RecipeError
 from cookbook.system.tensor_files import BadHeader, read_header
 

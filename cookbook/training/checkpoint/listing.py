@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.registry import RECORDED
 from cookbook.config.strategy import known_strategies, load_strategy, strategy_path
-from cookbook.planning.refusals import refusals
+from cookbook.start.refusals import refusals
 from cookbook.system.console import Row, in_bytes, page, several
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import RUN, read_json
+from cookbook.system.registry import RECORDED
 from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint

@@ -10,8 +10,8 @@ import torch
 from accelerate import init_empty_weights
 from transformers.core_model_loading import revert_weight_conversion
 
-from cookbook.planning.language_part import language_key, open_config, whole_config
-from cookbook.planning.score_head import auto_class, is_scored
+from cookbook.facts.language_part import language_key, open_config, whole_config
+from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.training.checkpoint.tensors import CHUNK, DTYPES, TensorFile, Weight, files_of
 from cookbook.training.checkpoint.write_model import saved_buffers
 

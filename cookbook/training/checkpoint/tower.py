@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from cookbook.planning.language_part import language_config, language_key, whole_config
-from cookbook.planning.score_head import backbone_name, backbone_of
+from cookbook.facts.language_part import language_config, language_key, whole_config
+from cookbook.facts.score_head import backbone_name, backbone_of
 from cookbook.training.checkpoint.tensors import Tensor, Weight, as_weight, files_of, room_for, write_tensors
 
 TOWER = "tower.safetensors"

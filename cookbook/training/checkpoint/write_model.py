@@ -24,8 +24,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from cookbook.planning.model_files import read_config, read_generation_config
-from cookbook.planning.score_head import empty_model
+from cookbook.facts.model_files import read_config, read_generation_config
+from cookbook.facts.score_head import empty_model
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
 from cookbook.training.checkpoint.tower import Tower

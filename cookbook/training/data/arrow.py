@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.compute
 
-from cookbook.config.json_text import BadRow, json_value, unique
+from cookbook.rows.json_text import BadRow, json_value, unique
 
 Decoder = Callable[[Any], list[Any]]
 """An array -> its values."""

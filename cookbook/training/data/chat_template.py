@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateSyntaxError, meta, nodes
 
 from cookbook.config.chat_templates import is_marked
-from cookbook.config.messages import Chat
+from cookbook.rows.messages import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

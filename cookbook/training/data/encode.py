@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cookbook.config.chat_templates import CHATML, CHATML_TOOLS
 from cookbook.config.objectives import TrainOn
-from cookbook.config.row_checks import Row
-from cookbook.config.row_kinds import BadRow, Chat, RowKind, kinds
 from cookbook.config.sections import DataSection
+from cookbook.rows.row_checks import Row
+from cookbook.rows.row_kinds import BadRow, Chat, RowKind, kinds
 from cookbook.system.files import RecipeError
 from cookbook.training.data.borders import Pieces, Range
 from cookbook.training.data.chat_template import (

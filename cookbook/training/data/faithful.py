@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
-from cookbook.config.messages import Chat
 from cookbook.config.sections import TextPart
+from cookbook.rows.messages import Chat
 from cookbook.training.data.chat_template import Asked, Span
 
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)

@@ -14,10 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from cookbook.config import json_text, messages, plugins, registry, row_checks, row_columns, row_kinds
+from cookbook.config import plugins
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
-from cookbook.system import lock
+from cookbook.rows import json_text, messages, row_checks, row_columns, row_kinds
+from cookbook.system import lock, registry
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder
 from cookbook.system.record_files import replace_file

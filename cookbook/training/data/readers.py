@@ -13,9 +13,9 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from cookbook.config import row_columns, row_kinds
-from cookbook.config.json_text import NO_JSON, BadRow, json_value, unique
 from cookbook.config.sections import Source, data_format
+from cookbook.rows import row_columns, row_kinds
+from cookbook.rows.json_text import NO_JSON, BadRow, json_value, unique
 from cookbook.system.files import RecipeError, first_line, kind_in_words
 
 MAX_ROW_BYTES = 1_000_000

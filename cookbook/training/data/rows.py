@@ -11,12 +11,12 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from cookbook.config.json_text import NO_JSON, BadRow, from_json
-from cookbook.config.messages import IN_MESSAGES, unread_keys
 from cookbook.config.objectives import Objective
-from cookbook.config.registry import known
-from cookbook.config.row_checks import FOR_TEMPLATE, is_empty, is_rating, refuse_printed, texts_in
-from cookbook.config.row_columns import (
+from cookbook.config.sections import DataSection, Source
+from cookbook.rows.json_text import NO_JSON, BadRow, from_json
+from cookbook.rows.messages import IN_MESSAGES, unread_keys
+from cookbook.rows.row_checks import FOR_TEMPLATE, is_empty, is_rating, refuse_printed, texts_in
+from cookbook.rows.row_columns import (
     MEANT,
     MESSAGE_KEYS,
     NEVER_READ,
@@ -34,9 +34,9 @@ from cookbook.config.row_columns import (
     suggested_columns,
     without,
 )
-from cookbook.config.row_kinds import MadeUp, RowKind, kinds, shapes
-from cookbook.config.sections import DataSection, Source
+from cookbook.rows.row_kinds import MadeUp, RowKind, kinds, shapes
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
+from cookbook.system.registry import known
 from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
 
@@ -51,7 +51,7 @@ class Rows:
     """Good rows of one kind, with the keys of that kind only."""
 
     kind: str
-    """Name of the kind, see `cookbook.config.row_kinds`."""
+    """Name of the kind, see `cookbook.rows.row_kinds`."""
     rows: Sequence[dict[str, Any]]
     """Normalized by the kind's check: `{"messages": [{"role", "content"}, ...]}`, for example. A preference is
     `{"prompt", "chosen", "rejected"}`: texts, or (chat_preference) messages, the prompt being all that both share."""

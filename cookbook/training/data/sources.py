@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.row_checks import with_messages
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.rows.row_checks import with_messages
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.readers import ROWS_PER_READ, arrow_rows, file_rows, known_columns, numbered, unread_columns
 

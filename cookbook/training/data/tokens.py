@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from cookbook.config import plugins, registry
+from cookbook.config import plugins
 from cookbook.config.objectives import Objective, TooLong
-from cookbook.config.row_checks import LOGPROBS, Row
-from cookbook.config.row_kinds import BadRow, RowKind, kinds
 from cookbook.config.sections import DataSection
-from cookbook.system import lock, signals
+from cookbook.rows.row_checks import LOGPROBS, Row
+from cookbook.rows.row_kinds import BadRow, RowKind, kinds
+from cookbook.system import lock, registry, signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores

@@ -24,8 +24,8 @@ from torch.profiler import record_function
 from cookbook.config.objectives.forward import Batch, LossOutput
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.launchers import World
-from cookbook.planning.run_plan import Plan
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import Plan
 from cookbook.system import faults
 from cookbook.system.step_phases import PHASE
 from cookbook.training.engine import agreement, state

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.launchers import World
-from cookbook.planning.meshes import in_buckets
+from cookbook.facts.meshes import in_buckets
+from cookbook.start.launchers import World
 from cookbook.training.engine.norm import local
 
 EXPORT_TIMEOUT = timedelta(days=1)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from cookbook.config.objectives.forward import Batch
-from cookbook.planning.score_head import HEAD
+from cookbook.facts.score_head import HEAD
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.collectives import average_gradients
 from cookbook.training.engine.findings import Comparison, is_sharded

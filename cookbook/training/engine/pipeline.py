@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from cookbook.config.objectives.forward import Batch, negative_log_likelihood
-from cookbook.planning.pipeline_stages import num_planned
+from cookbook.facts.pipeline_stages import num_planned
 from cookbook.training.engine.base import Engine, num_elements
 from cookbook.training.engine.collectives import add_up
 from cookbook.training.engine.copies import Copies

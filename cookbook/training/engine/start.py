@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from cookbook.config.mesh import Mesh
-from cookbook.planning.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
-from cookbook.planning.pipeline_stages import head_in_layers, stage_chunks
-from cookbook.planning.run_plan import Plan
-from cookbook.planning.score_head import HEAD, is_scored
+from cookbook.facts.pipeline_stages import head_in_layers, stage_chunks
+from cookbook.facts.score_head import HEAD, is_scored
+from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
+from cookbook.start.run_plan import Plan
 from cookbook.system import status
 from cookbook.system.files import RecipeError
 

@@ -19,7 +19,7 @@ from accelerate.utils import DeepSpeedPlugin
 
 from cookbook.config.optim.orthogonal import Run
 from cookbook.config.strategy import Strategy, exchange_precision
-from cookbook.planning.ds_config import deepspeed_config, separate_swap
+from cookbook.start.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports

@@ -27,11 +27,11 @@ from transformers.utils import logging
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.config.sections import ModelSection, ScratchModel
-from cookbook.planning.language_part import open_config, open_options
-from cookbook.planning.meshes import num_experts
-from cookbook.planning.model_files import read_tokenizer, why_not
-from cookbook.planning.packing import packing_problem, short_window
-from cookbook.planning.score_head import auto_class, head_of, is_scored
+from cookbook.facts.language_part import open_config, open_options
+from cookbook.facts.meshes import num_experts
+from cookbook.facts.model_files import read_tokenizer, why_not
+from cookbook.facts.packing import packing_problem, short_window
+from cookbook.facts.score_head import auto_class, head_of, is_scored
 from cookbook.system import lock
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line, make_folder, refuse

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cookbook import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.packing import why_split
+from cookbook.facts.packing import why_split
 from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.models.mixers import is_kept_apart, replayed
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from cookbook.planning.language_part import open_config
-from cookbook.planning.score_head import HEAD, ScoreHead, is_scored, why_no_score, with_head
+from cookbook.facts.language_part import open_config
+from cookbook.facts.score_head import HEAD, ScoreHead, is_scored, why_no_score, with_head
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
 from cookbook.training.models.folder_facts import read_headers

@@ -22,9 +22,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
 from transformers.utils import logging
 
-from cookbook.planning.language_part import KEY_MAPPING, has_tower, tower_tokens, whole_config
-from cookbook.planning.model_files import GENERATION, read_generation_config
-from cookbook.planning.score_head import class_of
+from cookbook.facts.language_part import KEY_MAPPING, has_tower, tower_tokens, whole_config
+from cookbook.facts.model_files import GENERATION, read_generation_config
+from cookbook.facts.score_head import class_of
 from cookbook.system.files import first_line, refuse
 from cookbook.system.tensor_files import BadHeader, read_header, weight_files
 from cookbook.training.models.new_tokens import grown_rows

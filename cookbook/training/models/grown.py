@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from cookbook.planning.language_part import has_tower, language_key, whole_config, with_rows
-from cookbook.planning.model_files import read_config
+from cookbook.facts.language_part import has_tower, language_key, whole_config, with_rows
+from cookbook.facts.model_files import read_config
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
 from cookbook.training.models.folder_facts import ROWS_AT_ONCE, read_headers, renamed

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from cookbook.planning.score_head import backbone_of, head_of, is_scored
+from cookbook.facts.score_head import backbone_of, head_of, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
 from cookbook.training.models.mixers import packed_row

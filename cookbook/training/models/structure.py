@@ -17,10 +17,10 @@ from transformers import (
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
-from cookbook.planning.language_part import has_tower, language_config, why_whole
-from cookbook.planning.model_files import read_config, read_tokenizer
-from cookbook.planning.offline import hub_answers, known_model
-from cookbook.planning.score_head import head_wanted, why_no_score, with_head
+from cookbook.facts.language_part import has_tower, language_config, why_whole
+from cookbook.facts.model_files import read_config, read_tokenizer
+from cookbook.facts.offline import hub_answers, known_model
+from cookbook.facts.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.new_tokens import grown_rows, padded
 

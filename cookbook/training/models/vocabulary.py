@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from cookbook.config.objectives import Question
-from cookbook.planning.model_files import read_tokenizer, why_not
+from cookbook.facts.model_files import read_tokenizer, why_not
 from cookbook.system.files import RecipeError
 from cookbook.training.models.folder_facts import check_folder
 

@@ -20,7 +20,7 @@ def known_model(name: str) -> dict[str, Any] | None:
 
 
 def known_kind(name: str) -> str | None:
-    """The row kind of a Hub data set (`cookbook.config.row_kinds`) by offline_facts.json, or None."""
+    """The row kind of a Hub data set (`cookbook.rows.row_kinds`) by offline_facts.json, or None."""
     return _facts()["data"].get(name)
 
 

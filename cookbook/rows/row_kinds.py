@@ -1,6 +1,6 @@
 """Kinds of rows: the keys of each, their other names, and how a row becomes sequences. No torch.
 
-Reading, tokenizing, error messages and rehearsals all use the registered kinds; `cookbook.config.row_columns` finds the
+Reading, tokenizing, error messages and rehearsals all use the registered kinds; `cookbook.rows.row_columns` finds the
 kind of a row.
 """
 
@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from cookbook.config import registry
-from cookbook.config.json_text import BadRow
-from cookbook.config.messages import Chat, check_messages, check_text
-from cookbook.config.row_checks import (
+from cookbook.rows.json_text import BadRow
+from cookbook.rows.messages import Chat, check_messages, check_text
+from cookbook.rows.row_checks import (
     CHAT_KEYS,
     LOGPROBS,
     TOKENS,
@@ -39,6 +38,7 @@ from cookbook.config.row_checks import (
     is_chat_preference,
     num_turns,
 )
+from cookbook.system import registry
 
 __all__ = ["BadRow", "Chat", "check_messages", "check_text"]  # for plugins
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.planning.run_plan import Plan
+from cookbook.start.run_plan import Plan
 
 
 def deepspeed_config(strategy: Strategy, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:

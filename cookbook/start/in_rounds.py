@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model, reward_functions
-from cookbook.config.row_kinds import RowKind, kinds
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
+from cookbook.rows.row_kinds import RowKind, kinds
 
 TRANSFORMERS = "transformers"
 OWN_OPTIONS = {"--host", "--port", "--uds", "--model", "--served-model-name", "--max-model-len", "--api-key"}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cookbook.planning.model_files import read_config
+from cookbook.facts.model_files import read_config
 
 TOWERS = (
     "aria",

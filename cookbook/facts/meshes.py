@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
-from cookbook.planning.packing import packing_problem, short_window
+from cookbook.facts.packing import packing_problem, short_window
 from cookbook.system.console import several
 
 BUCKET_BYTES = 25 * 2**20

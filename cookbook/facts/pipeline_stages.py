@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain, count
 from typing import Any
 
-from cookbook.planning.score_head import backbone_of, head_of
+from cookbook.facts.score_head import backbone_of, head_of
 
 
 def head_layers(head: int, layer: int) -> int:

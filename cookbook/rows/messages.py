@@ -6,7 +6,7 @@ Every key of a message, a part of its content and a tool call is read, named as 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cookbook.config.json_text import BadRow, from_json
+from cookbook.rows.json_text import BadRow, from_json
 from cookbook.system.files import kind_in_words
 
 Chat = list[dict[str, Any]]

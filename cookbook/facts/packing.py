@@ -8,9 +8,9 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.planning.language_part import language_values
-from cookbook.planning.model_files import CONFIG, values_of
-from cookbook.planning.offline import known_model
+from cookbook.facts.language_part import language_values
+from cookbook.facts.model_files import CONFIG, values_of
+from cookbook.facts.offline import known_model
 from cookbook.system.files import RecipeError
 
 STATEFUL = (

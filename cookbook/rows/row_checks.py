@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Any
 
-from cookbook.config.json_text import BadRow, from_json
-from cookbook.config.messages import (
+from cookbook.rows.json_text import BadRow, from_json
+from cookbook.rows.messages import (
     OTHER_ROLES,
     ROLES,
     Chat,

@@ -15,7 +15,8 @@ import psutil
 
 from cookbook.config.strategy import Strategy, load_strategy, strategy_path
 from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
-from cookbook.system import faults, hosts
+from cookbook.start import hosts
+from cookbook.system import faults
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, toolkit_problem, torch_cuda
 

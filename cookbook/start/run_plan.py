@@ -20,13 +20,13 @@ from cookbook.config.recipe import (
 from cookbook.config.sections import Auto, BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
-from cookbook.planning.claims import owned, owned_by
-from cookbook.planning.meshes import buffer_problem, mesh_problem, units_problem
-from cookbook.planning.packing import known_config
-from cookbook.planning.refusals import refusals
+from cookbook.facts.meshes import buffer_problem, mesh_problem, units_problem
+from cookbook.facts.packing import known_config
+from cookbook.start.claims import owned, owned_by
+from cookbook.start.hosts import Hosts
+from cookbook.start.refusals import refusals
 from cookbook.system.console import several
 from cookbook.system.files import RecipeError, gathered, refuse
-from cookbook.system.hosts import Hosts
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
 from cookbook.system.validation import validate
@@ -279,7 +279,7 @@ def make_plan(
     mistakes += machine_problems(strategy, num_processes=num_processes, num_local=num_local, num_gpus=num_gpus)
     mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
     if recipe.rounds is not None:
-        from cookbook.planning.in_rounds import misfits
+        from cookbook.start.in_rounds import misfits
 
         mistakes += [f"{recipe_name}: {problem}" for problem in misfits(recipe, strategy)]
     config = known_config(recipe.model)

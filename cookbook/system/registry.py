@@ -4,14 +4,10 @@ Each entry carries its own recipe keys and properties, so the rest of the packag
 names. The files in a recipe's `plugins` register further entries (see `cookbook.config.plugins`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
-
-if TYPE_CHECKING:
-    from cookbook.config.strategy import Strategy
 
 Entry = TypeVar("Entry")
 
@@ -26,20 +22,6 @@ _importing: str | None = None
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """The strategies that an optimizer does not support."""
-
-    what: str
-    """Name of these strategies, for the message."""
-    clashes: "Callable[[Strategy], bool]"
-    why: str
-    seen: str
-    """Library versions that show the problem, or "by design"."""
-    way_out: str
-    """What to use instead."""
 
 
 def register(entry: Entry) -> Entry:

@@ -4,10 +4,10 @@ import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from cookbook.config.json_text import BadRow, from_json
-from cookbook.config.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
-from cookbook.config.row_checks import FOR_TEMPLATE, Row, is_empty, is_rating
-from cookbook.config.row_kinds import MadeUp, Naming, RowKind, columns, kinds
+from cookbook.rows.json_text import BadRow, from_json
+from cookbook.rows.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
+from cookbook.rows.row_checks import FOR_TEMPLATE, Row, is_empty, is_rating
+from cookbook.rows.row_kinds import MadeUp, Naming, RowKind, columns, kinds
 from cookbook.system.files import closest
 
 OTHER_NAMES = {"system_prompt": "system", "system_message": "system", "article": "context"}

@@ -1,1 +1,0 @@
-"""What follows from a recipe and a strategy: batches, costs, conflicts, launch commands. No torch."""
