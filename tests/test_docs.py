@@ -416,9 +416,10 @@ def test_a_misspelt_command_would_be_found():
 # The README.
 
 
-def test_the_readme_lists_every_page():
-    there = {f"docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.suffix in ("", ".md")}
-    assert {name for name in there if f"({name})" not in text_of("README.md")} == set()
+def test_the_index_of_pages_lists_every_page_once():
+    there = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in ("", ".md", ".ipynb")} - {"README.md"}
+    listed = re.findall(r"(?m)^- \[[^]]+\]\((?!\.\./)([^)]+)\)", text_of("docs/README.md"))
+    assert sorted(listed) == sorted(there) and "(docs/README.md)" in text_of("README.md")
 
 
 def text_blocks(page: str) -> list[str]:
