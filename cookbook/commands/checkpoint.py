@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import AsJson, run_folder
 from cookbook.system.console import say
 from cookbook.training.checkpoint.listing import in_words, list_checkpoints

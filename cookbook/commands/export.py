@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError

@@ -4,7 +4,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
 
-from cookbook.commands.report import pages as pages
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import History, read_history
 from cookbook.system.console import page, say, several
