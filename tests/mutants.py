@@ -1,10 +1,11 @@
 """Plants faults that a user would suffer from, one at a time, in a copy of the tree: a quick test must notice each.
 
-    python tests/mutants.py [AREA ...]              says what became of each; exit code 1 if one is not noticed
+    python tests/mutants.py [PATH ...]              says what became of each; exit code 1 if one is not noticed
     python tests/mutants.py --part 3/20 --checked   the same of every 20th fault, from this one on
 
-The faults are in tests/planted.py. The tests of each run in a process forked from one that has imported the libraries;
-it imports the project again. There are as many copies as cores, and as many such processes.
+The faults are in tests/faults.toml; with PATH, only those of files that have it in their path. The tests of each run
+in a process forked from one that has imported the libraries; it imports the project again. There are as many copies as
+cores, and as many such processes.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def survivors(faults: list[Fault], *, checks_first: bool) -> list[Fault]:
             begun = time.monotonic()
             alive += [] if (found := is_noticed(tree, fault)) else [fault]
             seconds = time.monotonic() - begun
-            print(f"{'noticed' if found else 'NOT NOTICED'}, {seconds:.1f} s: {fault.area}: {fault.harm}", flush=True)
+            print(f"{'noticed' if found else 'NOT NOTICED'}, {seconds:.1f} s: {fault.file}: {fault.harm}", flush=True)
         os.chdir(ROOT)
     return alive
 
@@ -158,18 +159,18 @@ def part(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    areas = sorted({fault.area for fault in FAULTS})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(areas)}; else all")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a part of the path of a file; else all files")
     parser.add_argument("--part", type=part, metavar="I/N", help="every Nth fault from I on, in this process")
     parser.add_argument("--checked", action="store_true", help="their tests have passed without any fault")
     given = parser.parse_args()
-    if unknown := sorted(set(given.areas) - set(areas)):
-        parser.error(f"no area {', '.join(unknown)}; there are {', '.join(areas)}")
+    for path in given.paths:
+        if not any(path in fault.file for fault in FAULTS):
+            parser.error(f"no file with a fault has {path} in its path")
     if given.part is None:
         return in_parallel(sys.argv[1:], os.cpu_count() or 1)
     number, count = given.part
-    faults = [fault for fault in FAULTS if not given.areas or fault.area in given.areas][number::count]
+    faults = [fault for fault in FAULTS if any(path in fault.file for path in given.paths or [""])][number::count]
     if not faults:  # pytest without names would run all tests
         return 0
     for name in [one for one in os.environ if one.startswith(OTHER_RUNS)]:

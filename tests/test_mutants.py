@@ -37,7 +37,7 @@ def test_no_fault_is_there_twice():
 
 
 def test_a_place_that_has_moved_is_named():
-    gone = Fault("loss", "train.py", "no such line", "", "nothing", "tests/test_mutants.py::gone")
+    gone = Fault("train.py", "no such line", "", "nothing", "tests/test_mutants.py::gone")
     with pytest.raises(ValueError, match=r"train\.py has 0 times: no such line"):
         gone.planted_in("import sys\n")
 
