@@ -51,7 +51,7 @@ from cookbook.facts.meshes import (  # noqa: E402
 )
 from cookbook.facts.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
-from cookbook.training.adapters import quantization_options  # noqa: E402
+from cookbook.training.adapters.insertion import quantization_options  # noqa: E402
 from cookbook.training.models.structure import not_served  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402
 

@@ -178,23 +178,23 @@ def adapter_drawn_by_the_layers_of_a_process() -> None:
     from itertools import count
     from types import SimpleNamespace
 
-    from cookbook.training import adapters
+    from cookbook.training.adapters import insertion
 
     numbers = count()
-    adapters.zlib = SimpleNamespace(crc32=lambda name: next(numbers))
+    insertion.zlib = SimpleNamespace(crc32=lambda name: next(numbers))
 
 
 def adapter_of_equal_shards() -> None:
     """As peft draws a matrix of an adapter that tensor parallel shards: each rank the same numbers."""
     from torch.distributed.tensor import DTensor
 
-    from cookbook.training import adapters
+    from cookbook.training.adapters import insertion
 
     def distribute(whole, mesh, placements, **options):
         shard = whole.chunk(mesh.size(), placements[0].dim)[0].contiguous()
         return DTensor.from_local(shard, mesh, placements)
 
-    adapters.distribute_tensor = distribute
+    insertion.distribute_tensor = distribute
 
 
 def adapter_left_out_of_fsdp2() -> None:
@@ -499,9 +499,9 @@ def four_bits_repacked() -> None:
     """bitsandbytes may repack 4-bit weights in place while the model is evaluated."""
     import bitsandbytes.nn.modules as modules
 
-    import cookbook.training.adapters as adapters
+    from cookbook.training.adapters import insertion
 
-    right = adapters.add_adapter
+    right = insertion.add_adapter
 
     def add_adapter(model, *arguments, **options):
         right(model, *arguments, **options)
@@ -509,7 +509,7 @@ def four_bits_repacked() -> None:
             if isinstance(module, modules.Linear4bit):
                 module.support_avx512bf16_for_cpu = modules.has_avx512bf16()
 
-    adapters.add_adapter = add_adapter
+    insertion.add_adapter = add_adapter
 
 
 def reductions_in_16_bits() -> None:

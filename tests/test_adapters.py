@@ -27,8 +27,7 @@ from cookbook.commands.cli import main
 from cookbook.commands.merge import merge_run
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters
-from cookbook.training.adapters import continued
+from cookbook.training.adapters import adapted_layers, adapter_files, base_model, continued, insertion, peft_folder
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.models import train_tokenizer, weights_digest
 from tests.conftest import ROOT
@@ -65,7 +64,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("settings", "expected"), MISTAKES.values(), ids=MISTAKES)
 def test_a_name_that_matches_nothing_is_refused(settings: dict, expected: str):
     with pytest.raises(RecipeError) as caught:
-        adapters.check_names(config(), AdapterSection(name="lora", **settings))
+        adapter_files.check_names(config(), AdapterSection(name="lora", **settings))
     (mistake,) = caught.value.mistakes
     assert expected in mistake
 
@@ -73,21 +72,21 @@ def test_a_name_that_matches_nothing_is_refused(settings: dict, expected: str):
 def test_all_wrong_names_are_reported_together():
     settings = AdapterSection(name="lora", targets=["a", "q_proj", "b"], modules_to_save=["c"])
     with pytest.raises(RecipeError) as caught:
-        adapters.check_names(config(), settings)
+        adapter_files.check_names(config(), settings)
     assert len(caught.value.mistakes) == 3 and "q_proj, v_proj" not in caught.value.mistakes[2]
 
 
 def test_half_of_a_tied_matrix_cannot_be_trained_whole():
     settings = AdapterSection(name="lora", modules_to_save=["lm_head"])
-    adapters.check_names(config(), settings)
+    adapter_files.check_names(config(), settings)
     with pytest.raises(RecipeError, match="one matrix"):
-        adapters.check_names(config(tie_word_embeddings=True), settings)
+        adapter_files.check_names(config(tie_word_embeddings=True), settings)
 
 
 @pytest.mark.parametrize(("name", "per_layer"), [("lora", 2), ("dora", 3)])
 def test_only_the_adapter_is_trained_in_float32_and_counts_are_right(name: str, per_layer: int):
     model = new_model().to(torch.bfloat16)
-    adapters.add_adapter(model, AdapterSection(name=name, rank=4), seed=7)
+    insertion.add_adapter(model, AdapterSection(name=name, rank=4), seed=7)
     found = trained(model)
     assert len(found) == 7 * per_layer * SIZES["num_hidden_layers"], "q k v o gate up down in each layer, no head"
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
@@ -100,19 +99,19 @@ def test_first_weights_follow_from_the_seed_alone_and_change_nothing_yet():
     ids = torch.arange(12)[None]
     model, other = new_model(), new_model()
     before = model(input_ids=ids).logits
-    adapters.add_adapter(model, AdapterSection(name="lora"), seed=7)
+    insertion.add_adapter(model, AdapterSection(name="lora"), seed=7)
     torch.manual_seed(99)
-    adapters.add_adapter(other, AdapterSection(name="lora"), seed=7)
+    insertion.add_adapter(other, AdapterSection(name="lora"), seed=7)
     assert all(torch.equal(tensor, trained(other)[name]) for name, tensor in trained(model).items())
     assert torch.equal(model(input_ids=ids).logits, before)
     third = new_model()
-    adapters.add_adapter(third, AdapterSection(name="lora"), seed=8)
+    insertion.add_adapter(third, AdapterSection(name="lora"), seed=8)
     assert not all(torch.equal(tensor, trained(third)[name]) for name, tensor in trained(model).items())
 
 
 def test_no_two_layers_begin_with_the_same_numbers():
     model = new_model()
-    adapters.add_adapter(model, AdapterSection(name="lora"), seed=7)
+    insertion.add_adapter(model, AdapterSection(name="lora"), seed=7)
     first = {p.flatten()[:4].tolist().__str__() for name, p in model.named_parameters() if "lora_A" in name}
     assert len(first) == 7 * SIZES["num_hidden_layers"]
 
@@ -120,30 +119,30 @@ def test_no_two_layers_begin_with_the_same_numbers():
 def test_dropout_is_that_of_the_recipe():
     """As many of the inputs of a matrix as asked for are 0, and the others larger."""
     model = new_model()
-    adapters.add_adapter(model, AdapterSection(name="lora", dropout=0.25), seed=7)
+    insertion.add_adapter(model, AdapterSection(name="lora", dropout=0.25), seed=7)
     dropped = model.model.layers[0].self_attn.q_proj.lora_dropout["default"](torch.ones(10_000))
     assert dropped.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
     assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
 
 
 def test_four_bits_are_those_of_the_qlora_paper():
-    options = adapters.quantization_options(AdapterSection(name="qlora"), "bf16")["quantization_config"]
+    options = insertion.quantization_options(AdapterSection(name="qlora"), "bf16")["quantization_config"]
     assert (options.load_in_4bit, options.bnb_4bit_quant_type, options.bnb_4bit_use_double_quant) == (True, "nf4", True)
     assert options.bnb_4bit_compute_dtype == torch.bfloat16
-    assert adapters.quantization_options(AdapterSection(name="lora"), "bf16") == {}
+    assert insertion.quantization_options(AdapterSection(name="lora"), "bf16") == {}
 
 
 def test_all_linear_beside_experts_leaves_the_head_alone():
     sizes = {**SIZES, **HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
-    settings = adapters.lora_config(AdapterSection(name="lora", targets=["all-linear", "gate_up_proj"]), model)
+    settings = adapted_layers.lora_config(AdapterSection(name="lora", targets=["all-linear", "gate_up_proj"]), model)
     assert sorted(settings.target_modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert settings.target_parameters == ["experts.gate_up_proj"]
 
 
 def test_first_weights_are_as_wide_as_those_of_peft():
     ours, theirs = new_model(), new_model()
-    adapters.add_adapter(ours, AdapterSection(name="lora", rank=64), seed=7)
+    insertion.add_adapter(ours, AdapterSection(name="lora", rank=64), seed=7)
     get_peft_model(theirs, LoraConfig(r=64, target_modules="all-linear"))
     for fan_in in (32, 48):
         widths = []
@@ -156,7 +155,7 @@ def test_first_weights_are_as_wide_as_those_of_peft():
 def test_rank_stabilised_scaling_divides_by_the_square_root():
     for rslora, expected in ((False, 8 / 16), (True, 8 / 4)):
         model = new_model()
-        adapters.add_adapter(model, AdapterSection(name="lora", rank=16, alpha=8.0, rslora=rslora), seed=0)
+        insertion.add_adapter(model, AdapterSection(name="lora", rank=16, alpha=8.0, rslora=rslora), seed=0)
         assert model.model.layers[0].self_attn.q_proj.scaling["default"] == expected
 
 
@@ -168,13 +167,13 @@ def run(tmp_path: Path) -> Path:
     new_model().save_pretrained(base)
     settings = AdapterSection(name="dora", rank=4, modules_to_save=["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(base)
-    adapters.add_adapter(model, settings, seed=0)
+    insertion.add_adapter(model, settings, seed=0)
     chance = torch.Generator().manual_seed(1)
     weights = {name: t + 0.05 * torch.randn(t.shape, generator=chance) for name, t in trained(model).items()}
     folder = tmp_path / "run" / "export"
     folder.mkdir(parents=True)
-    record = adapters.Base(str(base), None, weights_digest(base))
-    adapters.write_adapter(weights, folder, config=config(), settings=settings, base=record)
+    record = base_model.Base(str(base), None, weights_digest(base))
+    adapter_files.write_adapter(weights, folder, config=config(), settings=settings, base=record)
     tokenizer.save_pretrained(folder)
     checkpoint.write_generation_config(folder, like=base, end_of_turn=7)
     return tmp_path / "run"
@@ -191,9 +190,9 @@ def test_a_saved_adapter_gives_its_tensors_back(run: Path):
 
 def test_an_adapter_that_is_trained_further_is_not_rounded_to_the_model_s_16_bits(run: Path):
     model = new_model().to(torch.bfloat16)
-    adapters.open_adapter(model, run / "export")
+    insertion.open_adapter(model, run / "export")
     saved = load_file(run / "export" / "adapter_model.safetensors")
-    found = {f"base_model.model.{adapters.name_in_file(name)}": tensor for name, tensor in trained(model).items()}
+    found = {f"base_model.model.{peft_folder.name_in_file(name)}": tensor for name, tensor in trained(model).items()}
     assert found.keys() == saved.keys() and all(torch.equal(found[name], one) for name, one in saved.items())
     assert any(not torch.equal(one, one.bfloat16().float()) for one in saved.values()), "which has more than 16"
 
@@ -213,33 +212,33 @@ def test_an_adapter_begins_with_the_weights_of_another_that_fits(tmp_path):
     theirs = get_peft_model(new_model(), peft)
     theirs.save_pretrained(tmp_path)
     own = {"name": "lora", "path": str(tmp_path), "rank": 4, "alpha": 12, "targets": ["q_proj", "v_proj"]}
-    assert adapters.check_names(config(), AdapterSection(**own)) == []
+    assert adapter_files.check_names(config(), AdapterSection(**own)) == []
     ours, ids = new_model(), torch.arange(12)[None]
     before = ours(input_ids=ids).logits
-    adapters.add_adapter(ours, AdapterSection(**own), seed=7)
+    insertion.add_adapter(ours, AdapterSection(**own), seed=7)
     found = ours(input_ids=ids).logits
     assert torch.equal(found, theirs(input_ids=ids).logits) and (found - before).abs().max() > 1e-3
     for message, changed in OTHERS.items():
         with pytest.raises(RecipeError) as error:
-            adapters.check_names(config(), AdapterSection(**own | changed))
+            adapter_files.check_names(config(), AdapterSection(**own | changed))
         assert message in str(error.value)
-    adapters.Base("org/base", None, "0").write(tmp_path)
-    adapters.check_base(AdapterSection(**own), "0")
+    base_model.Base("org/base", None, "0").write(tmp_path)
+    base_model.check_base(AdapterSection(**own), "0")
     with pytest.raises(RecipeError, match="trained on org/base with other weights"):
-        adapters.check_base(AdapterSection(**own), "1")
+        base_model.check_base(AdapterSection(**own), "1")
 
 
 def test_peft_is_told_of_which_revision_of_its_base_an_adapter_is():
-    base = adapters.Base("org/base", "c0ffee", "0")
-    settings = adapters.lora_config(AdapterSection(name="lora"), new_model(), base)
+    base = base_model.Base("org/base", "c0ffee", "0")
+    settings = adapted_layers.lora_config(AdapterSection(name="lora"), new_model(), base)
     assert (settings.base_model_name_or_path, settings.revision) == ("org/base", "c0ffee")
 
 
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"intermediate_size": 40}])
 def test_an_adapter_of_a_model_of_another_size_is_refused(run: Path, other: dict):
-    adapters.check_fits(run / "export", config())
+    adapter_files.check_fits(run / "export", config())
     with pytest.raises(RecipeError, match="not an adapter of"):
-        adapters.check_fits(run / "export", config(**other))
+        adapter_files.check_fits(run / "export", config(**other))
 
 
 def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
@@ -269,7 +268,7 @@ def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
 
 
 def test_the_record_of_the_base_is_a_digest_of_its_weights(run: Path):
-    record = json.loads((run / "export" / adapters.BASE_RECORD).read_text())
+    record = json.loads((run / "export" / base_model.BASE_RECORD).read_text())
     assert record["sha256"] == weights_digest(run.parent / "base")
     path = run.parent / "base" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -369,7 +368,7 @@ def test_an_adapter_from_before_rslora_does_not_go_on_with_its_scale(tmp_path: P
     for rslora in (False, True):
         settings = AdapterSection(**asked, rslora=rslora)
         empty = new_model()
-        adapters.add_adapter(empty, settings, seed=0)
+        insertion.add_adapter(empty, settings, seed=0)
         refused = pytest.raises(RecipeError, match="whose use_rslora is False, and")
         with refused if rslora else contextlib.nullcontext():
             continued.check(empty, settings)

@@ -29,7 +29,7 @@ from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
-from cookbook.training.adapters import inject
+from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.structure import config_of, find_config
 from tests.experts import needs_experts
 from tests.turns import others_by_turn

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cookbook.commands.cli import main
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters
+from cookbook.training.adapters import base_model
 from cookbook.training.models import train_tokenizer, weights_digest
 from tests.curves import Lab
 
@@ -413,4 +413,4 @@ def test_a_run_compares_the_base_of_the_adapter_that_it_begins_with(place_of: Pa
     (place_of / "run/export/base_model.json").write_text("[]")
     settings = AdapterSection(name="lora", path="run/export")
     with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):
-        adapters.check_base(settings, "0")
+        base_model.check_base(settings, "0")

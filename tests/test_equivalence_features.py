@@ -371,7 +371,7 @@ def test_parts_of_a_matrix_orthogonalized_alone_leave_the_curve(lab: Lab):
 
 @pytest.mark.slow
 def test_four_bit_weights_repacked_by_an_evaluation_leave_the_curve(lab: Lab):
-    """Why adapters.py turns bitsandbytes' repacking off: its kernel has no backward, whatever the strategy."""
+    """Why insertion.py turns bitsandbytes' repacking off: its kernel has no backward, whatever the strategy."""
     from bitsandbytes.functional import has_avx512bf16
 
     if not has_avx512bf16():

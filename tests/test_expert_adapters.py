@@ -30,8 +30,14 @@ from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
-from cookbook.training import adapters
-from cookbook.training.adapters import four_bit_experts
+from cookbook.training.adapters import (
+    adapted_layers,
+    adapter_files,
+    base_model,
+    four_bit_experts,
+    insertion,
+    peft_folder,
+)
 from cookbook.training.adapters.stacked import use_own_forward
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.engine.as_read import each_weight
@@ -85,15 +91,15 @@ def losses(model: torch.nn.Module, steps: int = 5) -> list[float]:
 def test_a_plain_loop_with_peft_alone_has_the_same_losses(model_type: str):
     model = new_model(model_type)
     theirs, others = copy.deepcopy(model), copy.deepcopy(model)
-    adapters.add_adapter(model, settings(["q_proj", *EXPERTS]), seed=7)
-    first = {adapters.name_in_file(name): one.detach().clone() for name, one in trained(model).items()}
+    insertion.add_adapter(model, settings(["q_proj", *EXPERTS]), seed=7)
+    first = {peft_folder.name_in_file(name): one.detach().clone() for name, one in trained(model).items()}
     found = losses(model)
     config = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]}
 
     def by_peft(base: torch.nn.Module, **more: Any) -> list[float]:
         peft = get_peft_model(base, LoraConfig(**config | more))
         for name, one in trained(peft).items():
-            one.data.copy_(first[adapters.name_in_file(name.removeprefix("base_model.model."))])
+            one.data.copy_(first[peft_folder.name_in_file(name.removeprefix("base_model.model."))])
         return losses(peft)
 
     expected = by_peft(theirs, target_parameters=EXPERTS)
@@ -130,10 +136,10 @@ def finished(folder: Path, model_type: str, asked: AdapterSection) -> Path:
     base, export = folder / "base", folder / "run" / "export"
     model = new_model(model_type)
     model.save_pretrained(base)
-    adapters.add_adapter(model, asked, seed=0)
+    insertion.add_adapter(model, asked, seed=0)
     export.mkdir(parents=True)
-    record = adapters.Base(str(base), None, weights_digest(base))
-    adapters.write_adapter(moved(model), export, config=tiny_config(model_type), settings=asked, base=record)
+    record = base_model.Base(str(base), None, weights_digest(base))
+    adapter_files.write_adapter(moved(model), export, config=tiny_config(model_type), settings=asked, base=record)
     for place in (base, export):
         train_tokenizer(["def f(x):\n    return x\n"] * 5, 300).save_pretrained(place)
     checkpoint.write_generation_config(export, like=base, end_of_turn=2)
@@ -152,7 +158,7 @@ def test_peft_opens_what_was_trained_and_the_merged_model_is_the_same(tmp_path: 
     asked = settings(["all-linear", *EXPERTS])
     run = finished(tmp_path, model_type, asked)
     ours = new_model(model_type)
-    adapters.add_adapter(ours, asked, seed=0)
+    insertion.add_adapter(ours, asked, seed=0)
     for name, tensor in moved(ours).items():
         ours.get_parameter(name).data = tensor
     with warnings.catch_warnings():
@@ -161,7 +167,7 @@ def test_peft_opens_what_was_trained_and_the_merged_model_is_the_same(tmp_path: 
     expected = logits(ours)
     assert torch.allclose(logits(opened), expected, atol=5e-5)
     evaluated = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    adapters.open_adapter(evaluated, run / "export")
+    insertion.open_adapter(evaluated, run / "export")
     assert torch.allclose(logits(evaluated), expected, atol=5e-5)
     assert (logits(new_model(model_type)) - expected).abs().max() > 0.1, "the adapter does something"
     assert merge_run(run, "float32") == 0
@@ -215,7 +221,7 @@ def test_what_experts_cannot_have_is_refused_by_plan_and_run(asked: dict, expect
     config = tiny_config("mixtral")
     bad = settings(asked.pop("targets", ["q_proj", "down_proj"]), **asked)
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", []).model_copy(update={"adapter": bad})
-    for check in (lambda: adapters.check_names(config, bad), lambda: skeleton(config, recipe)):
+    for check in (lambda: adapter_files.check_names(config, bad), lambda: skeleton(config, recipe)):
         with pytest.raises(RecipeError) as caught:
             check()
         (mistake,) = caught.value.mistakes
@@ -231,19 +237,19 @@ def test_all_linear_leaves_experts_and_routers_frozen_and_says_so(model_type: st
     share /= sum(one.numel() for one in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        (note,) = adapters.check_names(config, asked)
-        adapters.add_adapter(model, asked, seed=0)
+        (note,) = adapter_files.check_names(config, asked)
+        insertion.add_adapter(model, asked, seed=0)
     assert {name.partition(".lora_")[0] for name in trained(model)} == linear
     assert f"the experts' experts.gate_up_proj, experts.down_proj, {share:.0%} of the weights, stay frozen" in note
     assert "write adapter.targets: [all-linear, experts.gate_up_proj, experts.down_proj]" in note
-    assert adapters.check_names(config, settings(["all-linear", *EXPERTS])) == []
+    assert adapter_files.check_names(config, settings(["all-linear", *EXPERTS])) == []
 
 
 def in_4_bits(folder: Path, model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model as a run has it under `qlora`, and in float32 what bitsandbytes makes of each of its matrices in turn."""
     new_model(model_type).save_pretrained(folder)
-    options = adapters.quantization_options(settings(EXPERTS, name="qlora"), "no")
-    with each_weight(adapters.packing(options)):
+    options = insertion.quantization_options(settings(EXPERTS, name="qlora"), "no")
+    with each_weight(insertion.packing(options)):
         packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     plain = new_model(model_type)
     linear = {f"{name}.weight" for name, module in plain.named_modules() if type(module) is torch.nn.Linear}
@@ -264,7 +270,7 @@ def test_experts_in_4_bits_train_as_those_that_bitsandbytes_makes_whole_again(tm
         plain.get_parameter(name).numel() // 2 for name in held
     }
     for model in (packed, plain, others):
-        adapters.add_adapter(model, asked, seed=7)
+        insertion.add_adapter(model, asked, seed=7)
     assert {name: one.shape for name, one in trained(packed).items()} == {
         name: one.shape for name, one in trained(plain).items()
     }
@@ -280,7 +286,7 @@ def test_no_layer_keeps_its_experts_whole_for_the_backward(tmp_path: Path):
     each = config.num_experts * config.moe_intermediate_size * config.hidden_size
     kept = []
     for model in in_4_bits(tmp_path, "qwen3_moe"):
-        adapters.add_adapter(model, settings(EXPERTS, name="qlora"), seed=7)
+        insertion.add_adapter(model, settings(EXPERTS, name="qlora"), seed=7)
         sizes: list[int] = []
 
         def keep(one: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
@@ -299,11 +305,11 @@ def test_what_stays_out_of_4_bits_is_said(monkeypatch: pytest.MonkeyPatch):
     """
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_experts": 128}
     config, asked = Qwen3MoeConfig(**sizes), AdapterSection(name="qlora")
-    assert not any("in 16 bits" in note for note in adapters.check_names(config, asked))
+    assert not any("in 16 bits" in note for note in adapter_files.check_names(config, asked))
     monkeypatch.setattr(four_bit_experts, "MOST_NUMBERS", 128 * 2048 * 768)
     assert 2 * 2 * 128 * 2 * 2048 * 768 / 2**30 == 1.5
-    assert "the experts' experts.gate_up_proj in 16 bits, 1.5 GiB" in adapters.check_names(config, asked)[0]
-    of_lora = adapters.check_names(tiny_config("qwen3_moe"), settings(["all-linear"]))
+    assert "the experts' experts.gate_up_proj in 16 bits, 1.5 GiB" in adapter_files.check_names(config, asked)[0]
+    of_lora = adapter_files.check_names(tiny_config("qwen3_moe"), settings(["all-linear"]))
     assert not any("16 bits" in note for note in of_lora)
 
 
@@ -425,27 +431,27 @@ def test_what_is_a_linear_layer_by_its_class_alone_is_not_adapted(model_type, ot
     torch.manual_seed(0)
     model = tiny_model(tiny_config(model_type))
     asked = AdapterSection(name="lora", rank=4)
-    assert any(other in note for note in adapters.examine(model, asked))
-    adapters.inject(model, asked)
+    assert any(other in note for note in adapted_layers.examine(model, asked))
+    insertion.inject(model, asked)
     adapted = {type(one.base_layer).__name__ for one in model.modules() if hasattr(one, "lora_A")}
     assert adapted == {"Linear"}
     ids = torch.randint(0, 100, (1, 16))
     assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
     with pytest.raises(RecipeError, match=f"{other} of this model .* write adapter.name: lora"):
-        adapters.check_names(tiny_config(model_type), AdapterSection(name="qlora"))
+        adapter_files.check_names(tiny_config(model_type), AdapterSection(name="qlora"))
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "jamba", "longcat_flash", "rwkv"])
 def test_each_layer_that_all_linear_adapts_computes_in_the_forward(model_type: str, monkeypatch):
     """Also those whose weights the model's code reads past an adapter, as without the table some would be."""
     model = new_model(model_type)
-    adapters.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
+    insertion.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
     assert not without_gradient(model)
     if model_type == "rwkv":  # which calls its layers, and then scales their weights alone
         return
-    monkeypatch.delitem(adapters.READ_APART, model_type)
+    monkeypatch.delitem(adapted_layers.READ_APART, model_type)
     model = new_model(model_type)
-    adapters.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
+    insertion.add_adapter(model, AdapterSection(name="lora", rank=4), seed=0)
     assert without_gradient(model)
 
 
@@ -459,13 +465,13 @@ def without_gradient(model: PreTrainedModel) -> set[str]:
 @pytest.mark.parametrize(("model_type", "kept"), [("bamba", {"in_proj", "q_proj"}), ("mamba", {"in_proj"})])
 def test_what_kernels_of_a_model_read_by_themselves_is_left_out_of_all_linear_and_refused_by_name(model_type, kept):
     config, asked = tiny_config(model_type), AdapterSection(name="lora", rank=4)
-    (note, *_) = adapters.check_names(config, asked)
+    (note, *_) = adapter_files.check_names(config, asked)
     assert "all-linear leaves out" in note and "out_proj, whose weights the model's code reads by itself" in note
     model = new_model(model_type)
-    adapters.add_adapter(model, asked, seed=0)
+    insertion.add_adapter(model, asked, seed=0)
     adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained(model)}
     assert kept <= adapted and adapted.isdisjoint({"out_proj", "x_proj", "dt_proj"})
     with pytest.raises(RecipeError, match=f"the code of {model_type} reads out_proj by itself, past an adapter"):
-        adapters.check_names(config, AdapterSection(name="lora", targets=["out_proj"]))
+        adapter_files.check_names(config, AdapterSection(name="lora", targets=["out_proj"]))
     with pytest.raises(RecipeError, match=r"reads .*out_proj by itself.* write adapter.name: lora"):
-        adapters.check_names(config, AdapterSection(name="qlora"))
+        adapter_files.check_names(config, AdapterSection(name="qlora"))

@@ -41,7 +41,7 @@ from cookbook.config.sections import ModelSection
 from cookbook.run import publish
 from cookbook.run.publish import merged, reopen
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters
+from cookbook.training.adapters import base_model, insertion
 from cookbook.training.checkpoint import folder, streamed
 from cookbook.training.checkpoint import write_model as building
 from cookbook.training.checkpoint.listing import recipe_of
@@ -78,7 +78,7 @@ class Run:
         self.recipe = Recipe.model_validate(values)
         self.model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         if self.recipe.adapter:
-            adapters.add_adapter(self.model, self.recipe.adapter, seed=0)
+            insertion.add_adapter(self.model, self.recipe.adapter, seed=0)
         publish.write_model_files(
             self.folder,
             str(self.base),
@@ -210,7 +210,7 @@ def test_peft_opens_an_adapter(tmp_path: Path, capsys, monkeypatch, here, name: 
     with torch.no_grad():
         again = AutoPeftModelForCausalLM.from_pretrained(made.folder / "export").eval()(input_ids=IDS).logits
     assert torch.allclose(again, made.logits(), atol=1e-5)
-    assert (made.folder / "export" / adapters.BASE_RECORD).is_file()
+    assert (made.folder / "export" / base_model.BASE_RECORD).is_file()
     modes = {path.name: path.stat().st_mode & 0o044 for path in (made.folder / "export").iterdir()}
     assert set(modes.values()) == {0o044}, f"a server runs as another user: {modes}"
 
@@ -613,7 +613,7 @@ def something_else_there(made: Run) -> None:
 
 
 def another_frame(made: Run) -> None:
-    path = made.folder / "model" / adapters.BASE_RECORD
+    path = made.folder / "model" / base_model.BASE_RECORD
     path.write_text(json.dumps({**json.loads(path.read_text()), "sha256": "0" * 64}))
 
 
@@ -894,13 +894,13 @@ def test_a_damaged_file_of_the_model_is_named_before_anything_is_written(run: Ru
 
 
 def test_a_new_token_that_its_tokenizer_does_not_have_is_refused(run: Run):
-    path = run.folder / "model" / adapters.BASE_RECORD
+    path = run.folder / "model" / base_model.BASE_RECORD
     path.write_text(json.dumps({**json.loads(path.read_text()), "new_tokens": {"<new>": 10**9}}))
     with pytest.raises(RecipeError, match="gives <new> the id 1000000000, and its tokenizer another"):
         publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
 
 
 def test_what_it_started_from_must_be_named(run: Run):
-    (run.folder / "model" / adapters.BASE_RECORD).write_text("[]")
+    (run.folder / "model" / base_model.BASE_RECORD).write_text("[]")
     with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):
         publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))

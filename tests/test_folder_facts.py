@@ -21,7 +21,7 @@ from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import AdapterSection, DataSection, ModelSection
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters
+from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.data.stream import Stream
 from cookbook.training.models import folder_facts, load_config, train_tokenizer, weights_digest
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
@@ -464,17 +464,17 @@ def test_check_reads_a_model_of_the_hub_once_it_is_in_the_cache(
 def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path):
     config, settings = AutoConfig.from_pretrained(folder), AdapterSection(name="lora", rank=2)
     model = LlamaForCausalLM.from_pretrained(folder)
-    adapters.add_adapter(model, settings, seed=0)
+    insertion.add_adapter(model, settings, seed=0)
     trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     made = tmp_path / "adapter"
     made.mkdir()
-    base = adapters.Base(str(folder), None, weights_digest(folder))
-    adapters.write_adapter(trained, made, config=config, settings=settings, base=base)
-    adapters.check_fits(made, config)
+    base = base_model.Base(str(folder), None, weights_digest(folder))
+    adapter_files.write_adapter(trained, made, config=config, settings=settings, base=base)
+    adapter_files.check_fits(made, config)
     for key, value in {"intermediate_size": 64, "num_hidden_layers": 1}.items():
         other = LlamaConfig(**config.to_dict() | {key: value})
         with pytest.raises(RecipeError, match=r"not an adapter of \S+ \(\S+ is .* in its file, and for the base"):
-            adapters.check_fits(made, other)
+            adapter_files.check_fits(made, other)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,9 @@ def test_an_adapter_of_a_base_of_another_name_is_noted(
 def test_an_adapter_of_another_revision_is_noted(folder: Path, tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a/b", "revision": "one"}))
     settings = AdapterSection(name="lora", path=str(tmp_path))
-    noted = {of: adapters.base_notes(settings, ModelSection(name_or_path="a/b", revision=of)) for of in ("one", "two")}
+    noted = {
+        of: base_model.base_notes(settings, ModelSection(name_or_path="a/b", revision=of)) for of in ("one", "two")
+    }
     assert noted["one"] == [] and "a/b at one" in noted["two"][0] and "a/b at two" in noted["two"][0]
 
 

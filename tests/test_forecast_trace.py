@@ -36,7 +36,7 @@ from cookbook.forecast.show import in_words
 from cookbook.forecast.trace import Untraceable, trace
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
-from cookbook.training.adapters import lora_config
+from cookbook.training.adapters.adapted_layers import lora_config
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
 from cookbook.training.models.loss import add_loss, compile_loss

@@ -24,7 +24,7 @@ from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.forecast.skeleton import skeleton
 from cookbook.system.files import RecipeError
-from cookbook.training import adapters
+from cookbook.training.adapters import insertion
 from cookbook.training.adapters.token_rows import fill
 from cookbook.training.checkpoint.resume import changes
 from cookbook.training.models import load_config, load_tokenizer, train_tokenizer
@@ -209,7 +209,7 @@ def test_trained_rows_are_embedded_as_the_model_embeds_its_own(kind: type, tmp_p
     with torch.no_grad():
         plain.get_input_embeddings().weight[new.start : new.stop] = row
         expected = plain(input_ids=ids).logits
-        adapters.add_adapter(
+        insertion.add_adapter(
             ours,
             AdapterSection(name="lora", rank=4, targets=["q_proj"]),
             seed=7,
@@ -292,7 +292,7 @@ def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_ba
         task_type="CAUSAL_LM",
     )
     ours = AutoModelForCausalLM.from_pretrained(base)
-    adapters.add_adapter(ours, AdapterSection(name="lora", rank=4, targets=["q_proj", "v_proj"]), seed=7)
+    insertion.add_adapter(ours, AdapterSection(name="lora", rank=4, targets=["q_proj", "v_proj"]), seed=7)
     wrapped = get_peft_model(model, config)
     for name, parameter in ours.named_parameters():  # the first A, which the seed draws
         if "lora_A" in name:
@@ -345,7 +345,7 @@ def test_the_embedding_of_the_layers_has_a_row_for_each_new_token(tmp_path: Path
 def test_a_head_with_a_bias_trains_no_rows_beside_an_adapter(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(write_base(tmp_path / "base", kind=PhiConfig))
     with pytest.raises(RecipeError, match="the head of PhiForCausalLM has a bias"):
-        adapters.add_adapter(model, AdapterSection(name="lora", targets=["q_proj"]), seed=7, new_rows=range(40, 42))
+        insertion.add_adapter(model, AdapterSection(name="lora", targets=["q_proj"]), seed=7, new_rows=range(40, 42))
 
 
 def test_a_run_is_not_resumed_with_other_tokens():
@@ -372,7 +372,7 @@ def test_rows_beside_an_adapter_have_the_gradients_that_they_have_without_one(mo
     rows = range(config.vocab_size - 2, config.vocab_size)
     refused = REFUSED.get(model_type)
     with pytest.raises(RecipeError, match=refused) if refused else nullcontext():
-        adapters.add_adapter(adapted, AdapterSection(name="lora", rank=2), seed=1, new_rows=rows)
+        insertion.add_adapter(adapted, AdapterSection(name="lora", rank=2), seed=1, new_rows=rows)
     if refused:
         return
     wrapped = {name: one for name, one in adapted.named_modules() if isinstance(one, TrainableTokensWrapper)}

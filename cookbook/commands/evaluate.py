@@ -163,14 +163,15 @@ def _prepare_model(folder: Path, base: str, recipe: Recipe, engine: "Engine") ->
     import torch
 
     from cookbook.run import stages
-    from cookbook.training import adapters, models
+    from cookbook.training import models
+    from cookbook.training.adapters import insertion
 
     has_adapter = is_adapter(folder)
     config = models.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
     model = stages.load_model(base, recipe, engine, has_adapter=has_adapter)
     if has_adapter:
-        adapters.open_adapter(model, folder)
+        insertion.open_adapter(model, folder)
     models.check_finite(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.prepare(model, torch.optim.SGD(trained, lr=0.0))

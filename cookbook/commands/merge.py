@@ -31,7 +31,7 @@ def merge_run(run: Path, dtype: str | None) -> int:
     import torch
 
     from cookbook.run.publish.merged import write_merged
-    from cookbook.training.adapters import BASE_RECORD, Base
+    from cookbook.training.adapters.base_model import BASE_RECORD, Base
     from cookbook.training.checkpoint.write_model import building
 
     folder, target = run / "export", run / "merged"

@@ -13,14 +13,15 @@ from cookbook.facts.score_head import backbone_of, empty_model, head_of
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.imports import load_peft
-from cookbook.training.adapters import examine, experts_in_4_bits, inject
+from cookbook.training.adapters.adapted_layers import examine, experts_in_4_bits
+from cookbook.training.adapters.insertion import inject
 
 
 def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """The skeleton of a recipe's model; about a second for 70 billion parameters.
 
     Raises:
-        RecipeError: as `adapters.examine` and `adapters.inject`; a model that cannot be built, or has no named
+        RecipeError: as `adapted_layers.examine` and `insertion.inject`; a model that cannot be built, or has no named
             layers.
     """
     with torch.device("meta"):

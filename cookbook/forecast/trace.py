@@ -30,7 +30,7 @@ from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts
 from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
 from cookbook.system.files import first_line
-from cookbook.training.adapters import inject
+from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products

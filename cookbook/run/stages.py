@@ -35,7 +35,8 @@ from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, refuse
-from cookbook.training import adapters, models
+from cookbook.training import models
+from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.write_model import saved_buffers
@@ -236,8 +237,8 @@ def load_inputs(
         why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
     if recipe.adapter is not None:
-        notes += adapters.check_names(config, recipe.adapter)
-        notes += adapters.base_notes(recipe.adapter, recipe.model)
+        notes += adapter_files.check_names(config, recipe.adapter)
+        notes += base_model.base_notes(recipe.adapter, recipe.model)
     data = tokenize_data(
         rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=facts.num_embeddings
     )
@@ -349,12 +350,12 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
         if inputs.teacher is not None:
             found["teacher"] = models.weights_digest(Path(inputs.teacher.folder), cache=cache)
         if recipe.adapter is not None and recipe.adapter.path is not None:
-            found["adapter"] = adapters.weights_digest(recipe.adapter, cache=cache)
+            found["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
             found["plugins"] = plugins.digest(recipe.plugins)
     found = json.loads(engine.collectives.broadcast_text(json.dumps(found)))
     if recipe.adapter is not None:
-        adapters.check_base(recipe.adapter, found["model"])
+        base_model.check_base(recipe.adapter, found["model"])
     return found
 
 
@@ -385,15 +386,15 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
             from cookbook.training.models.grown import first_rows
 
             first = first_rows(inputs.folder, inputs.config, rows[0])
-        adapters.add_adapter(model, recipe.adapter, seed=recipe.seed, new_rows=rows, first=first)
+        insertion.add_adapter(model, recipe.adapter, seed=recipe.seed, new_rows=rows, first=first)
     optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
     engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
 def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
     """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
-    quantization = adapters.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
-    packed = each_weight(adapters.packing(quantization)) if quantization else contextlib.nullcontext()
+    quantization = insertion.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
+    packed = each_weight(insertion.packing(quantization)) if quantization else contextlib.nullcontext()
     with packed, engine.reading(is_quantized=bool(quantization)):
         return models.load_model(
             folder,

@@ -150,11 +150,11 @@ def _of_adapter(model: str, digest: str, recipe: Recipe) -> dict[str, str]:
     if recipe.adapter is None:
         return {}
     from cookbook.facts.language_part import open_config
-    from cookbook.training import adapters
+    from cookbook.training.adapters import adapter_files, base_model
 
-    adapters.check_names(open_config(model), recipe.adapter)
-    adapters.check_base(recipe.adapter, digest)
-    return {} if recipe.adapter.path is None else {"adapter": adapters.weights_digest(recipe.adapter, cache=CACHE)}
+    adapter_files.check_names(open_config(model), recipe.adapter)
+    base_model.check_base(recipe.adapter, digest)
+    return {} if recipe.adapter.path is None else {"adapter": adapter_files.weights_digest(recipe.adapter, cache=CACHE)}
 
 
 def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:

@@ -38,7 +38,8 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 from cookbook.system.signals import die_with_parent
-from cookbook.training.adapters import ADAPTER_WEIGHTS, BASE_RECORD
+from cookbook.training.adapters.base_model import BASE_RECORD
+from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3600.0

@@ -54,7 +54,7 @@ def check_base(trained: Path) -> None:
     Raises:
         RecipeError: its weights are others, or the record is damaged.
     """
-    from cookbook.training.adapters import Base
+    from cookbook.training.adapters.base_model import Base
     from cookbook.training.models import weights_digest
 
     try:

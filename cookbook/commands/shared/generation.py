@@ -25,7 +25,8 @@ from cookbook.rows.messages import Chat
 from cookbook.run.publish import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import BASE_RECORD, Base, check_fits
+from cookbook.training.adapters.adapter_files import check_fits
+from cookbook.training.adapters.base_model import BASE_RECORD, Base
 from cookbook.training.models import check_finite, fetch_model, folder_facts
 from cookbook.training.models.folder_facts import FolderFacts
 

@@ -49,7 +49,8 @@ def check_model(recipe: Recipe) -> list[str]:
         return lacks + _notes_on_names(recipe)
     if not num_gpus():
         quiet_deepspeed()
-    from cookbook.training import adapters, models
+    from cookbook.training import models
+    from cookbook.training.adapters import adapter_files, base_model
     from cookbook.training.models.folder_facts import check_folder
 
     model = recipe.model.model_copy(update={"name_or_path": str(here)})
@@ -62,8 +63,8 @@ def check_model(recipe: Recipe) -> list[str]:
     _check_teacher(recipe, tokenizer, facts.num_embeddings)
     notes = [*facts.notes]
     if recipe.adapter is not None:
-        notes += adapters.check_names(config, recipe.adapter)
-        notes += adapters.base_notes(recipe.adapter, recipe.model)
+        notes += adapter_files.check_names(config, recipe.adapter)
+        notes += base_model.base_notes(recipe.adapter, recipe.model)
     return notes
 
 
@@ -75,11 +76,11 @@ def _notes_on_names(recipe: Recipe) -> list[str]:
     scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
     if recipe.adapter is None or {*recipe.adapter.targets} <= USUAL_LAYERS or not (scratch or facts):
         return []
-    from cookbook.training import adapters
+    from cookbook.training.adapters import adapter_files
     from cookbook.training.models.structure import known_config_of, scratch_config
 
     config = scratch_config(scratch) if scratch else known_config_of(facts or {})
-    return adapters.check_names(config, recipe.adapter)
+    return adapter_files.check_names(config, recipe.adapter)
 
 
 def _check_teacher(recipe: Recipe, tokenizer: Any, num_rows: int | None) -> None:

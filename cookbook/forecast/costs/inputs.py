@@ -66,7 +66,7 @@ class Skeleton:
     head_layers: int = 0
     """See `head_layers`."""
     notes: tuple[str, ...] = ()
-    """See `adapters.examine`."""
+    """See `adapted_layers.examine`."""
 
 
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:

@@ -28,8 +28,9 @@ from cookbook.run.publish.merged import write_merged
 from cookbook.start.hosts import TORCHRUN
 from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError, first_line, refuse
-from cookbook.training import adapters, models
-from cookbook.training.adapters import BASE_RECORD, Base
+from cookbook.training import models
+from cookbook.training.adapters import adapter_files
+from cookbook.training.adapters.base_model import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
@@ -193,7 +194,7 @@ def export(
             write_model(weights, part, config=config, dtype=stored, tower=Tower.kept(model_files))
         else:
             trained = {name: weight.read(stored) for name, weight in weights.items()}
-            adapters.write_adapter(
+            adapter_files.write_adapter(
                 trained, part, config=config, settings=recipe.adapter, base=base, whole=whole_config(model_files)
             )
         ignore = shutil.ignore_patterns("config.json", BASE_RECORD, BUFFERS, TOWER)

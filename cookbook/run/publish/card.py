@@ -8,7 +8,7 @@ from cookbook.config.sections import Source
 from cookbook.system.console import several
 from cookbook.system.files import dump_yaml
 from cookbook.system.record_files import METRICS, read_lines
-from cookbook.training.adapters import Base
+from cookbook.training.adapters.base_model import Base
 from cookbook.training.data.sources import BUILTIN_SOURCE
 
 

@@ -14,7 +14,9 @@ from transformers.utils import logging
 from cookbook.facts.language_part import open_config
 from cookbook.facts.model_files import GENERATION, read_tokenizer
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.adapters import ADAPTER_NAME, Base, check_fits, in_language_names, open_beside
+from cookbook.training.adapters.adapter_files import check_fits, open_beside
+from cookbook.training.adapters.base_model import Base
+from cookbook.training.adapters.peft_folder import ADAPTER_NAME, in_language_names
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK, Weight, as_weight
 from cookbook.training.checkpoint.tower import Tower, copy_processors

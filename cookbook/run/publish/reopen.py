@@ -29,7 +29,9 @@ from cookbook.facts.language_part import has_tower, open_config, whole_config
 from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
-from cookbook.training.adapters import Base, in_whole, module_roots, name_in_file
+from cookbook.training.adapters.adapter_files import in_whole, module_roots
+from cookbook.training.adapters.base_model import Base
+from cookbook.training.adapters.peft_folder import name_in_file
 from cookbook.training.checkpoint.folder import open_checkpoint
 from cookbook.training.checkpoint.tensors import CHUNK, Reader, Weight
 from cookbook.training.checkpoint.tower import Tower
@@ -163,7 +165,7 @@ def _check_adapter(
     from peft import PeftModel  # for adapters only: importing it takes seconds
 
     from cookbook.config.sections import AdapterSection
-    from cookbook.training import adapters
+    from cookbook.training.adapters import insertion
 
     whole_of = whole_config(model_files)
     roots = {} if whole_of is None else module_roots(whole_of)
@@ -187,7 +189,7 @@ def _check_adapter(
     del model, whole, opened
     reference = _open_base(base, config, tokens)
     rows = Base.read(model_files).new_rows
-    adapters.add_adapter(reference, AdapterSection.model_validate(settings), seed=0, new_rows=rows)
+    insertion.add_adapter(reference, AdapterSection.model_validate(settings), seed=0, new_rows=rows)
     expected.fill(reference)
     return count, _compare_logits(logits, _sample_logits(reference))
 
