@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 from cookbook.config.sections import AdapterSection, ModelSection  # noqa: E402
 from cookbook.training.adapters.insertion import add_adapter  # noqa: E402
-from cookbook.training.models import load_model  # noqa: E402
 from cookbook.training.models.efficiency import check_layers, compile_counts  # noqa: E402
+from cookbook.training.models.language_model import load_model  # noqa: E402
 from tests.target_grid import from_grid  # noqa: E402
 
 Recomputed = Literal[False, True, "selective"]

@@ -397,7 +397,7 @@ def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
 
 @cache
 def outcomes() -> list[tuple[Format, Outcome]]:
-    from cookbook.training.models import train_tokenizer
+    from cookbook.training.models.tokenizer_files import train_tokenizer
 
     tokenizer = train_tokenizer(["a"], 300)
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ from cookbook.forecast.ranking import forecast_all  # noqa: E402
 from cookbook.forecast.verdict import Forecast, tokens_of_step  # noqa: E402
 from cookbook.system.files import dump_yaml, read_document  # noqa: E402
 from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
-from cookbook.training.models import stand_in_tokenizer  # noqa: E402
+from cookbook.training.models.tokenizer_files import stand_in_tokenizer  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "on_gpu.json"
 PAGE = ROOT / "docs" / "on_gpu.md"

@@ -73,7 +73,7 @@ def work(root: str, folder: str, template: str) -> None:
     from cookbook.config.sections import DataSection
     from cookbook.training.data import sets, tokens
     from cookbook.training.data.known import known_rows
-    from cookbook.training.models import load_tokenizer
+    from cookbook.training.models.tokenizer_files import load_tokenizer
 
     base = Path(folder)
     tokenizer = load_tokenizer(str(base / "tokenizer"), str(base / f"{template}.jinja"))
@@ -113,7 +113,7 @@ def measure(root: Path, folder: Path, template: str) -> dict[str, float]:
 def prepare(folder: Path, num_rows: int) -> None:
     """The rows, and a tokenizer of 4,000 tokens that is trained on them."""
     sys.path.insert(0, str(ROOT))
-    from cookbook.training.models import train_tokenizer
+    from cookbook.training.models.tokenizer_files import train_tokenizer
 
     rows = some_rows(num_rows)
     texts = [message["content"] for row in rows[:2000] for message in row["messages"]]

@@ -72,19 +72,21 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from cookbook.config.sections import ScratchModel
-    from cookbook.training import models
     from cookbook.training.data.stdlib import load_stdlib
+    from cookbook.training.models import model_source, tokenizer_files
 
     for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     least, most = CHARACTERS
     chats = [row for row in load_stdlib("train") if least <= len(row["messages"][-1]["content"]) <= most]
-    tokenizer = models.train_tokenizer((message["content"] for row in chats for message in row["messages"]), 4096)
+    tokenizer = tokenizer_files.train_tokenizer(
+        (message["content"] for row in chats for message in row["messages"]), 4096
+    )
     cells = all_cells(device())
     for name in {cell.model for cell in cells}:
         sizes = MODELS[name]
         scratch = ScratchModel.model_validate(sizes | {"num_key_value_heads": sizes["num_attention_heads"] // 2})
-        model = models.new_model(scratch, tokenizer, SEED)
+        model = model_source.new_model(scratch, tokenizer, SEED)
         for objective in {cell.objective for cell in cells}:
             model.save_pretrained(folder / folder_of(name, objective))
             templated(tokenizer, objective).save_pretrained(folder / folder_of(name, objective))

@@ -35,10 +35,10 @@ def resident() -> int:
 
 
 def stop_after_prepare(folder: Path) -> None:
-    from cookbook.training import models
     from cookbook.training.engine import Engine
+    from cookbook.training.models import language_model
 
-    read, prepare = models.load_model, Engine.prepare
+    read, prepare = language_model.load_model, Engine.prepare
     found: dict[str, Any] = {}
 
     def load_model(*arguments: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def stop_after_prepare(folder: Path) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    models.load_model, Engine.prepare = load_model, prepare_and_stop  # type: ignore[assignment, method-assign]
+    language_model.load_model, Engine.prepare = load_model, prepare_and_stop  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def unused_module(kind: str = "LayerNorm", *sizes: int) -> None:
     """The model has a layer that its forward does not use."""
     import torch
 
-    from cookbook.training import models
+    from cookbook.training.models import language_model
 
-    right = models.load_model
+    right = language_model.load_model
 
     def load_model(*arguments, **options):
         model = right(*arguments, **options)
@@ -45,7 +45,7 @@ def unused_module(kind: str = "LayerNorm", *sizes: int) -> None:
         torch.nn.init.ones_(model.planted.weight)
         return model
 
-    models.load_model = load_model
+    language_model.load_model = load_model
 
 
 def unused_matrix() -> None:
@@ -217,11 +217,11 @@ def in_float64() -> None:
     import torch
     from transformers.integrations import moe
 
-    from cookbook.training import models
     from cookbook.training.engine import Engine
+    from cookbook.training.models import language_model
 
     moe._can_use_grouped_mm = lambda *matrices: False  # torch's kernel has no float64
-    read, prepare = models.load_model, Engine.prepare
+    read, prepare = language_model.load_model, Engine.prepare
 
     def prepare_in_float64(self, *arguments, **options):
         prepare(self, *arguments, **options)
@@ -231,7 +231,7 @@ def in_float64() -> None:
 
     train.LAST_SAVE_TRIES = 1  # no checkpoint has float64
     train.CACHE /= "float64"  # where no reference is one of float32
-    models.load_model = lambda *arguments, **options: read(*arguments, **{**options, "dtype": torch.float64})
+    language_model.load_model = lambda *arguments, **options: read(*arguments, **{**options, "dtype": torch.float64})
     Engine.prepare = prepare_in_float64
     Engine.assert_in_force = lambda self: None
 
@@ -490,9 +490,9 @@ def samples_see_each_other() -> None:
 
 def every_model_is_served() -> None:
     """Whatever its attention and its loss."""
-    import cookbook.training.models as models
+    from cookbook.training.models import language_model
 
-    models.not_served = lambda config: None
+    language_model.not_served = lambda config: None
 
 
 def four_bits_repacked() -> None:

@@ -29,7 +29,8 @@ from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import adapted_layers, adapter_files, base_model, continued, insertion, peft_folder
 from cookbook.training.checkpoint import write_model as checkpoint
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.conftest import ROOT
 from tests.curves import Lab
 

@@ -24,7 +24,7 @@ from cookbook.facts.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.facts.packing import PACKABLE
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.write_model import saved_buffers
-from cookbook.training.models import load_config
+from cookbook.training.models.language_model import load_config
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import (
     FROZEN_IN_PART,

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cookbook.commands.cli import main
 from cookbook.system.console import shown
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}

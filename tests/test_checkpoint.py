@@ -24,7 +24,7 @@ from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.tensors import StagedPiece
 from cookbook.training.checkpoint.write_model import building, weights_of, write_generation_config, write_model
-from cookbook.training.models import end_of_turn, train_tokenizer
+from cookbook.training.models.tokenizer_files import end_of_turn, train_tokenizer
 
 TOKENIZER = train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
 

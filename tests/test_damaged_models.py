@@ -24,7 +24,8 @@ from cookbook.commands.cli import main
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import base_model
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import Lab
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from cookbook.system.files import RecipeError
 from cookbook.training.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
 from cookbook.training.data.sets import TokenSets, read_data, tokenize_data
 from cookbook.training.data.stream import Stream
-from cookbook.training.models import train_tokenizer
+from cookbook.training.models.tokenizer_files import train_tokenizer
 
 SFT = Objective.of()
 

@@ -30,7 +30,8 @@ from cookbook.system.files import RecipeError
 from cookbook.training.data.answers import AnswersFile, load_answers
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.engine import Engine, engine_class
-from cookbook.training.models import loss, weights_digest
+from cookbook.training.models import loss
+from cookbook.training.models.model_source import weights_digest
 from cookbook.training.models.structure import LogitTransform
 from tests.curves import ROOT, Lab
 from tests.needs import need_trl
@@ -257,7 +258,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A student, and teachers with the same tokens, with more rows, and with another token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from cookbook.training.models import train_tokenizer
+    from cookbook.training.models.tokenizer_files import train_tokenizer
 
     folder = tmp_path_factory.mktemp("teachers")
     tokenizer = train_tokenizer(["one two three four five"], 280)

@@ -41,7 +41,8 @@ from cookbook.training.adapters import (
 from cookbook.training.adapters.stacked import use_own_forward
 from cookbook.training.checkpoint import write_model as checkpoint
 from cookbook.training.engine.as_read import each_weight
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.conftest import ROOT
 from tests.curves import Curve, Lab, distance
 from tests.experts import experts

@@ -48,7 +48,8 @@ from cookbook.training.checkpoint.listing import recipe_of
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.streamed import StreamedModel
 from cookbook.training.checkpoint.tensors import StagedPiece
-from cookbook.training.models import train_tokenizer, weights_digest
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

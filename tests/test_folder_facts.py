@@ -23,8 +23,11 @@ from cookbook.config.sections import AdapterSection, DataSection, ModelSection
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.data.stream import Stream
-from cookbook.training.models import folder_facts, load_config, train_tokenizer, weights_digest
+from cookbook.training.models import folder_facts
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
+from cookbook.training.models.language_model import load_config
+from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import ROOT, Lab
 from tests.experts import experts, needs_experts
 from tests.turns import FAMILIES, others_by_turn

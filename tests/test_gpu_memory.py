@@ -19,8 +19,8 @@ from cookbook.forecast.costs.inputs import cost_inputs
 from cookbook.forecast.costs.loading import loading
 from cookbook.forecast.costs.states import states
 from cookbook.forecast.skeleton import skeleton
-from cookbook.training.models import train_tokenizer
 from cookbook.training.models.structure import find_config
+from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import Lab, with_stages
 from tests.experts import experts
 from tests.gpu_runs import RECIPE, RECIPES, GpuLab, GpuRun

@@ -21,7 +21,7 @@ from cookbook.forecast.costs.states import ResidentBytes, States
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.ranking import forecast_all
 from cookbook.system.hardware import parse_machines
-from cookbook.training.models import train_tokenizer
+from cookbook.training.models.tokenizer_files import train_tokenizer
 
 RECIPE = """\
 strategy: accelerate_configs/fsdp2.yaml

@@ -13,8 +13,8 @@ from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
-from cookbook.training.models import load_model
 from cookbook.training.models.efficiency import kernel_notes, save_activations, slow_kernel_notes
+from cookbook.training.models.language_model import load_model
 from tests.needs import need_compiler
 from tests.turns import TRAINED, others_by_turn
 

@@ -15,19 +15,13 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.facts.meshes import mesh_problem
 from cookbook.system.files import RecipeError
-from cookbook.training.models import (
-    load_config,
-    load_model,
-    load_tokenizer,
-    loss,
-    new_model,
-    resolve_model,
-    train_tokenizer,
-    weights_digest,
-)
+from cookbook.training.models import loss
 from cookbook.training.models.experts import PRODUCTS, autocast_products
+from cookbook.training.models.language_model import load_config, load_model
 from cookbook.training.models.loss import add_loss
+from cookbook.training.models.model_source import new_model, resolve_model, weights_digest
 from cookbook.training.models.structure import LogitTransform, random_parts
+from cookbook.training.models.tokenizer_files import load_tokenizer, train_tokenizer
 from tests.turns import TRAINED, others_by_turn
 
 SIZES = {

@@ -27,11 +27,12 @@ from cookbook.system.files import RecipeError
 from cookbook.training.adapters import insertion
 from cookbook.training.adapters.token_rows import fill
 from cookbook.training.checkpoint.resume import changes
-from cookbook.training.models import load_config, load_tokenizer, train_tokenizer
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.grown import first_rows, grown_folder
+from cookbook.training.models.language_model import load_config
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import scratch_config
+from cookbook.training.models.tokenizer_files import load_tokenizer, train_tokenizer
 from tests.curves import ROOT, WORDS, Curve, Lab, distance, processes_of
 from tests.experts import experts
 from tests.target_grid import from_grid

@@ -35,9 +35,10 @@ from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import language_config
 from cookbook.facts.packing import MIXES, PACKABLE, SINKS, STATEFUL, Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
-from cookbook.training.models import attention, efficiency, load_config, load_model
+from cookbook.training.models import attention, efficiency
 from cookbook.training.models.attention import PACKED, Kind, Lengths, Segments, _varlen, attend
 from cookbook.training.models.efficiency import save_activations
+from cookbook.training.models.language_model import load_config, load_model
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
 from cookbook.training.models.structure import find_config, not_served

@@ -117,7 +117,7 @@ def test_a_tokenizer_of_the_hub_is_fetched_without_the_weights(show, book, monke
         asked.append((name, revision, [file for file in names if any(map(PurePath(file).match, allow_patterns))]))
         return str(book.root / "model")
 
-    monkeypatch.setattr("cookbook.training.models.snapshot_download", fetch)
+    monkeypatch.setattr("cookbook.training.models.model_source.snapshot_download", fetch)
     assert "a⟦b<|im_end|>⟧" in show([{"text": "ab"}], "model={name_or_path: some/model, revision: x}")
     assert asked == [("some/model", "x", ["tokenizer.json"])]
 

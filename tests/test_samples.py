@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.run.samples import continuations
-from cookbook.training import models
 from cookbook.training.data.batches import Layout
 from cookbook.training.data.prompts import awaiting, beginnings
 from cookbook.training.data.tokens import join
 from cookbook.training.metrics import RunLog
+from cookbook.training.models import tokenizer_files
 from tests.curves import ROOT, Curve, Lab
 from tests.gpu_runs import GpuLab
 from tests.needs import need_compiler
@@ -167,7 +167,7 @@ def test_a_sample_ends_with_a_text_a_turn_or_the_longest_sample():
     tokenizer = make_tokenizer(specials=["<|endoftext|>"])
     tokenizer.eos_token = "<|endoftext|>"
     of_text, of_turn, letter = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "b"])
-    assert len({of_text, of_turn, letter}) == 3 and models.end_of_turn(tokenizer) == of_turn
+    assert len({of_text, of_turn, letter}) == 3 and tokenizer_files.end_of_turn(tokenizer) == of_turn
     says = iter([[letter] * 3, [of_text, of_turn, letter], *[[letter] * 3] * 9])
     chat = np.array([letter] * 5), np.array([0, 0, 0, 1, 1], bool)
     settings = ["run.sample_every_steps=1", "run.sample_tokens=20", "data.max_length=8"]

@@ -30,7 +30,9 @@ from cookbook.commands.cli import main
 from cookbook.config.sections import ModelSection
 from cookbook.start.run_plan import load_pair
 from cookbook.system.files import RecipeError
-from cookbook.training.models import load_config, load_model, load_tokenizer, resolve_model, train_tokenizer
+from cookbook.training.models.language_model import load_config, load_model
+from cookbook.training.models.model_source import resolve_model
+from cookbook.training.models.tokenizer_files import load_tokenizer, train_tokenizer
 
 # Our own code: nothing in it unpickles, evaluates text, starts a shell or trusts the code of others.
 

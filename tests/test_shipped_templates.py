@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from cookbook.rows.row_columns import readings
 from cookbook.training.data.twin import offer, own_template, twin_of
-from cookbook.training.models import end_of_turn
+from cookbook.training.models.tokenizer_files import end_of_turn
 from tests.turns import TEMPLATES, others_by_turn
 
 SHIPPED = {path.stem: path for path in CHATML.parent.glob("*.jinja")}

@@ -25,8 +25,9 @@ from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.tensors import as_weight
 from cookbook.training.checkpoint.tower import Tower
 from cookbook.training.checkpoint.write_model import write_model
-from cookbook.training.models import load_config, load_tokenizer, open_language_model
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.language_model import load_config, open_language_model
+from cookbook.training.models.tokenizer_files import load_tokenizer
 from tests import needs
 from tests.curves import ROOT, Curve, Lab
 from tests.test_equivalence import SGD_LOSS

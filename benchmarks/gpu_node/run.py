@@ -333,7 +333,8 @@ def write_wide(node: Node) -> Path:
     import torch
 
     from cookbook.config.sections import ScratchModel
-    from cookbook.training.models import new_model, train_tokenizer
+    from cookbook.training.models.model_source import new_model
+    from cookbook.training.models.tokenizer_files import train_tokenizer
 
     chosen = wide_sizes(node)
     sizes = ScratchModel(**chosen)

@@ -118,12 +118,12 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     from cookbook.commands.shared.generation import check_folder, record_of
     from cookbook.run import stages
     from cookbook.run.publish.merged import as_trained
-    from cookbook.training import models
     from cookbook.training.data import batches
     from cookbook.training.data.sets import tokenize_eval
+    from cookbook.training.models import tokenizer_files
 
     logging.disable_progress_bar()
-    tokenizer = models.load_tokenizer(str(folder), recipe.data.chat_template)
+    tokenizer = tokenizer_files.load_tokenizer(str(folder), recipe.data.chat_template)
     base, facts = check_folder(folder, tokenizer)
     if (record := record_of(folder)) is not None:
         base = as_trained(base, folder, record)
@@ -163,16 +163,16 @@ def _prepare_model(folder: Path, base: str, recipe: Recipe, engine: "Engine") ->
     import torch
 
     from cookbook.run import stages
-    from cookbook.training import models
     from cookbook.training.adapters import insertion
+    from cookbook.training.models import language_model
 
     has_adapter = is_adapter(folder)
-    config = models.load_config(base, recipe.data.max_length)
+    config = language_model.load_config(base, recipe.data.max_length)
     recipe = decide(recipe, config).settle(recipe)
     model = stages.load_model(base, recipe, engine, has_adapter=has_adapter)
     if has_adapter:
         insertion.open_adapter(model, folder)
-    models.check_finite(model, folder)
+    language_model.check_finite(model, folder)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine.prepare(model, torch.optim.SGD(trained, lr=0.0))
     return recipe

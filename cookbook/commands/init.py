@@ -113,7 +113,8 @@ def init(
     machines = _check_arguments(model, data, gpus, out)
     quiet_deepspeed()
     from cookbook.commands.preview.sample_page import TOKENIZER_FILES
-    from cookbook.training.models import fetch_model, load_config
+    from cookbook.training.models.language_model import load_config
+    from cookbook.training.models.model_source import fetch_model
 
     mistakes: list[str] = []
     with gathered(mistakes):
@@ -242,7 +243,7 @@ class _Draft:
         import numpy as np
 
         from cookbook.training.data.sets import SHARE_TO_KEEP
-        from cookbook.training.models import revision_of
+        from cookbook.training.models.model_source import revision_of
 
         if revision := revision_of(folder):
             self.model_keys["revision"] = revision
@@ -297,7 +298,7 @@ class _Draft:
         """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
         from cookbook.training.data.tokens import tokenize
         from cookbook.training.data.twin import twin_of
-        from cookbook.training.models import load_tokenizer
+        from cookbook.training.models.tokenizer_files import load_tokenizer
 
         is_chat, problem = kinds()[self.rows.kind].chats is not None, ""
         twin = twin_of(load_tokenizer(folder, None)) if is_chat else None

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cookbook.config.objectives.forward import next_tokens
-from cookbook.training import models
 from cookbook.training.data import batches
 from cookbook.training.data.prompts import awaiting, beginnings
+from cookbook.training.models import tokenizer_files
 
 if TYPE_CHECKING:
     from cookbook.run.stages import Run
@@ -26,7 +26,7 @@ def continuations(run: "Run", stop_reason: Callable[[], str | None]) -> list[dic
     """
     inputs, data = run.inputs, run.recipe.data
     tokenizer = inputs.tokenizer
-    ends = {tokenizer.eos_token_id, models.end_of_turn(tokenizer)}
+    ends = {tokenizer.eos_token_id, tokenizer_files.end_of_turn(tokenizer)}
     prompts = beginnings(next(iter(inputs.data.eval.values())))
     most = run.recipe.run.sample_tokens or DEFAULT_TOKENS
     lengths = [min(len(prompt) + most, data.max_length) for prompt in prompts]

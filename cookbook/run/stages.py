@@ -35,7 +35,6 @@ from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, refuse
-from cookbook.training import models
 from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
@@ -47,6 +46,7 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
+from cookbook.training.models import language_model, model_source, tokenizer_files
 from cookbook.training.models.efficiency import check_layers, kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
@@ -201,11 +201,11 @@ def load_inputs(
         RecipeError: a model that cannot be loaded, or trained under this plan, or data without a target.
     """
     transformers_logging.disable_progress_bar()
-    base = folder = models.resolve_model(
+    base = folder = model_source.resolve_model(
         recipe.model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
     )
-    config = models.load_config(base, recipe.data.max_length)
-    tokenizer = models.load_tokenizer(base, recipe.data.chat_template, recipe.model.new_tokens)
+    config = language_model.load_config(base, recipe.data.max_length)
+    tokenizer = tokenizer_files.load_tokenizer(base, recipe.data.chat_template, recipe.model.new_tokens)
     new_tokens = {token: tokenizer.convert_tokens_to_ids(token) for token in recipe.model.new_tokens or ()}
     refuse(layer_mistakes(config, strategy.claims))
     facts = check_folder(Path(base), config, tokenizer, new_tokens=new_tokens)
@@ -214,14 +214,14 @@ def load_inputs(
         from cookbook.training.models.new_tokens import rows_note
 
         folder = grown_folder(base, tokenizer, new_tokens, cache=cache)
-        before, config = config.vocab_size, models.load_config(folder, recipe.data.max_length)
+        before, config = config.vocab_size, language_model.load_config(folder, recipe.data.max_length)
         notes.append(rows_note(new_tokens, before, config.vocab_size))
     if (head := head_wanted(recipe.objective, config, tokenizer.pad_token_id)) is not None:
         from cookbook.training.models.first_head import scored_folder
 
         notes.append(head_note(config, head))
         folder = scored_folder(folder, head, seed=recipe.seed, cache=cache)
-        config = models.load_config(folder, recipe.data.max_length)
+        config = language_model.load_config(folder, recipe.data.max_length)
     check_layers(recipe.model, config)
     packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if problem := mesh_problem(config, plan.mesh):
@@ -247,7 +247,7 @@ def load_inputs(
     if (asked := recipe.objective.asks) is not None:
         from cookbook.run.teacher import KEY, find_teacher
 
-        theirs = models.fetch_model(asked.teacher, None, key=KEY)
+        theirs = model_source.fetch_model(asked.teacher, None, key=KEY)
         teacher = find_teacher(asked, theirs, tokenizer, facts.num_embeddings, recipe.data.max_length)
     steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     return Inputs(
@@ -346,9 +346,9 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
     found = {}
     if engine.is_main:
         found["data"] = inputs.data.fingerprint(cache)
-        found["model"] = models.weights_digest(Path(inputs.base), cache=cache)
+        found["model"] = model_source.weights_digest(Path(inputs.base), cache=cache)
         if inputs.teacher is not None:
-            found["teacher"] = models.weights_digest(Path(inputs.teacher.folder), cache=cache)
+            found["teacher"] = model_source.weights_digest(Path(inputs.teacher.folder), cache=cache)
         if recipe.adapter is not None and recipe.adapter.path is not None:
             found["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
@@ -396,7 +396,7 @@ def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool
     quantization = insertion.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
     packed = each_weight(insertion.packing(quantization)) if quantization else contextlib.nullcontext()
     with packed, engine.reading(is_quantized=bool(quantization)):
-        return models.load_model(
+        return language_model.load_model(
             folder,
             recipe.model,
             packing=recipe.data.is_packed,

@@ -18,7 +18,6 @@ from cookbook.config.objectives.forward import INPUTS
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
-from cookbook.training import models
 from cookbook.training.data import batches
 from cookbook.training.data.answers import AnswersFile, load_answers
 from cookbook.training.data.sets import TokenSets
@@ -26,6 +25,7 @@ from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine
 from cookbook.training.engine.collectives import to_device
+from cookbook.training.models import language_model
 from cookbook.training.models.loss import Most
 from cookbook.training.models.vocabulary import common_rows
 
@@ -50,7 +50,7 @@ def find_teacher(asked: Question, folder: str, tokenizer: Any, num_rows: int | N
         folder: of the teacher.
         tokenizer, num_rows: of the student, and of its embedding.
     """
-    config = models.load_config(folder, max_length, key=KEY)
+    config = language_model.load_config(folder, max_length, key=KEY)
     rows = common_rows(Path(folder), config, asked, tokenizer, num_rows)
     return Teacher(folder=folder, asked=asked, num_tokens=rows)
 
@@ -119,7 +119,7 @@ def with_answers(
 def _open(folder: str, engine: Engine) -> Any:
     """The whole teacher on this process's device, in the dtype of forwards."""
     with engine.apart():
-        model = models.load_model(
+        model = language_model.load_model(
             folder,
             ModelSection(name_or_path=folder),
             packing=False,

@@ -49,8 +49,8 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         quiet_deepspeed()
     folder = _folder(recipe, rows, cache)
 
-    from cookbook.training.models import load_tokenizer
     from cookbook.training.models.new_tokens import grown_rows
+    from cookbook.training.models.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(folder, recipe.data.chat_template, recipe.model.new_tokens)
     num_embeddings = None
@@ -105,18 +105,18 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
 
 def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
     """Where the tokenizer is, and the configuration if the model has one."""
-    from cookbook.training import models
+    from cookbook.training.models import model_source
 
     model = recipe.model
     if model.from_scratch is not None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        return models.resolve_model(
+        return model_source.resolve_model(
             model, seed=recipe.seed, texts=rows.texts(), fingerprint=rows.fingerprint, cache=cache
         )
     assert model.name_or_path is not None
-    return models.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
+    return model_source.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
 
 
 def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:

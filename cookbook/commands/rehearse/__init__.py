@@ -266,7 +266,7 @@ def _tokens_around(recipe: Recipe, model: Path) -> int:
     """What the chat template writes beside a question, in tokens of the tiny model: much, where it has a system message
     of its own.
     """
-    from cookbook.training.models import load_tokenizer
+    from cookbook.training.models.tokenizer_files import load_tokenizer
 
     if recipe.data.chat_template is None or recipe.model.from_scratch is not None:
         return 0

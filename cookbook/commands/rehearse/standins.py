@@ -126,8 +126,8 @@ def write_tiny_teacher(model: Path, folder: Path, notes: Notes, *, seed: int) ->
 
 def _describe_model(recipe: Recipe, rows: Rows) -> tuple[Any, Any, str]:
     """Configuration, tokenizer, and their origin."""
-    from cookbook.training.models import stand_in_tokenizer
     from cookbook.training.models.structure import OFFLINE_FACTS, find_config, hub_options
+    from cookbook.training.models.tokenizer_files import stand_in_tokenizer
 
     config, origin = find_config(recipe.model)
     name = recipe.model.name_or_path

@@ -119,9 +119,9 @@ def check(
 def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[int]]]:
     """The folder of the model, without an adapter, and the tokens of all prompts."""
     from cookbook.commands.rounds.sampling import encode
-    from cookbook.training import models
+    from cookbook.training.models import model_source
 
-    first = models.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=CACHE)
+    first = model_source.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=CACHE)
     return first, encode(asked, first, recipe)
 
 
@@ -136,7 +136,7 @@ def _reward_models(rounds: RoundsSection, prompt: Prompt) -> dict[str, str]:
 
 
 def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, str]:
-    from cookbook.training.models import weights_digest
+    from cookbook.training.models.model_source import weights_digest
 
     of_teacher = _of_teacher(model, recipe)
     of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
@@ -163,14 +163,14 @@ def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
         return {}
     from cookbook.facts.language_part import open_config
     from cookbook.run.teacher import KEY, find_teacher
-    from cookbook.training import models
+    from cookbook.training.models import model_source, tokenizer_files
     from cookbook.training.models.folder_facts import check_folder
 
-    tokenizer = models.load_tokenizer(model, recipe.data.chat_template)
+    tokenizer = tokenizer_files.load_tokenizer(model, recipe.data.chat_template)
     rows = check_folder(Path(model), open_config(model), tokenizer).num_embeddings
-    folder = models.fetch_model(asked.teacher, None, key=KEY)
+    folder = model_source.fetch_model(asked.teacher, None, key=KEY)
     find_teacher(asked, folder, tokenizer, rows, recipe.data.max_length)
-    return {"teacher": models.weights_digest(Path(folder), cache=CACHE)}
+    return {"teacher": model_source.weights_digest(Path(folder), cache=CACHE)}
 
 
 def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:

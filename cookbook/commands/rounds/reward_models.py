@@ -13,7 +13,7 @@ from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
 from cookbook.facts.score_head import is_scored
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training import models
+from cookbook.training.models import language_model, model_source, tokenizer_files
 from cookbook.training.models.folder_facts import check_folder
 
 KEY = "rounds.reward_funcs"
@@ -25,9 +25,9 @@ def check(name: str, prompt: Prompt) -> str:
     Raises:
         RecipeError: it is none, or has no chat template for prompts of messages.
     """
-    folder = models.fetch_model(name, None, key=KEY)
-    models.load_config(folder, 0, key=KEY)
-    config, tokenizer = open_config(folder), models.load_tokenizer(folder, None)
+    folder = model_source.fetch_model(name, None, key=KEY)
+    language_model.load_config(folder, 0, key=KEY)
+    config, tokenizer = open_config(folder), tokenizer_files.load_tokenizer(folder, None)
     if not is_scored(config) or config.num_labels != 1:
         what = f"{config.num_labels} numbers" if is_scored(config) else "words"
         raise RecipeError(
@@ -49,10 +49,10 @@ class RewardModel:
         """
         on_gpu = torch.cuda.is_available()
         self.folder, self.size = folder, rounds.generation_batch_size
-        self.tokenizer = models.load_tokenizer(folder, None)
+        self.tokenizer = tokenizer_files.load_tokenizer(folder, None)
         dtype = torch.bfloat16 if is_bf16 and on_gpu else torch.float32
-        self.model = models.open_language_model(folder, dtype=dtype).to("cuda" if on_gpu else "cpu").eval()
-        models.check_finite(self.model, folder)
+        self.model = language_model.open_language_model(folder, dtype=dtype).to("cuda" if on_gpu else "cpu").eval()
+        language_model.check_finite(self.model, folder)
         if self.model.config.pad_token_id is None:
             self.size = 1  # transformers finds the end of a text by its padding, and refuses several without one
 

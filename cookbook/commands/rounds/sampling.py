@@ -14,7 +14,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training import models
+from cookbook.training.models import language_model, tokenizer_files
 
 PROBED_TOKENS = 8
 ALIKE = 0.2
@@ -40,8 +40,8 @@ def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[
     """
     rounds = recipe.rounds
     assert rounds is not None
-    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template)
-    models.load_config(folder, recipe.data.max_length)  # refuses more than the model has positions for
+    tokenizer = tokenizer_files.load_tokenizer(folder, recipe.data.chat_template)
+    language_model.load_config(folder, recipe.data.max_length)  # refuses more than the model has positions for
     most = recipe.data.max_length - rounds.max_completion_length
     found, mistakes = [], []
     for prompt in prompts:

@@ -108,7 +108,7 @@ def _given(one: Round, model: Path) -> Path:
     """What a server is given: a link to the model's folder, or an adapter and its base as one model."""
     from cookbook.run.publish.merged import write_merged
     from cookbook.training.checkpoint.write_model import building
-    from cookbook.training.models import weights_digest
+    from cookbook.training.models.model_source import weights_digest
 
     one.folder.mkdir(parents=True, exist_ok=True)
     if (model / ADAPTER).is_file():

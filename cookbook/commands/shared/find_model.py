@@ -55,7 +55,7 @@ def check_base(trained: Path) -> None:
         RecipeError: its weights are others, or the record is damaged.
     """
     from cookbook.training.adapters.base_model import Base
-    from cookbook.training.models import weights_digest
+    from cookbook.training.models.model_source import weights_digest
 
     try:
         base = Base.read(trained)

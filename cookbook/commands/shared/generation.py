@@ -27,8 +27,10 @@ from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.adapter_files import check_fits
 from cookbook.training.adapters.base_model import BASE_RECORD, Base
-from cookbook.training.models import check_finite, fetch_model, folder_facts
+from cookbook.training.models import folder_facts
 from cookbook.training.models.folder_facts import FolderFacts
+from cookbook.training.models.language_model import check_finite
+from cookbook.training.models.model_source import fetch_model
 
 
 class Printer(TextStreamer):

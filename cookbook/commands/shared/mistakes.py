@@ -49,14 +49,14 @@ def check_model(recipe: Recipe) -> list[str]:
         return lacks + _notes_on_names(recipe)
     if not num_gpus():
         quiet_deepspeed()
-    from cookbook.training import models
     from cookbook.training.adapters import adapter_files, base_model
+    from cookbook.training.models import language_model, model_source, tokenizer_files
     from cookbook.training.models.folder_facts import check_folder
 
     model = recipe.model.model_copy(update={"name_or_path": str(here)})
-    folder = models.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
-    config = models.load_config(folder, recipe.data.max_length)
-    tokenizer = models.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
+    folder = model_source.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
+    config = language_model.load_config(folder, recipe.data.max_length)
+    tokenizer = tokenizer_files.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
     place = f"model.name_or_path is {name!r}"
     facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
     head_wanted(recipe.objective, config, tokenizer.pad_token_id)

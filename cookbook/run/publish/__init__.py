@@ -28,7 +28,6 @@ from cookbook.run.publish.merged import write_merged
 from cookbook.start.hosts import TORCHRUN
 from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError, first_line, refuse
-from cookbook.training import models
 from cookbook.training.adapters import adapter_files
 from cookbook.training.adapters.base_model import BASE_RECORD, Base
 from cookbook.training.checkpoint import folder
@@ -45,6 +44,7 @@ from cookbook.training.checkpoint.write_model import (
     write_generation_config,
     write_model,
 )
+from cookbook.training.models import model_source, tokenizer_files
 
 EXPORT, MERGED, MODEL_FILES = "export", "merged", "model"
 RECORD = "export.json"
@@ -71,15 +71,15 @@ def write_model_files(
     """Write `model/` in a run's folder: everything that an export needs but weights. Rank 0 calls.
 
     Args:
-        name: the model's folder, see `models.resolve_model`.
+        name: the model's folder, see `model_source.resolve_model`.
         tokenizer: with the chat template of the run.
-        digest: `models.weights_digest` of that folder.
+        digest: `model_source.weights_digest` of that folder.
         new_tokens: those that the run added to the tokenizer, with their ids.
         head: that for sequences, if the run trains one.
         buffers: see `saved_buffers`; None if an adapter is trained, whose export needs no weights of the model.
     """
     is_new = model.from_scratch is not None
-    revision = model.revision or models.revision_of(name)
+    revision = model.revision or model_source.revision_of(name)
     base = Base(model.name_or_path or name, revision, digest, is_new, dict(new_tokens or {}), head)
     tower = Tower.of(Path(name))
     with building(run / MODEL_FILES) as build:
@@ -96,7 +96,7 @@ def write_model_files(
             save_file(buffers, build / BUFFERS)
         tokenizer.save_pretrained(build)
         if head is None:
-            write_generation_config(build, like=Path(name), end_of_turn=models.end_of_turn(tokenizer))
+            write_generation_config(build, like=Path(name), end_of_turn=tokenizer_files.end_of_turn(tokenizer))
         base.write(build)
 
 

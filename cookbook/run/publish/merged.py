@@ -21,8 +21,9 @@ from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK, Weight, as_weight
 from cookbook.training.checkpoint.tower import Tower, copy_processors
 from cookbook.training.checkpoint.write_model import saved_buffers, write_model
-from cookbook.training.models import fetch_model, open_language_model, weights_digest
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.language_model import open_language_model
+from cookbook.training.models.model_source import fetch_model, weights_digest
 
 M_MMAP_THRESHOLD = -3
 """In glibc's malloc.h."""

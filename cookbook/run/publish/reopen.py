@@ -36,8 +36,9 @@ from cookbook.training.checkpoint.folder import open_checkpoint
 from cookbook.training.checkpoint.tensors import CHUNK, Reader, Weight
 from cookbook.training.checkpoint.tower import Tower
 from cookbook.training.checkpoint.write_model import BUFFERS
-from cookbook.training.models import HUB_FILES, open_language_model
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.language_model import open_language_model
+from cookbook.training.models.model_source import HUB_FILES
 
 LIMIT_GIB = 4.0
 """Largest model, in float32, that is opened: above it, opening it twice takes longer than a check should."""

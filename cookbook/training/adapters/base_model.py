@@ -24,7 +24,7 @@ class Base:
     name_or_path: str
     revision: str | None
     sha256: str
-    """SHA-256 of its weights; see `models.weights_digest`."""
+    """SHA-256 of its weights; see `model_source.weights_digest`."""
     is_new: bool = False
     """Created for the run."""
     new_tokens: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def check_base(settings: AdapterSection, digest: str) -> None:
     of it.
 
     Args:
-        digest: `models.weights_digest` of the model.
+        digest: `model_source.weights_digest` of the model.
 
     Raises:
         RecipeError: another base, or a damaged record of it.

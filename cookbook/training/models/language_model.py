@@ -1,0 +1,172 @@
+"""Language models as a run trains them: loaded from a folder, checked, with their loss inside."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from cookbook.config.sections import ModelSection
+from cookbook.facts.language_part import open_config, open_options
+from cookbook.facts.meshes import num_experts
+from cookbook.facts.model_files import why_not
+from cookbook.facts.packing import packing_problem, short_window
+from cookbook.facts.score_head import auto_class, head_of, is_scored
+from cookbook.system.files import RecipeError, refuse
+from cookbook.training.models.attention import PACKED
+from cookbook.training.models.efficiency import compile_layers, patch_kernels, save_activations
+from cookbook.training.models.experts import autocast_products
+from cookbook.training.models.fp8 import convert_layers
+from cookbook.training.models.loss import add_loss, compile_loss
+from cookbook.training.models.mixers import keep_apart
+from cookbook.training.models.model_source import refuse_adapter
+from cookbook.training.models.structure import not_served
+
+
+def load_config(name: str, max_length: int, *, key: str = "model.name_or_path") -> PreTrainedConfig:
+    """The configuration of what is trained of a model, see `language_config`.
+
+    Args:
+        key: the recipe's, for mistakes.
+
+    Raises:
+        RecipeError: no such model, or one for which loss or attention would be wrong.
+    """
+    refuse_adapter(name, key)
+    try:
+        config = open_config(name)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{key} is {name!r}: {why_not('model', error)}") from None
+    problem = not_served(config)
+    if problem is not None:
+        raise RecipeError(f"{key} is {name!r}: {problem}")
+    refuse([*_check_positions(config, max_length), *_check_router(config, f"{key} is {name!r}")])
+    return config
+
+
+def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
+    positions = getattr(config, "max_position_embeddings", None) or max_length
+    if max_length > positions:
+        return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
+    if kind in ("dynamic", "longrope") and max_length > original:
+        return [
+            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
+            f" depends on the longest sample of a micro-batch; use at most {original}"
+        ]
+    return []
+
+
+def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
+    count, taken = num_experts(config), getattr(config, "num_experts_per_tok", None)
+    if count > 1 and isinstance(taken, int) and taken > count:
+        return [f"{place}: config.json has num_experts_per_tok {taken}, of {count} experts; correct it"]
+    return []
+
+
+def load_model(
+    name: str,
+    settings: ModelSection,
+    *,
+    packing: bool,
+    dtype: torch.dtype = torch.float32,
+    sequence_mesh: DeviceMesh | None = None,
+    fp8: bool = False,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a model with its loss inside (see `add_loss`), in training mode.
+
+    Under ZeRO-3 and tensor parallel every rank must call. The engine sets the dtype of the forward.
+
+    Args:
+        dtype: float32 if an optimizer updates the weights; frozen weights may be smaller.
+        sequence_mesh: the ranks that share the tokens of each row, if any.
+        fp8: multiply in 8 bits in the layers, see `convert_layers`.
+        options: further arguments of `from_pretrained`, from engine and adapter.
+    """
+    if packing or sequence_mesh is not None:
+        options["attn_implementation"] = PACKED
+    autocast_products()
+    model = open_language_model(name, dtype=dtype, **options)
+    _allocate_meta_weights(model)
+    model.config.use_cache = False
+    if packing:
+        keep_apart(model)
+    is_ours = packing_problem(model.config) is None and short_window(model.config) is None
+    if model.config._attn_implementation == "sdpa" and is_ours:
+        # Our attention for padded rows too: transformers would synchronize with the device to look for packed rows
+        # (masking_utils.py, find_packed_sequence_indices), and in float32 use a kernel with T x T scores.
+        model.set_attn_implementation(PACKED)
+    if settings.liger_kernels:
+        patch_kernels(model)
+    if fp8:
+        convert_layers(model)
+    if settings.gradient_checkpointing:
+        offload = settings.gradient_checkpointing == "offload" and torch.cuda.is_available()
+        save_activations(model, selective=settings.recompute == "selective", offload=offload)
+    if settings.compile:
+        compile_layers(model)
+    add_loss(model, sequence_mesh)
+    if settings.compile:
+        compile_loss(head_of(model))
+    model.train()
+    return model
+
+
+def check_finite(model: torch.nn.Module, place: object) -> None:
+    """Check the values of a model that one process has whole, which no header tells: a model with NaN answers all the
+    same, and a loss of it is NaN.
+
+    Raises:
+        RecipeError: a weight is NaN or infinite.
+    """
+    for name, weight in model.named_parameters():
+        in_4_bits = getattr(weight, "quant_state", None) is not None  # of which pairs lie in a tensor of another dtype
+        if in_4_bits or not weight.is_floating_point() or not weight.numel():
+            continue
+        if not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise RecipeError(f"{place}: {name} has values that are not finite; fetch it again, or take an earlier one")
+
+
+def open_language_model(name: str | Path, **options: Any) -> Any:
+    """`from_pretrained` of a folder's class, for causal language models or for scores; of a model with a tower, the
+    language part alone.
+
+    Args:
+        options: of `from_pretrained`; a `config` decides in the place of the folder's.
+    """
+    options = open_options(name) | options
+    config = options.get("config") or open_config(name)
+    verbosity = logging.get_verbosity()
+    if "key_mapping" in options or is_scored(config):
+        # For its list of a tower's tensors, or of the head that is not loaded; `check_folder` has compared all.
+        logging.set_verbosity_error()
+    try:
+        return auto_class(config).from_pretrained(name, trust_remote_code=False, use_safetensors=True, **options)
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _allocate_meta_weights(model: PreTrainedModel) -> None:
+    """Allocate weights and buffers whose values another rank will send, since accelerate identifies parameters by their
+    addresses (accelerator.py, _prepare_fsdp2). The kernel provides no memory until they are written.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        # transformers compares two tied weights that the files both hold, and leaves those apart that have no values
+        # (modeling_utils.py, tie_weights); `check_folder` has found them equal.
+        model.tie_weights()
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, made.setdefault(parameter, torch.nn.Parameter(empty, parameter.requires_grad)))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
