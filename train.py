@@ -501,7 +501,7 @@ def way_on(saver: "Saver") -> str:
 
 def finish(run: "Run", services: "Services") -> int:
     """End a run after its last step: export that, or the best checkpoint. Returns the exit code."""
-    from cookbook.run import publish
+    from cookbook.run.publish import export_folder, model_folder
     from cookbook.training import metrics
 
     engine, log, saver = run.engine, services.log, services.saver
@@ -529,12 +529,12 @@ def finish(run: "Run", services: "Services") -> int:
         services.status.end(
             "stopped", exit_code=signals.EXIT_CODE, reason=status.EXPORTING, checkpoint=saver.newest_path
         )
-        if not publish.has_model_files(run.output_dir):
+        if not model_folder.has_model_files(run.output_dir):
             run.write_model_files()
         # From the checkpoint, by this process: no rank must hold a whole model, and any step is exported alike.
         best = run.recipe.run.export == "best"
-        with publish.chosen(run.output_dir, saver.newest, is_best=best) as checkpoint:
-            publish.export(run.output_dir, checkpoint, reopened=run.recipe.run.check_export, say=log.say)
+        with export_folder.chosen(run.output_dir, saver.newest, is_best=best) as checkpoint:
+            export_folder.export(run.output_dir, checkpoint, reopened=run.recipe.run.check_export, say=log.say)
     log.event("finish", run.progress.step, **({} if run.early_end is None else {"reason": run.early_end}))
     services.status.end("finished", exit_code=0, reason=run.early_end)
     log.close()

@@ -714,7 +714,7 @@ def test_a_misspelt_key_does_not_hide_a_clash(book, capsys):
 
 @pytest.mark.parametrize(("needs", "code"), [("2 GPUs of 24 GB.", 0), ("3 GPUs of 24 GB.", 2), ("1 GPU of 24 GB.", 0)])
 def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys, monkeypatch, needs, code):
-    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 1 / 0)  # not this machine's
+    monkeypatch.setattr("cookbook.commands.check.recipe_checks.num_gpus", lambda: 1 / 0)  # not this machine's
     text = Path(RECIPE).read_text()
     book.write(RECIPE, f"# Needs: {needs}\n{text}")
     found, lines, mistakes = checked(capsys, RECIPE)
@@ -743,10 +743,10 @@ def test_check_takes_the_values_and_the_processes_of_a_command_line(book, capsys
 
 def test_check_refuses_fp16_where_neither_the_label_nor_the_machine_has_a_gpu(book, capsys, monkeypatch):
     book.edit(RECIPE, ("mixed_precision: 'no'", "mixed_precision: fp16"))
-    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 0)
+    monkeypatch.setattr("cookbook.commands.check.recipe_checks.num_gpus", lambda: 0)
     code, _, mistakes = checked(capsys, RECIPE)
     assert code == 2 and "fp16 needs a GPU" in mistakes[0]
-    monkeypatch.setattr("cookbook.commands.check.num_gpus", lambda: 2)
+    monkeypatch.setattr("cookbook.commands.check.recipe_checks.num_gpus", lambda: 2)
     assert checked(capsys, RECIPE)[0] == 0
 
 

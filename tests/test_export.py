@@ -38,8 +38,7 @@ from transformers import (
 from cookbook.commands.cli import main
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
-from cookbook.run import publish
-from cookbook.run.publish import merged, reopen
+from cookbook.run.publish import export_folder, merged, model_folder, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import base_model, insertion
 from cookbook.training.checkpoint import folder, streamed
@@ -80,7 +79,7 @@ class Run:
         self.model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         if self.recipe.adapter:
             insertion.add_adapter(self.model, self.recipe.adapter, seed=0)
-        publish.write_model_files(
+        model_folder.write_model_files(
             self.folder,
             str(self.base),
             ModelSection(name_or_path=str(self.base)),
@@ -165,9 +164,9 @@ def here(monkeypatch) -> None:
         try:
             return reopen.reopen(export, model_files, checkpoint, dtype)
         except reopen.Wrong as error:
-            raise publish.BrokenExport(f"was removed: {error}") from None
+            raise export_folder.BrokenExport(f"was removed: {error}") from None
 
-    monkeypatch.setattr(publish, "_reopen", opened)
+    monkeypatch.setattr(export_folder, "_reopen", opened)
 
 
 def export(made: Run, *arguments: str) -> int:
@@ -259,8 +258,8 @@ MERGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path, case: str):
     adapter, config = MERGED[case]
     made = Run(tmp_path, adapter | {"rank": 4, "alpha": 8}, **config)
-    with publish.find_checkpoint(made.folder, saved_step(made)) as checkpoint:
-        publish.export(made.folder, checkpoint, reopened=False)
+    with export_folder.find_checkpoint(made.folder, saved_step(made)) as checkpoint:
+        export_folder.export(made.folder, checkpoint, reopened=False)
     parts, logits = merged._merged_in_parts(made.base, made.folder / "export")
     expected, expected_logits = merged._merged_whole(made.base, made.folder / "export")
     assert parts.keys() == expected.keys()
@@ -333,8 +332,8 @@ def test_a_merge_holds_a_layer_and_not_the_model(tmp_path: Path, capsys):
     dora = {"name": "dora", "rank": 4, "alpha": 8}
     tiny, made = Run(tmp_path / "small", dora), Run(tmp_path, dora, **LARGE)
     for one in (tiny, made):
-        with publish.find_checkpoint(one.folder, saved_step(one)) as checkpoint:
-            publish.export(one.folder, checkpoint, reopened=False)
+        with export_folder.find_checkpoint(one.folder, saved_step(one)) as checkpoint:
+            export_folder.export(one.folder, checkpoint, reopened=False)
     size = sum(tensor.nbytes for tensor in load_file(made.base / "model.safetensors").values())
     program = MERGES.format(grown_by=inspect.getsource(grown_by))
     folders = [tiny.folder / "export", made.base, made.folder / "export", tmp_path]
@@ -442,7 +441,7 @@ def test_the_step_asked_for_is_exported(run: Run, here):
 
 
 def test_large_models_are_written_in_parts_with_an_index(run: Run, monkeypatch, here):
-    monkeypatch.setattr(publish.write_model, "__kwdefaults__", {"shard_size": "20KB"})
+    monkeypatch.setattr(export_folder.write_model, "__kwdefaults__", {"shard_size": "20KB"})
     assert export(run) == 0
     index = json.loads((run.folder / "export" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -519,7 +518,7 @@ def test_a_broken_export_is_removed_and_the_older_one_stays(
     assert export(made) == 0
     before = {path.name: path.read_bytes() for path in (made.folder / "export").iterdir()}
     there = sorted(path.name for path in made.folder.iterdir())
-    right = publish._reopen
+    right = export_folder._reopen
 
     def broken(part: Path, *rest: Any) -> dict[str, str]:
         if how == "another setting":
@@ -531,7 +530,7 @@ def test_a_broken_export_is_removed_and_the_older_one_stays(
             save_file(sabotage(load_file(path), how), path, metadata={"format": "pt"})
         return right(part, *rest)
 
-    monkeypatch.setattr(publish, "_reopen", broken)
+    monkeypatch.setattr(export_folder, "_reopen", broken)
     made.save(4)
     capsys.readouterr()
     assert export(made) == 1
@@ -550,14 +549,14 @@ def test_what_is_too_large_to_be_opened_is_compared_in_parts(
     monkeypatch.setattr(reopen, "LIMIT_GIB", 0.0)
     made = Run(tmp_path, ADAPTERS["dora"] if kind == "adapter" else None, tie_word_embeddings=False)
     made.save(3)
-    right = publish._reopen
+    right = export_folder._reopen
 
     def opened(part: Path, *rest: Any) -> dict[str, str]:
         (path,) = part.glob("*.safetensors")
         save_file(sabotage(load_file(path), how or ""), path, metadata={"format": "pt"})
         return right(part, *rest)
 
-    monkeypatch.setattr(publish, "_reopen", opened)
+    monkeypatch.setattr(export_folder, "_reopen", opened)
     assert export(made) == (0 if how is None else 1)
     said = capsys.readouterr().out
     if how is None:
@@ -579,14 +578,14 @@ def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, ki
     made.save(3)
     assert export(made) == 0
     assert "tensors equal to the checkpoint's; logits equal" in capsys.readouterr().out
-    right = publish._reopen
+    right = export_folder._reopen
 
     def broken(part: Path, *rest: Any) -> dict[str, str]:
         (path,) = part.glob("*.safetensors")
         save_file(sabotage(load_file(path), "a changed value"), path, metadata={"format": "pt"})
         return right(part, *rest)
 
-    monkeypatch.setattr(publish, "_reopen", broken)
+    monkeypatch.setattr(export_folder, "_reopen", broken)
     assert export(made, "--out", str(tmp_path / "other")) == 1
     said = capsys.readouterr().err
     assert "was removed: reopened," in said and "is not what the checkpoint holds" in said
@@ -677,8 +676,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     script = """
 import json, sys, threading, time, re
 from pathlib import Path
-from cookbook.run import publish
-publish._reopen = lambda *_: {"tensors": "", "logits": ""}
+from cookbook.run.publish import export_folder
+export_folder._reopen = lambda *_: {"tensors": "", "logits": ""}
 peak = [0]
 def private():
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -688,11 +687,11 @@ def watch():
     while not stop.is_set():
         peak[0] = max(peak[0], private()); time.sleep(0.005)
 run = Path(sys.argv[1])
-with publish.find_checkpoint(run, None) as checkpoint:
+with export_folder.find_checkpoint(run, None) as checkpoint:
     pass
 before = private()
 thread = threading.Thread(target=watch); thread.start()
-publish.export(run, checkpoint, say=lambda _: None)
+export_folder.export(run, checkpoint, say=lambda _: None)
 stop.set(); thread.join()
 print(json.dumps(peak[0] - before))
 """
@@ -890,7 +889,7 @@ def test_a_damaged_file_of_the_model_is_named_before_anything_is_written(run: Ru
     damage(run.folder / "model" / name)
     names = {*run.folder.iterdir()}
     with pytest.raises(RecipeError, match=rf"model/{name}|model: .*; put back what the run wrote there"):
-        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
+        export_folder.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
     assert {*run.folder.iterdir()} == names
 
 
@@ -898,10 +897,10 @@ def test_a_new_token_that_its_tokenizer_does_not_have_is_refused(run: Run):
     path = run.folder / "model" / base_model.BASE_RECORD
     path.write_text(json.dumps({**json.loads(path.read_text()), "new_tokens": {"<new>": 10**9}}))
     with pytest.raises(RecipeError, match="gives <new> the id 1000000000, and its tokenizer another"):
-        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
+        export_folder.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
 
 
 def test_what_it_started_from_must_be_named(run: Run):
     (run.folder / "model" / base_model.BASE_RECORD).write_text("[]")
     with pytest.raises(RecipeError, match=r"base_model\.json: holds an empty list"):
-        publish.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))
+        export_folder.export(run.folder, folder.open_checkpoint(run.folder / "checkpoints" / "step-00000003"))

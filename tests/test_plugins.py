@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, clean_environment
 from small_data import make_tokenizer
 
-from cookbook.commands import rehearse
 from cookbook.commands.cli import main
+from cookbook.commands.rehearse import rehearsal
 from cookbook.config import plugins
 from cookbook.config.objectives import Answer, Objective
 from cookbook.config.recipe import dump_recipe, load_recipe
@@ -312,11 +312,11 @@ def test_a_resumed_run_is_the_whole_one_and_a_changed_plugin_is_noticed(lab: Lab
 @pytest.mark.slow
 def test_a_rehearsal_takes_it(recipe, capsys, monkeypatch):
     need_simulated_gpus()
-    for name in set(rehearse.os.environ) - set(clean_environment()):
+    for name in set(rehearsal.os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
     path = recipe.resolve()
     settings = [f"data.train={Path('duels.jsonl').resolve()}", "data.eval=null"]
     monkeypatch.chdir(ROOT)
-    code = rehearse.rehearse(path, assignments=settings, strategy=find_strategy("fsdp2"), processes=None)
+    code = rehearsal.rehearse(path, assignments=settings, strategy=find_strategy("fsdp2"), processes=None)
     assert code == 0, capsys.readouterr().err
     assert "objective margin on rows of duel" in capsys.readouterr().out

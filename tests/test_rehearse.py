@@ -12,10 +12,10 @@ import pytest
 from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
-from cookbook.commands import rehearse
 from cookbook.commands.cli import main
-from cookbook.commands.rehearse import _what_went_wrong, standins
+from cookbook.commands.rehearse import rehearsal, small_recipe, standins
 from cookbook.commands.rehearse.recompute import recompute
+from cookbook.commands.rehearse.rehearsal import _what_went_wrong
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
 from cookbook.facts import offline
@@ -31,7 +31,7 @@ RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglo
 @pytest.fixture(autouse=True)
 def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name in set(rehearse.os.environ) - set(clean_environment()):
+    for name in set(rehearsal.os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(standins, "hub_answers", lambda: False)
@@ -39,7 +39,7 @@ def _in_the_repository(monkeypatch):
 
 def rehearsal_of(recipe: str, *assignments: str, strategy: str | None = None, on: str | None = None) -> int:
     path = find_strategy(strategy) if strategy else None
-    return rehearse.rehearse(Path(recipe), assignments=list(assignments), strategy=path, processes=None, on=on)
+    return rehearsal.rehearse(Path(recipe), assignments=list(assignments), strategy=path, processes=None, on=on)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def forked(gpu_lab, monkeypatch):
         log.write_text("".join(path.read_text() for path in sorted(rehearsal.folder.glob("log_*"))))
         return next((code if code == 2 else 1 for code in answer["codes"] if code), 0)
 
-    monkeypatch.setattr(rehearse, "_run", run)
+    monkeypatch.setattr(rehearsal, "_run", run)
 
 
 LIMIT_SECONDS = 240
@@ -106,20 +106,20 @@ def test_a_rehearsal_in_fp16_is_one_in_fp16_where_there_are_gpus(on, told, capsy
 
 
 def test_without_a_compiler_a_rehearsal_says_so_and_takes_the_cpu(monkeypatch):
-    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: None)
-    assert rehearse._choose_place(None) == ("simulated GPUs", None)
-    assert rehearse._choose_place("cpu") == ("CPU", None)
-    monkeypatch.setattr(rehearse.simulated_gpus, "problem", lambda: "there is no C++ compiler")
-    place, why = rehearse._choose_place(None)
+    monkeypatch.setattr(rehearsal.simulated_gpus, "problem", lambda: None)
+    assert rehearsal._choose_place(None) == ("simulated GPUs", None)
+    assert rehearsal._choose_place("cpu") == ("CPU", None)
+    monkeypatch.setattr(rehearsal.simulated_gpus, "problem", lambda: "there is no C++ compiler")
+    place, why = rehearsal._choose_place(None)
     assert place == "CPU" and "there is no C++ compiler" in why
     with pytest.raises(RecipeError, match=r"--on gpus: .*no C\+\+ compiler"):
-        rehearse._choose_place("gpus")
+        rehearsal._choose_place("gpus")
 
 
 def test_real_gpus_come_before_simulated_ones(monkeypatch):
-    monkeypatch.setattr(rehearse, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(rehearse, "num_gpus", lambda: 2)
-    assert rehearse._choose_place(None) == rehearse._choose_place("gpus") == ("GPUs", None)
+    monkeypatch.setattr(rehearsal, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(rehearsal, "num_gpus", lambda: 2)
+    assert rehearsal._choose_place(None) == rehearsal._choose_place("gpus") == ("GPUs", None)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_chat_template_that_marks_nothing_fails_the_rehearsal_by_its_name(tmp_
 
 @pytest.mark.slow
 def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, capsys, forked):
-    run = rehearse._run
+    run = rehearsal._run
 
     def run_and_forget(rehearsal, small, log):
         code = run(rehearsal, small, log)
@@ -157,19 +157,19 @@ def test_an_export_with_the_untrained_weights_fails_the_rehearsal(monkeypatch, c
             shutil.copy(path, small.parent / "out" / "export" / path.name)
         return code
 
-    monkeypatch.setattr(rehearse, "_run", run_and_forget)
+    monkeypatch.setattr(rehearsal, "_run", run_and_forget)
     assert rehearsal_of("recipes/qwen3_0_6b/sft.yaml", strategy="single") == 1
     assert "the export, opened by transformers, has an evaluation loss of" in capsys.readouterr().err
 
 
 def test_an_unknown_model_without_network_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"someone/unheard-of.*offline_facts\.json"):
         rehearsal_of("recipes/qwen3_0_6b/sft.yaml", "model={name_or_path: someone/unheard-of}")
 
 
 def test_a_batch_that_does_not_split_at_full_size_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(rehearse, "_run", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a run was started"))
     with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 100, but 4 processes x micro_batch_size 4"):
         rehearsal_of("recipes/qwen25_7b/sft.yaml", "batch.global_batch_size=100")
 
@@ -187,7 +187,7 @@ def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
 
     monkeypatch.setattr(standins, "hub_answers", lambda: True)
     monkeypatch.setattr(standins, "raw_rows", raw_rows)
-    recipe = Packing(True, "").settle(rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0])
+    recipe = Packing(True, "").settle(load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0])
     sources, rows, are_own = standins.few_rows(recipe, 5, tmp_path, standins.Notes())
     assert asked == [("trl-lib/Capybara", True)]
     assert are_own
@@ -196,7 +196,7 @@ def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):
 
 
 def test_a_model_in_a_folder_brings_its_own_configuration_and_tokenizer(tmp_path):
-    recipe = rehearse.load_pair(Path("recipes/llama31_8b/sft.yaml"))[0]
+    recipe = load_pair(Path("recipes/llama31_8b/sft.yaml"))[0]
     rows = standins.Rows(kind="messages", rows=standins.synthetic_rows("messages", 4))
     assert not standins.write_tiny_model(recipe, rows, tmp_path / "first", standins.Notes())
     model = recipe.model.model_copy(update={"name_or_path": str(tmp_path / "first"), "revision": None})
@@ -212,30 +212,30 @@ SHORT = [{"prompt": f"p{i}", "completion": f"a{i}"} for i in range(6)]
 
 
 def test_rows_that_only_the_small_length_cuts_to_nothing_do_not_fail_a_rehearsal(tmp_path):
-    first = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
+    first = load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
     standins.write_tiny_model(first, standins.Rows(kind="completion", rows=SHORT), tmp_path / "own", standins.Notes())
     standins.write_jsonl(tmp_path / "rows.jsonl", [LONG, *SHORT])
-    recipe, strategy = rehearse.load_pair(
+    recipe, strategy = load_pair(
         Path("recipes/qwen3_0_6b/sft.yaml"),
         [f"data.train={tmp_path}/rows.jsonl", "data.max_length=4096", f"model={{name_or_path: {tmp_path}/own}}"],
     )
-    rehearsal = rehearse.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
-    small = rehearse.load_pair(rehearse._write_small_recipe(rehearsal, Path("mine.yaml")))[0]
+    rehearsal = small_recipe.Rehearsal(recipe=recipe, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
+    small = load_pair(small_recipe.write_small_recipe(rehearsal, Path("mine.yaml")))[0]
     assert (small.data.max_length, small.data.on_bad_row) == (1024, "drop")
     held_out = (tmp_path / "eval.jsonl").read_text()
-    assert "word" not in held_out and held_out.count("\n") == rehearse.NUM_EVAL_ROWS
+    assert "word" not in held_out and held_out.count("\n") == small_recipe.NUM_EVAL_ROWS
 
 
 def test_a_rehearsal_is_no_experiment_of_a_tracker(tmp_path):
-    recipe, strategy = rehearse.load_pair(Path("recipes/quickstart.yaml"))
+    recipe, strategy = load_pair(Path("recipes/quickstart.yaml"))
     tracked = recipe.model_copy(update={"run": recipe.run.model_copy(update={"trackers": ["tensorboard"]})})
-    rehearsal = rehearse.Rehearsal(recipe=tracked, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
-    assert "tracker" not in rehearse._write_small_recipe(rehearsal, Path("mine.yaml")).read_text()
+    rehearsal = small_recipe.Rehearsal(recipe=tracked, strategy=strategy, num_processes=2, place="CPU", folder=tmp_path)
+    assert "tracker" not in small_recipe.write_small_recipe(rehearsal, Path("mine.yaml")).read_text()
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_the_recomputed_loss_leaves_out_what_the_length_cuts_to_nothing(tmp_path, objective):
-    recipe = rehearse.load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
+    recipe = load_pair(Path("recipes/qwen3_0_6b/sft.yaml"))[0]
     rows = [LONG, *SHORT]
     if objective == "dpo":
         rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "no"} for row in rows]

@@ -34,9 +34,8 @@ from transformers import (
 )
 
 from benchmarks.tiny_models import tiny_config, tiny_model
-from cookbook.commands import rounds as command
 from cookbook.commands.cli import main
-from cookbook.commands.rounds import prompt_rows, scoring, served
+from cookbook.commands.rounds import loop, prompt_rows, scoring, served
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.served import Client, Served
 from cookbook.config.objectives import Objective
@@ -131,7 +130,7 @@ def forked(lab, monkeypatch):
         print(done.stdout)
         return done.returncode
 
-    monkeypatch.setattr(command, "launch", launch)
+    monkeypatch.setattr(loop, "launch", launch)
     return started
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from cookbook.commands import rounds as command
-from cookbook.commands.rounds import prompt_rows, rounds_folder
+from cookbook.commands.rounds import loop, prompt_rows, rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import encode
 from cookbook.config.recipe import load_recipe
@@ -50,7 +49,7 @@ def ends(monkeypatch, model) -> Callable[..., list[str]]:
                 shutil.copytree(model, run / "export")
             return code
 
-        monkeypatch.setattr(command, "launch", launch)
+        monkeypatch.setattr(loop, "launch", launch)
         return launched
 
     return every_run
@@ -172,5 +171,5 @@ def test_a_damaged_record_of_rounds_is_no_reason_to_begin_again(tmp_path: Path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out/rounds.json").write_text(left)
     with pytest.raises(RecipeError, match=r"rounds\.json: is damaged; put it back, or begin again"):
-        command._begin(tmp_path / "out", recipe, {"plugins": ""})
+        loop._begin(tmp_path / "out", recipe, {"plugins": ""})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -47,7 +47,7 @@ OURS = (
     "train",
     "cookbook.run.stages",
     "cookbook.forecast.ranking",
-    "cookbook.run.publish",
+    "cookbook.run.publish.export_folder",
     "cookbook.training.checkpoint.folder",
     "cookbook.training.checkpoint.resume",
     "cookbook.training.checkpoint.saver",

@@ -18,10 +18,10 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from cookbook.commands.chat import chat
-from cookbook.commands.check import check
+from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.checkpoint import checkpoint
 from cookbook.commands.combinations import combinations
-from cookbook.commands.convert import convert
+from cookbook.commands.convert.conversion import convert
 from cookbook.commands.doctor import doctor
 from cookbook.commands.evaluate import evaluate
 from cookbook.commands.explain import explain
@@ -32,9 +32,9 @@ from cookbook.commands.library import library
 from cookbook.commands.merge import merge
 from cookbook.commands.plan import plan
 from cookbook.commands.preview import preview
-from cookbook.commands.rehearse import rehearse
+from cookbook.commands.rehearse.rehearsal import rehearse
 from cookbook.commands.report import report
-from cookbook.commands.rounds import rounds
+from cookbook.commands.rounds.loop import rounds
 from cookbook.commands.sample import sample
 from cookbook.commands.schema import schema
 from cookbook.commands.submit import submit

@@ -34,16 +34,16 @@ def export(
     quiet_deepspeed()
     from transformers.utils import logging
 
-    from cookbook.run import publish
+    from cookbook.run.publish import export_folder
     from cookbook.run.publish import push as hub
 
     logging.disable_progress_bar()
     if push:
         hub.check_push(push)
     try:
-        with publish.find_checkpoint(folder, step) as checkpoint:
-            written = publish.export(folder, checkpoint, target=out, dtype=dtype, merged=merged, say=say)
-    except publish.BrokenExport as error:
+        with export_folder.find_checkpoint(folder, step) as checkpoint:
+            written = export_folder.export(folder, checkpoint, target=out, dtype=dtype, merged=merged, say=say)
+    except export_folder.BrokenExport as error:
         say(error, file=sys.stderr)
         return 1
     if push:

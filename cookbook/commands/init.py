@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from typer import Argument, Option
 
-from cookbook.commands.check import check
+from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.shared.labels import read_label
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective

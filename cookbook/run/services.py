@@ -9,7 +9,8 @@ import torch
 
 from cookbook.config import plugins
 from cookbook.config.recipe import dump_recipe
-from cookbook.run import forecasts, publish, shortage
+from cookbook.run import forecasts, shortage
+from cookbook.run.publish import export_folder, model_folder
 from cookbook.run.stages import Run
 from cookbook.start.run_plan import describe_batch
 from cookbook.system import signals
@@ -135,11 +136,11 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
 def _prepare_folder(run: Run, log: metrics.RunLog) -> None:
     """Remove what earlier starts have left, and write what an export will need."""
     put_away_report(run.output_dir)
-    publish.sweep_exports(run.output_dir)
+    export_folder.sweep_exports(run.output_dir)
     try:
         run.write_model_files()
     except Exception as error:  # for a full disk, tokenizers raises something other than OSError
-        log.say(f"{run.output_dir / publish.MODEL_FILES} could not be written: {error}; retried at the end")
+        log.say(f"{run.output_dir / model_folder.MODEL_FILES} could not be written: {error}; retried at the end")
 
 
 def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]) -> dict[str, Any]:

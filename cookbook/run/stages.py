@@ -30,7 +30,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import mesh_problem, num_experts
 from cookbook.facts.packing import Packing, decide
 from cookbook.facts.score_head import ScoreHead, head_note, head_wanted
-from cookbook.run import publish
+from cookbook.run.publish import model_folder
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
 from cookbook.system import lock
@@ -175,8 +175,8 @@ class Run:
         return Path(self.recipe.run.output_dir)
 
     def write_model_files(self) -> None:
-        """Write what an export needs besides a checkpoint, see `publish.write_model_files`. Rank 0 calls."""
-        publish.write_model_files(
+        """Write what an export needs besides a checkpoint, see `model_folder.write_model_files`. Rank 0 calls."""
+        model_folder.write_model_files(
             self.output_dir,
             self.inputs.base,
             self.recipe.model,

@@ -143,7 +143,7 @@ class Sampler(Opened):
                 groups.setdefault(group_of(place, prompt), []).append(place)
             answers: dict[int, list[Answer]] = {}
             for places in groups.values():
-                answers |= zip(places, self._sample([part[place] for place in places]), strict=True)
+                answers |= zip(places, self.sample([part[place] for place in places]), strict=True)
             found += [answers[place] for place in range(len(part))]
             say(f"  {len(found):,} of {len(prompts):,} prompts", flush=True)
         return found
@@ -195,7 +195,7 @@ class Sampler(Opened):
         with torch.inference_mode():
             return self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
 
-    def _sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
+    def sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
         width, each = max(map(len, prompts)), self.settings.num_return_sequences
         groups: list[list[Answer]] = [[] for _ in prompts]
         for _ in range(self.rounds.num_generations // each):

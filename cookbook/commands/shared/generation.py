@@ -22,7 +22,7 @@ from cookbook.facts.language_part import open_config, whole_config
 from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
 from cookbook.facts.score_head import is_scored, with_head
 from cookbook.rows.messages import Chat
-from cookbook.run.publish import MODEL_FILES
+from cookbook.run.publish.model_folder import MODEL_FILES
 from cookbook.system.console import shown
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.adapter_files import check_fits

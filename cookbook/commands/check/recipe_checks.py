@@ -1,0 +1,127 @@
+"""Checks of recipes with their strategies: every mistake at once, with its place, before anything is started."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from cookbook.commands.check.warnings import doubts, read_all
+from cookbook.commands.shared.arguments import (
+    RECIPE,
+    Assignments,
+    StrategyFile,
+    process_count,
+)
+from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
+from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.config.foreign import as_assignment
+from cookbook.config.recipe import Recipe
+from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.start import run_plan
+from cookbook.system.console import say
+from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.machine import num_gpus
+from cookbook.system.shipped import short
+
+
+def check(
+    paths: Annotated[list[Path] | None, RECIPE] = None,
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("as many as GPUs are on the recipe's label")] = None,
+    assignments: Assignments,
+    data: Annotated[bool, Option("--data", help="read every row as well, without a model")] = False,
+) -> int:
+    """Check recipes with their strategies; or all that are here."""
+    misplaced = [as_assignment(str(path)) for path in paths or () if not path.exists()]
+    mistakes = [said for said in misplaced if said is not None]
+    refuse(mistakes)
+    found = paths or recipe_files()
+    if not found:
+        raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    for path in found:
+        with gathered(mistakes):
+            for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
+                say(short(line))
+    for path in () if paths else map(strategy_path, known_strategies()):
+        with gathered(mistakes):
+            load_strategy(path)
+            say(short(f"{path}: fine"))
+    if mistakes:
+        sys.stdout.flush()
+        raise RecipeError(mistakes)
+    return 0
+
+
+def _check_recipe(
+    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
+) -> Iterator[str]:
+    try:
+        recipe, strategy = run_plan.load_pair(path, assignments, override)
+    except run_plan.BrokenPair as error:
+        more = _mistakes_behind(path, assignments, error, processes)
+        raise RecipeError([*error.mistakes, *placed(more, path, assignments)]) from None
+    if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
+        processes = None
+    mistakes = _no_address(strategy)
+    with gathered(mistakes):
+        plan = _plan_of_label(path, recipe, strategy, processes)
+        batch = run_plan.describe_batch(recipe, plan)
+    notes, more = _on_disk(path, recipe)
+    refuse(placed(mistakes + more, path, assignments))
+    yield f"{path}: fine under {strategy.path}; {batch}"
+    yield from (f"note: {note}" for note in strategy.notes)
+    for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
+        yield f"warning: {doubt}"
+    if data:
+        yield from read_all(recipe)
+
+
+def _no_address(strategy: Strategy) -> list[str]:
+    return [] if strategy.address_problem is None else [strategy.address_problem]
+
+
+def _on_disk(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Notes and mistakes of the checkpoint and the model that a recipe names."""
+    notes, mistakes = [], lacks_checkpoint(recipe)
+    with gathered(mistakes):
+        notes = check_model(recipe)
+    return notes, [f"{path}: {mistake}" for mistake in mistakes]
+
+
+def _processes_of_label(path: Path, strategy: Strategy, processes: int | None) -> dict[str, int]:
+    """`processes`, or as many as the recipe's label names GPUs, whatever this machine has; a recipe that names none is
+    for this machine.
+    """
+    needs = read_needs(read_label(path))
+    named, here = needs.num_gpus, 0 if needs.num_gpus else num_gpus()
+    count = processes or strategy.num_processes or named or run_plan.default_num_processes(strategy, here)
+    num_local = needs.num_local(count) or strategy.num_local(count)
+    return {"num_processes": count, "num_local": num_local, "num_gpus": count if named or here else 0}
+
+
+def _lacks_of_label(path: Path, recipe: Recipe) -> list[str]:
+    return lacks_for_fp8(path, recipe, 0 if read_needs(read_label(path)).num_gpus else num_gpus())
+
+
+def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
+    refuse(_lacks_of_label(path, recipe))
+    counts = _processes_of_label(path, strategy, processes)
+    return run_plan.make_plan(recipe, strategy, **counts, recipe_name=str(path))
+
+
+def _mistakes_behind(
+    path: Path, assignments: list[str], found: run_plan.BrokenPair, processes: int | None
+) -> list[str]:
+    """What else is wrong, as far as it can be told."""
+    mistakes: list[str] = []
+    if found.strategy is not None:
+        mistakes += _no_address(found.strategy)
+        counts = _processes_of_label(path, found.strategy, processes)
+        if found.recipe is not None:
+            mistakes += _lacks_of_label(path, found.recipe)
+        more = run_plan.try_plan(found.recipe, found.strategy, **counts, recipe_name=str(path), batch=found.batch)[1]
+        mistakes += more
+    return mistakes if found.recipe is None else mistakes + _on_disk(path, found.recipe)[1]

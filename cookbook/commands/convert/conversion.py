@@ -1,0 +1,175 @@
+"""Conversion of files of another project: whose they are, the files that are written, and what is left to say."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from cookbook.commands.check.recipe_checks import check
+from cookbook.commands.convert.keys import Conversion
+from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
+from cookbook.commands.shared.arguments import positive
+from cookbook.config.foreign import PROJECTS
+from cookbook.config.recipe import RECIPES, Recipe, leaves
+from cookbook.config.strategy import load_strategy, strategy_path
+from cookbook.system.console import say
+from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document
+from cookbook.system.record_files import new_file
+
+ORDER = list(dict.fromkeys(leaves(Recipe)))
+"""The keys of a recipe, in the order in which they are written."""
+
+ProjectName = Literal[
+    "trainer",
+    "trl",
+    "run-clm",
+    "alignment-handbook",
+    "llama-factory",
+    "llama-factory-v1",
+    "axolotl",
+    "torchtune",
+    "accelerate",
+    "deepspeed",
+]
+
+
+def convert(
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON")
+    ],
+    *,
+    out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
+    project: Annotated[
+        ProjectName | None,
+        Option(
+            "--from", metavar="PROJECT", help=f"whose FILE it is, if its keys leave that open: {', '.join(PROJECTS)}"
+        ),
+    ] = None,
+    processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
+) -> int:
+    """Turn another project's files into a recipe and a strategy."""
+    out = out or RECIPES / f"{files[0].stem}.yaml"
+    if out.suffix not in (".yaml", ".yml"):
+        raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
+    documents = [read_document(path) for path in files]
+    projects = [recognize(document, project) for document in documents]
+    names = [PROJECTS[name] for name in projects]
+    if sum(not one.is_distribution for one in names) > 1:
+        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
+    found = Conversion(processes)
+    for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
+        found.read(document, one)
+    training = next((one for one in names if not one.is_distribution), None)
+    found.derive(training)
+    if found.others:
+        refused = [f"not the same training: {other}" for other in found.others]
+        raise RecipeError([*refused, "nothing is written; docs/convert.md#what-there-is-not has what comes nearest"])
+    if found.processes is None and not found.distribution:
+        found.other["strategy.kind"] = "single"
+        found.notes.append("no distribution in the file, so strategy single; any other has the same curve")
+    name, files_to_write = choose_strategy(found.distribution, out.stem.replace(".", "_"), found.notes)
+    if found.template is not None and training is not None:
+        template = out.with_suffix(".jinja")
+        files_to_write[template] = found.template
+        found.recipe["data.chat_template"] = str(template)
+    recipe = nested({"strategy": name, **found.recipe})
+    source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
+    if training is not None:
+        files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
+    _write(files_to_write)
+    say(f"from {source}")
+    if training is None:
+        say("no recipe: the file has no model and no data; for a recipe:")
+        say(dump_yaml(recipe).rstrip())
+    else:
+        say(f"strategy: {name}")
+    _say_what_is_left(found, *compare_sizes(found.sizes, name, files_to_write))
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        if training is None:
+            load_strategy(strategy_path(name))
+        else:
+            of_mesh = load_strategy(strategy_path(name)).written_mesh.num_processes
+            check([out], assignments=[], processes=found.processes or of_mesh)
+    if mistakes:
+        say("to correct before it runs:", *mistakes, sep="\n  ")
+    return 0
+
+
+def _write(files: dict[Path, str]) -> None:
+    """All of them or, if one is there already, none."""
+    if taken := [path for path in files if path.exists() or path.is_symlink()]:
+        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new_file(path, text)
+        except OSError as error:
+            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+        say(f"{path}: written")
+
+
+def _say_what_is_left(found: Conversion, same: list[str], others: list[str]) -> None:
+    """What the recipe does not have of the files, the most harmful first.
+
+    Args:
+        same: sizes of the files that the strategy has too.
+        others: those that it has otherwise.
+    """
+    if others:
+        found.notes.append(f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file")
+    if found.changes:
+        say("not in the recipe, and trains otherwise, or may:", *found.changes, sep="\n  ")
+    if found.notes:
+        say("to know, or to decide:", *found.notes, sep="\n  ")
+    if idle := list(dict.fromkeys([*found.idle, *same])):
+        say(f"needs nothing: {', '.join(idle)}")
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
+    found: dict[str, Any] = {}
+    for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):
+        section, _, name = key.partition(".")
+        if name:
+            found.setdefault(section, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def recognize(document: Document, name: str | None = None) -> str:
+    """The project whose keys a file has.
+
+    Args:
+        name: whose it is if its keys leave that open; a distribution beside it is recognized all the same.
+
+    Raises:
+        RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
+    """
+    if {"batch", "optim", "run"} <= document.values.keys():
+        raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
+    keys = document.values.keys()
+    fits = {
+        one: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
+        for one, project in PROJECTS.items()
+    }
+    most = max(fits.values())
+    best = [one for one, number in fits.items() if number == most]
+    best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
+    if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
+        if fits[name] * 2 < len(document.values):
+            raise RecipeError(
+                f"{document.name}: of its {len(document.values)} keys {PROJECTS[name].name} has {fits[name]}; it is"
+                " another project's, or no settings of a training"
+            )
+        return name
+    if most * 2 < len(document.values):
+        raise RecipeError(
+            f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
+            f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
+        )
+    if len(best) > 1:
+        raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
+    return best[0]

@@ -1,0 +1,235 @@
+"""Rounds, one after the other: each samples, scores, and trains in a run of its own. An interrupted one goes on."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cookbook.commands.launch import launch
+from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
+from cookbook.commands.rounds.prompt_rows import Prompt
+from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
+from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
+from cookbook.commands.shared.mistakes import placed
+from cookbook.config import plugins
+from cookbook.config.recipe import Recipe
+from cookbook.config.reward_functions import is_model
+from cookbook.config.sections import RoundsSection
+from cookbook.start import run_plan
+from cookbook.start.in_rounds import TRANSFORMERS, kind_of_samples
+from cookbook.system import lock
+from cookbook.system.console import say
+from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.machine import num_gpus
+from cookbook.system.record_files import ROUNDS, read_json, replace_file
+from cookbook.system.signals import EXIT_CODE
+from cookbook.system.status import Status
+
+if TYPE_CHECKING:
+    pass
+from cookbook.commands.rounds.round_samples import Sampling, write_samples
+
+
+def rounds(
+    path: Annotated[Path, RECIPE],
+    *,
+    strategy: StrategyFile = None,
+    processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
+    assignments: Assignments,
+) -> int:
+    """Sample answers, score them, train on them; for N rounds."""
+    recipe, asked = check(path, strategy, processes, assignments)
+    assert recipe.rounds is not None
+    output_dir = Path(recipe.run.output_dir)
+    lock.hold(output_dir)
+    quiet_without_gpus()
+    if recipe.rounds.sampler != TRANSFORMERS:
+        from cookbook.commands.rounds import served
+
+        served.check(recipe)
+    base, ids = _first_model(recipe, asked)
+    first_model = base if recipe.adapter is None or recipe.adapter.path is None else recipe.adapter.path
+    judges = _reward_models(recipe.rounds, asked[0])
+    how = Sampling(recipe=recipe, asked=asked, ids=ids, first_model=first_model, judges=judges)
+    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)})
+    status, done = Status(output_dir, is_main=True), list[Round]()
+    for number in range(1, recipe.rounds.num_rounds + 1):
+        one = Round(output_dir, number)
+        model = done[-1].export if done else Path(first_model)
+        if not one.is_over:
+            if not one.samples.is_file():
+                say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
+                try:
+                    write_samples(one, model, how)
+                except RecipeError as error:
+                    status.end("failed", exit_code=2, reason=str(error))
+                    raise
+            say(_in_words(one), flush=True)
+            status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
+            code = launch(
+                path,
+                strategy=strategy,
+                processes=processes,
+                assignments=[*assignments, *_of_round(one, model, done, recipe)],
+            )
+            if code or not one.is_over:
+                status.end(
+                    "stopped" if code == EXIT_CODE else "failed", exit_code=code or 1, reason=f"in round {number}"
+                )
+                return code or 1
+        done.append(one)
+        if one.export.is_dir():  # of an earlier start's rounds only the newest are kept
+            rounds_folder.link_export(output_dir, one)
+        rounds_folder.tidy(done, recipe.run.keep_last)
+    steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
+    status.end("finished", exit_code=0, step=steps)
+    say(f"{len(done)} rounds, {steps} steps: {output_dir}/export")
+    return 0
+
+
+def check(
+    path: Path, strategy: Path | None, processes: int | None, assignments: list[str]
+) -> tuple[Recipe, list[Prompt]]:
+    """The recipe and its prompts, before anything is sampled.
+
+    Raises:
+        RecipeError: all mistakes of the recipe and its rows, or of its reward functions.
+    """
+    recipe, loaded = run_plan.load_pair(path, assignments, strategy)
+    if recipe.rounds is None or recipe.rounds.round is not None:
+        what = "has no rounds" if recipe.rounds is None else f"has rounds.round {recipe.rounds.round}, a run's own"
+        raise RecipeError(f"{path}: {what}; see docs/recipes.md, Rounds")
+    mistakes: list[str] = []
+    count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, num_gpus())
+    with gathered(mistakes):
+        run_plan.make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus(), recipe_name=str(path))
+    mistakes = placed(mistakes, path, assignments)
+    asked: list[Prompt] = []
+    with gathered(mistakes):
+        asked = prompt_rows.read_prompts(recipe.data, recipe.rounds)
+    refuse(mistakes)
+    scoring.try_functions(recipe.rounds, asked[0])
+    return recipe, asked
+
+
+def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[int]]]:
+    """The folder of the model, without an adapter, and the tokens of all prompts."""
+    from cookbook.commands.rounds.sampling import encode
+    from cookbook.training.models import model_source
+
+    first = model_source.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=CACHE)
+    return first, encode(asked, first, recipe)
+
+
+def _reward_models(rounds: RoundsSection, prompt: Prompt) -> dict[str, str]:
+    """The folder of each reward model, by its name in the recipe."""
+    names = [name for name in rounds.reward_funcs if is_model(name)]
+    if not names:
+        return {}
+    from cookbook.commands.rounds import reward_models
+
+    return {name: reward_models.check(name, prompt) for name in names}
+
+
+def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, str]:
+    from cookbook.training.models.model_source import weights_digest
+
+    of_teacher = _of_teacher(model, recipe)
+    of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
+    of_model = weights_digest(Path(model), cache=CACHE)
+    found = {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
+    return {**found, **of_teacher, **_of_adapter(model, of_model, recipe)}
+
+
+def _of_adapter(model: str, digest: str, recipe: Recipe) -> dict[str, str]:
+    """The digest of an adapter that the first round begins with, which must fit the model."""
+    if recipe.adapter is None:
+        return {}
+    from cookbook.facts.language_part import open_config
+    from cookbook.training.adapters import adapter_files, base_model
+
+    adapter_files.check_names(open_config(model), recipe.adapter)
+    base_model.check_base(recipe.adapter, digest)
+    return {} if recipe.adapter.path is None else {"adapter": adapter_files.weights_digest(recipe.adapter, cache=CACHE)}
+
+
+def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
+    """The digest of a teacher, which must fit the model; each round's run asks it."""
+    if (asked := recipe.objective.asks) is None:
+        return {}
+    from cookbook.facts.language_part import open_config
+    from cookbook.run.teacher import KEY, find_teacher
+    from cookbook.training.models import model_source, tokenizer_files
+    from cookbook.training.models.folder_facts import check_folder
+
+    tokenizer = tokenizer_files.load_tokenizer(model, recipe.data.chat_template)
+    rows = check_folder(Path(model), open_config(model), tokenizer).num_embeddings
+    folder = model_source.fetch_model(asked.teacher, None, key=KEY)
+    find_teacher(asked, folder, tokenizer, rows, recipe.data.max_length)
+    return {"teacher": model_source.weights_digest(Path(folder), cache=CACHE)}
+
+
+def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
+    """Go on with the rounds in the folder, if they are those of this recipe; else set aside what is in it.
+
+    Raises:
+        RecipeError: the recipe has changed where it may not.
+    """
+    from cookbook.training.checkpoint import resume
+    from cookbook.training.metrics import set_aside
+
+    path = output_dir / ROUNDS
+    record = read_json(path)
+    if recipe.run.resume == "auto" and path.is_file() and not _is_whole(record):
+        raise RecipeError(f"{path}: is damaged; put it back, or begin again with --set run.resume=never")
+    if record and recipe.run.resume == "auto":
+        # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
+        found = {key: value for key, value in made_from.items() if key != "plugins"}
+        mistakes, notes = resume.changes(record, recipe, found | {"plugins": record["made_from"]["plugins"]})
+        if mistakes:
+            raise RecipeError([f"run.resume: cannot go on in {output_dir}:", *mistakes])
+        for key in ("plugins", "reward_models"):
+            if made_from[key] != record["made_from"].get(key, ""):
+                notes.append(f"the {key.replace('_', ' ')} have changed: rounds scored before keep their rewards")
+        for note in notes:
+            say(note)
+    elif earlier := set_aside(output_dir):
+        say(f"{output_dir} held an earlier run, which was moved to {earlier}")
+    output_dir.mkdir(parents=True, exist_ok=True)
+    values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
+    replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
+
+
+def _is_whole(record: dict[str, Any] | None) -> bool:
+    """Whether rounds.json has what `_begin` wrote."""
+    made_from = (record or {}).get("made_from")
+    return isinstance(made_from, dict) and "plugins" in made_from and isinstance((record or {}).get("recipe"), dict)
+
+
+def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
+    """What the run of a round has otherwise than the recipe."""
+    kind = kind_of_samples(recipe.objective)
+    assert kind is not None
+    columns = {key: key for key in (*kind.keys, *kind.logps) if key in one.lines[0]}
+    values: dict[str, Any] = {
+        "rounds.round": one.number,
+        "data.train": {"path": str(one.samples), "columns": columns},
+        "data.columns": None,
+        "data.ignore": None,
+        "run.output_dir": str(one.run),
+        "run.resume": "auto",
+    }
+    if done and recipe.adapter is not None:
+        values["adapter.path"] = str(model)
+    elif done:
+        values |= {"model.name_or_path": str(model), "model.revision": None}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _in_words(one: Round) -> str:
+    found = rounds_folder.summary_of(one.number, one.lines)
+    reward = f"mean reward {found['reward']:.3f} of " if "reward" in found else ""
+    return (
+        f"ROUND {one.number}: {reward}{found['num_answers']:,} answers,"
+        f" {found['ended']:.0%} ended within {found['completion_tokens']:.0f} tokens on average; trains on them"
+    )

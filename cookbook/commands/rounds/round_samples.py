@@ -1,0 +1,116 @@
+"""Samples of a round: answers to its prompts, with their rewards and what a reference model gives them."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
+from cookbook.commands.rounds.prompt_rows import Prompt
+from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.config.recipe import Recipe
+from cookbook.start.in_rounds import TRANSFORMERS, needs_reference
+from cookbook.system.files import RecipeError
+
+if TYPE_CHECKING:
+    from cookbook.commands.rounds.sampling import Sampler
+    from cookbook.commands.rounds.served import Served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Inputs of sampling that are the same in all rounds."""
+
+    recipe: Recipe
+    asked: list[Prompt]
+    ids: list[list[int]]
+    """The tokens of each prompt."""
+    first_model: str
+    """The folder of the model, or of the adapter, before the first round."""
+    judges: dict[str, str]
+    """The folder of each reward model."""
+
+
+def write_samples(one: Round, model: Path, how: Sampling) -> None:
+    """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
+    recipe = how.recipe
+    rounds = recipe.rounds
+    assert rounds is not None
+    if one.number > 1 and not model.is_dir():
+        again = f"remove {model.parents[1]}, and round {one.number - 1} is done again"
+        raise RecipeError(f"{model}: is gone, and round {one.number} begins with it; {again}")
+    if not one.unscored.is_file():
+        rounds_folder.write_lines(one.unscored, _sampled(one, model, how))
+    lines = []
+    with _opened(how.judges, recipe) as models:
+        for line in rounds_folder.read_answers(one.unscored):
+            prompt, texts = how.asked[line["row"]], line["completions"]
+            line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
+            if rounds.reward_funcs:
+                scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
+                line |= {"rewards": scoring.total(rounds, scores), "scores": scores}
+            lines.append(line)
+    if needs_reference(recipe.objective):
+        from cookbook.commands.rounds.sampling import Reference
+
+        reference = Reference(Path(how.first_model), is_bf16=recipe.compute_precision == "bf16")
+        for line in lines:
+            line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"])
+        reference.close()
+    rounds_folder.write_lines(one.samples, lines)
+    one.unscored.unlink()
+    one.remove_given()
+
+
+@contextmanager
+def _opened(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """The reward models, which are in memory only after a round has sampled."""
+    if not judges:
+        yield {}
+        return
+    from cookbook.commands.rounds.reward_models import RewardModel
+
+    assert recipe.rounds is not None
+    is_bf16 = recipe.compute_precision == "bf16"
+    opened = {name: RewardModel(folder, recipe.rounds, is_bf16=is_bf16) for name, folder in judges.items()}
+    yield opened
+    for one in opened.values():
+        one.close()
+
+
+def _sampled(one: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
+    """A line for each prompt of a round."""
+    recipe = how.recipe
+    assert recipe.rounds is not None
+    chosen = prompt_rows.of_round(one.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
+    seed = int(hashlib.sha256(f"{recipe.seed} {one.number}".encode()).hexdigest()[:12], 16)
+    with _sampler(one, model, recipe) as sampler:
+        groups = sampler.answers([how.ids[row] for row in chosen], seed)
+    lines = []
+    for row, group in zip(chosen, groups, strict=True):
+        line: dict[str, Any] = {
+            "round": one.number,
+            "row": row,
+            "completions": [answer.text for answer in group],
+            "ended": [answer.has_ended for answer in group],
+            "num_tokens": [len(answer.ids) for answer in group],
+            "prompt_ids": how.ids[row],
+            "completion_ids": [answer.ids for answer in group],
+        }
+        if all(answer.logps is not None for answers in groups for answer in answers):
+            line["logprobs"] = [answer.logps for answer in group]
+        lines.append(line)
+    return lines
+
+
+def _sampler(one: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Served]":
+    assert recipe.rounds is not None
+    if recipe.rounds.sampler != TRANSFORMERS:
+        from cookbook.commands.rounds import served
+
+        return served.opened(one, model, recipe)
+    from cookbook.commands.rounds.sampling import Sampler
+
+    return closing(Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16"))
