@@ -138,6 +138,11 @@ def test_commands_are_verbs():
     assert parts - {"cli", "shared"} == {verb.replace("-", "_") for verb in verbs}
 
 
+def test_an_init_says_what_its_folder_holds_and_does_little_more():
+    lengths = {path: len(path.read_text().splitlines()) for path in SOURCES if path.name == "__init__.py"}
+    assert len(lengths) > 20 and {path: length for path, length in lengths.items() if length > 50} == {}
+
+
 def test_no_two_modules_have_one_name():
     """Whoever opens a file by its name must not find another one's job."""
     names = Counter(path.stem for path in SOURCES if path.stem != "__init__")
