@@ -27,6 +27,7 @@ COPY accelerate_configs accelerate_configs
 COPY cookbook cookbook
 COPY ds_configs ds_configs
 COPY recipes recipes
+COPY simulated_gpus simulated_gpus
 COPY slurm slurm
 
 # Runs write below the working directory: outputs/ and .cache/. By number, as Kubernetes asks of runAsNonRoot.

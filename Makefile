@@ -15,7 +15,7 @@ STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 OUTPUT_DIRS = $(filter run.output_dir=%,$(patsubst --set=%,%,$(ARGS)))
 QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(lastword $(OUTPUT_DIRS))),outputs/quickstart)
 
-TESTS ?= tests
+TESTS ?= tests simulated_gpus/tests
 # One more worker than the cores of CI: a test that waits leaves its core to another.
 TEST_WORKERS = $(or $(WORKERS),3)
 

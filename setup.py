@@ -7,8 +7,10 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+PACKAGES = ["cookbook", "cookbook.*", "simulated_gpus", "simulated_gpus.*"]
+
 setup(
     version=re.search(r"(?m)^version: (.+)$", Path("CITATION.cff").read_text(encoding="utf-8"))[1],
-    packages=[*find_namespace_packages(include=["cookbook", "cookbook.*"]), "cookbook.shipped"],
+    packages=[*find_namespace_packages(include=PACKAGES, exclude=["simulated_gpus.tests"]), "cookbook.shipped"],
     package_dir={"cookbook.shipped": "."},
 )

@@ -75,7 +75,7 @@ def make_workplace(folder: Path) -> dict[str, Any]:
     from cookbook.training.data.stdlib import load_stdlib
     from cookbook.training.models import model_source, tokenizer_files
 
-    for name in ("cookbook", "train.py", "accelerate_configs", "ds_configs", "benchmarks"):
+    for name in ("cookbook", "simulated_gpus", "train.py", "accelerate_configs", "ds_configs", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
     least, most = CHARACTERS
     chats = [row for row in load_stdlib("train") if least <= len(row["messages"][-1]["content"]) <= most]

@@ -8,7 +8,6 @@ start           the start of a run, without torch: launchers, hosts, the plan of
 facts           what is known of models before one is loaded: files, types, meshes, stages
 config          what users write, with the mathematics of what has a name
 rows            rows of data: kinds, columns, messages, mistakes
-simulated_gpus  GPUs for machines that have none
 system          the machine, its processes and files
 
 A run imports nothing of `commands`, and of `forecast` only what `run/forecasts.py` asks for, when it asks.

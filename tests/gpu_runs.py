@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from filelock import FileLock, Timeout
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system.machine import num_gpus
 from cookbook.system.signals import EXIT_CODE
 from tests.curves import ROOT, WORDS, Curve, environment, file_of, processes_of

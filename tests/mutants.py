@@ -130,7 +130,7 @@ def survivors(faults: list[Fault], *, checks_first: bool) -> list[Fault]:
         sys.path[:] = [str(tree), *(path for path in sys.path if path != str(ROOT))]
         for library in LIBRARIES:
             importlib.import_module(library)
-        for module in [one for one in sys.modules if one.partition(".")[0] in ("cookbook", "tests")]:
+        for module in [one for one in sys.modules if one.partition(".")[0] in ("cookbook", "simulated_gpus", "tests")]:
             del sys.modules[module]  # the child's are the tree's
         if checks_first and (failed := first_failure(sorted({fault.test for fault in faults}))):
             raise RuntimeError(f"without any fault: {failed}")

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.doctor import software
 from cookbook.system.imports import has_torchao
 

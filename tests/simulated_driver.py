@@ -1,5 +1,5 @@
 """The simulated library of NVIDIA's driver with GPUs that a test describes, in the words of
-`cookbook/simulated_gpus/nvml.cpp`.
+`simulated_gpus/nvml.cpp`.
 """
 
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system.gpus import Driver, read_driver
 from tests.needs import need_compiler
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from curves import ADAMW, ROOT, Curve, Lab, distance, done_of
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system.watchdog import PHASES
 from cookbook.training.checkpoint import folder
 from tests.warm_parent import WarmParent

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from curves import ADAMW, ROOT, Lab, done_of
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from tests.warm_parent import WarmParent
 
 GROWTH = 0.02

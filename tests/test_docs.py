@@ -226,6 +226,7 @@ def workplace(folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name)
     for name in (
         "cookbook",
+        "simulated_gpus",
         "train.py",
         "Makefile",
         "requirements.txt",

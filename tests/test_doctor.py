@@ -23,7 +23,7 @@ import pytest
 import torch
 from conftest import ROOT, clean_environment
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.doctor import (
     collective,
     environment,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.cli import main
 from cookbook.commands.launch import run_and_restart
 from cookbook.config.sections import BatchSection

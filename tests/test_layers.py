@@ -156,7 +156,7 @@ def test_what_stands_below_training_loads_without_torch_file_by_file():
     }
     costs = {module for module in MODULES if module.startswith("cookbook.forecast.costs")}
     early = {"cookbook.run.shortage", "cookbook.run.next_start", DOOR, "cookbook.commands.cli"}
-    skipped = {"cookbook.simulated_gpus.inject.sitecustomize"}  # runs only with its variables
+    skipped = {"simulated_gpus.inject.sitecustomize"}  # runs only with its variables
     light = sorted((below | costs | early) - WITH_TORCH.keys() - skipped)
     assert len(light) > 60
     code = (

@@ -121,7 +121,7 @@ class Slurm:
 def slurm(tmp_path_factory):
     need_slurm()
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("cookbook", "train.py", "slurm", "accelerate_configs", "ds_configs"):
+    for name in ("cookbook", "simulated_gpus", "train.py", "slurm", "accelerate_configs", "ds_configs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
     with two_machines() as machines:

@@ -286,7 +286,7 @@ THOROUGH = [pytest.param(to, marks=pytest.mark.thorough) for to in ("sky", "k8s"
 @pytest.mark.parametrize("to", ["trainjob", *THOROUGH])
 def test_two_machines_of_a_system_have_the_curve_of_one_process(capsys, lab, tmp_path, monkeypatch, to):
     """The file's own command, unchanged but for /outputs, with the system's variables and names."""
-    for name in ("Makefile", "cookbook", "train.py", "accelerate_configs", "ds_configs", "slurm"):
+    for name in ("Makefile", "cookbook", "simulated_gpus", "train.py", "accelerate_configs", "ds_configs", "slurm"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     (tmp_path / "recipe.yaml").write_text((lab.folder / "recipe.yaml").read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from tests import needs
 
 

@@ -4,7 +4,7 @@
                                    by rank and the seconds of each
     python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
-It is started with the variables of `cookbook.simulated_gpus.environment`, or without them for runs on the CPU.
+It is started with the variables of `simulated_gpus.environment`, or without them for runs on the CPU.
 `WarmParent` is its other side.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system import signals
 
 ROOT = Path(__file__).parents[1]
@@ -396,7 +396,7 @@ def share_a_gpu(rank: int) -> None:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank), SHARED_GPU="1")
     if not simulated_gpus.is_active():
         os.environ["SIMULATED_GPUS_LIBRARY"] = str(simulated_gpus.build())
-        importlib.import_module("cookbook.simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
+        importlib.import_module("simulated_gpus.cuda").replace_nccl(importlib.import_module("torch"))
 
 
 def report(rank: int, folder: Path) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import simulated_gpus
 from benchmarks.records import differences, dump
-from cookbook import simulated_gpus
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.verdict import of_run

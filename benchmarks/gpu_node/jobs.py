@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system.gpus import VARIABLE, InstalledGpu, read_driver, visible_gpus
 from cookbook.system.record_files import EVENTS, METRICS, RUN, read_json, read_lines
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from typer import Option
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.shared import auto_settings
 from cookbook.commands.shared.arguments import (
     QUICKSTART,
@@ -24,6 +24,7 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.commands.shared.simulation import as_mistakes
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.run import shortage
@@ -60,7 +61,8 @@ def launch(
 ) -> int:
     """Train a recipe: check it, print the accelerate line, run it."""
     if simulate_gpus is not None:
-        simulated_gpus.check(simulate_gpus)
+        with as_mistakes():
+            simulated_gpus.check(simulate_gpus)
     gpus = num_gpus() if simulate_gpus is None else simulate_gpus
     found, mistakes = hosts.read_hosts(machines, machine, first, port)
     recipe, loaded = _load_pair(path, assignments, strategy, found, mistakes, processes, gpus)
@@ -217,7 +219,8 @@ def _say(text: str) -> None:
 
 def _simulate(count: int, path: Path, recipe: Recipe) -> dict[str, str]:
     """The variables that make GPUs of this process and of those that it starts."""
-    environment = simulated_gpus.environment(count)
+    with as_mistakes():
+        environment = simulated_gpus.environment(count)
     os.environ |= environment
     say(f"{count} simulated GPUs: no time or speed of this run is a measurement", flush=True)
     refuse(lacks_for_fp8(path, recipe, count))  # asks the simulated driver

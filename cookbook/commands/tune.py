@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 from typer import Option
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.launch import run_command
 from cookbook.commands.plan import machines_for
 from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, positive

@@ -4,7 +4,7 @@ torch allocates the workspaces, so its statistics include them. The rest, bytes,
 whether a run fits a GPU and nowhere else. tests/test_forecast_outside.py has the measurements behind the figures.
 """
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.memory import CONTEXT
 from cookbook.system.hardware import Gpu, Machines

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy, load_known

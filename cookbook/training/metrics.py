@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB

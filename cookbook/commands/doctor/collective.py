@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.doctor.driver import Link
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.system.machine import num_cores

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.doctor import probe
 from cookbook.commands.doctor.collective import check_collective
 from cookbook.commands.doctor.driver import check_gpus, check_links, check_needs, find_link, try_allocator, try_torch

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.system import signals
 
 REPEATS = 5

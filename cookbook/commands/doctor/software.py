@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.system.machine import toolkit_problem, torch_cuda
 from cookbook.system.shipped import in_repository

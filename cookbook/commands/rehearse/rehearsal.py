@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.commands.rehearse.small_recipe import Place, Rehearsal, write_small_recipe
 from cookbook.commands.rehearse.standins import (
     synthetic_rows,
@@ -24,6 +24,7 @@ from cookbook.commands.rehearse.standins import (
 )
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.labels import read_label, read_needs
+from cookbook.commands.shared.simulation import as_mistakes
 from cookbook.config.sections import Source
 from cookbook.start.run_plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page, say, several
@@ -152,7 +153,8 @@ def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
     else:
         environment.pop("DS_ACCELERATOR")  # set for this process alone
     if rehearsal.place == "simulated GPUs":
-        environment |= simulated_gpus.environment(num_processes, report=rehearsal.folder)
+        with as_mistakes():
+            environment |= simulated_gpus.environment(num_processes, report=rehearsal.folder)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"  # for ninja
     with log.open("w") as output:
         run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)

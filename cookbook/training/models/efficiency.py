@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cookbook import simulated_gpus
+import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.packing import why_split

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pinned memory, in which the device may still be at work when a copy has returned. What a copy writes there is kept
 // aside, and the place has a poison, NaN in any floating type, until the host waits for the copy: whoever reads before
 // computes with that. What a copy reads is remembered, and compared when the host has waited: whoever writes before is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // NCCL without a GPU: a process group that refuses what NCCL refuses and lets gloo move the bytes. A collective is done
 // when its call returns, a message when it was waited for; which streams would have to wait, `races.cpp` is told. On
 // simulated GPUs gloo works on the bytes where they lie; with SHARED_GPU set, on copies, so that several processes can

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A CUDA device without a GPU, for the CPU build of torch. Its tensors have CUDA's device, dispatch key and checks;
 // their bytes lie in host memory, and CPU kernels compute on them, so every number is real.
 //

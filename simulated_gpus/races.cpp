@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Races of streams. Everything runs at once and in order here, but each stream has the clock of what a GPU would have
 // done before its next operation: an event carries it to another stream, a wait of the host to all that is begun after.
 // So what reads or writes bytes that another stream may not have finished with is found, whatever a GPU would have done

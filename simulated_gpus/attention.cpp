@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Attention as CUDA chooses and calls it: flash for 16 bits without a mask, memory-efficient for what flash does not
 // take, else the products and T x T scores of the composite. Each kernel demands what the real one demands, allocates
 // what the real one allocates (outputs and temporaries), and lets torch's CPU attention compute the numbers.

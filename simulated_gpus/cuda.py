@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.cuda, NCCL and bitsandbytes say on simulated GPUs. `install` runs right after `import torch`."""
 
 import atexit
@@ -8,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +18,8 @@ from typing import Any
 
 NAME = "Simulated GPU"
 """The name of no known GPU: nothing can look up its peak, or print an MFU."""
-OURS = ("/cookbook/", "/train.py")
-"""A wait is charged to the innermost line of a file with one of these in its path."""
+LIBRARIES = ("site-packages/", "dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<", f"{Path(__file__).parent}/")
+"""Parts of the paths of files that are not the user's. A wait is charged to the innermost line of the user's own."""
 
 _kept_alive: list[Any] = []
 _waits: collections.Counter = collections.Counter()
@@ -370,16 +372,15 @@ def _lines() -> tuple[str | None, str]:
         name = frame.f_code.co_filename
         if name != __file__:
             innermost = innermost or f"{name.rpartition('site-packages/')[2]}:{frame.f_lineno}"
-            if any(part in name for part in OURS):
-                where = "train.py" if name.endswith("/train.py") else name.rpartition("/cookbook/")[2]
-                return f"{where}:{frame.f_lineno}", innermost
+            if not any(part in name for part in LIBRARIES):
+                return f"{os.path.relpath(name)}:{frame.f_lineno}", innermost
         frame = frame.f_back
     return None, innermost or "a thread of autograd"
 
 
 def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
-    """The launcher, which sees the same devices, has nothing to say."""
-    if Path(sys.argv[0]).name == "train.py":
+    """Of a process that has used its devices: a launcher, which sees the same ones, has nothing to say."""
+    if library.simulated_ops():
         write_report(torch, library, folder)
 
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The library of NVIDIA's driver (libnvidia-ml.so.1) for simulated GPUs: functions of nvml.h that answer from a file.
 //
 // $SIMULATED_NVML is a file of lines `key value`, read at each call. A GPU's keys begin with `gpu.<index>.`, a pair's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On PYTHONPATH with SIMULATED_GPUS set: `import torch` finds that many simulated GPUs, in every Python that starts."""
 
 import contextlib

@@ -1,15 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPUs without a GPU: the CUDA paths of torch, accelerate and DeepSpeed, run for real on a machine that has none.
 
 `device.cpp` registers a CUDA device whose bytes lie in host memory, `attention.cpp` its attention kernels, `nccl.cpp` a
 process group over gloo; `races.cpp` and `pinned.cpp` find who does not wait; `cuda.py` is what torch.cuda answers, and
 `nvml.cpp` the driver's library.
 `inject/sitecustomize.py` puts all this into each Python that has the variables of `environment`.
-See docs/simulated_gpus.md for what that can show and what it cannot.
+See README.md for what that can show and what it cannot.
 """
 
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +20,12 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from cookbook.system import lock
-from cookbook.system.files import RecipeError
-from cookbook.system.machine import torch_cuda
-from cookbook.system.shipped import IS_INSTALLED
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
-CACHE = (Path.cwd() if IS_INSTALLED else HERE.parents[1]) / ".cache" / "simulated_gpus"
+IN_CHECKOUT = (HERE / "pyproject.toml").is_file()
+CACHE = (HERE.parent if IN_CHECKOUT else Path.cwd()) / ".cache" / "simulated_gpus"
+"""Folder of the compiled libraries, unless the variable SIMULATED_GPUS_CACHE names another."""
 DEVICE, NCCL = ("device.cpp", "attention.cpp", "races.cpp", "pinned.cpp"), ("nccl.cpp",)
 HEADERS = ("device.h", "races.h", "pinned.h")
 COUNT = "SIMULATED_GPUS"
@@ -34,20 +35,24 @@ MOST = 64
 """As many as device.cpp counts memory for."""
 
 
+class SimulationError(RuntimeError):
+    """GPUs cannot be simulated here; its text says why."""
+
+
 def is_active() -> bool:
-    """Whether this process has simulated GPUs: what it measures is then no measurement."""
+    """True in a process with simulated GPUs: no time that it takes is a measurement."""
     return os.environ.get(COUNT, "0") != "0"
 
 
 def problem() -> str | None:
-    """Why GPUs cannot be simulated here, or None."""
+    """The reason why GPUs cannot be simulated here, or None."""
     if (cuda := torch_cuda()) is not None:
         return f"this torch is built for CUDA {cuda}, whose own device cannot be replaced"
     return compiler_problem()
 
 
 def compiler_problem() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """The reason why nothing can be compiled here, or None."""
     if _compiler() is None:
         return "there is no C++ compiler (apt-get install g++)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -59,28 +64,28 @@ def check(count: int) -> None:
     """Checks what takes no time.
 
     Raises:
-        RecipeError: `count` GPUs cannot be simulated here, see `problem`.
+        SimulationError: `count` GPUs cannot be simulated here, see `problem`.
     """
     if not 1 <= count <= MOST:
-        raise RecipeError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
+        raise SimulationError(f"{count} simulated GPUs; write a number from 1 to {MOST}")
     if why := problem():
-        raise RecipeError(f"GPUs cannot be simulated here: {why}")
+        raise SimulationError(f"GPUs cannot be simulated here: {why}")
 
 
 def environment(count: int, *, memory: int | None = None, report: Path | None = None) -> dict[str, str]:
-    """What a process and its children must have in their environment to see `count` GPUs. Builds the libraries, once.
+    """Variables with which a process, and those that it starts, see `count` GPUs. Builds the libraries, once.
 
     Args:
         memory: bytes of each GPU; 80 GiB unless given.
         report: folder in which each process leaves rank_<n>.json: peaks, waits, collectives, operations.
 
     Raises:
-        RecipeError: see `check`; or the compiler failed.
+        SimulationError: see `check`; or the compiler failed.
     """
     check(count)
     library = build()
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    found = {
+    variables = {
         COUNT: str(count),
         "SIMULATED_GPUS_LIBRARY": str(library),
         "PYTHONPATH": os.pathsep.join([str(HERE / "inject"), *others]),
@@ -89,10 +94,10 @@ def environment(count: int, *, memory: int | None = None, report: Path | None = 
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
     }
     if memory is not None:
-        found["SIMULATED_GPU_MEMORY"] = str(memory)
+        variables["SIMULATED_GPU_MEMORY"] = str(memory)
     if report is not None:
-        found["SIMULATED_GPUS_REPORT"] = str(report.resolve())
-    return found
+        variables["SIMULATED_GPUS_REPORT"] = str(report.resolve())
+    return variables
 
 
 def nvml_environment(facts: Path | None = None) -> dict[str, str]:
@@ -102,12 +107,12 @@ def nvml_environment(facts: Path | None = None) -> dict[str, str]:
         facts: what it answers, as `nvml.cpp` describes; else as many GPUs as are simulated.
 
     Raises:
-        RecipeError: the compiler failed.
+        SimulationError: the compiler failed.
     """
     folder = _built("nvml", ["nvml.cpp"], _compile_nvml)
     folders = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    found = {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
-    return found | ({"SIMULATED_NVML": str(facts.resolve())} if facts else {})
+    variables = {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    return variables | ({"SIMULATED_NVML": str(facts.resolve())} if facts else {})
 
 
 def build() -> Path:
@@ -115,7 +120,7 @@ def build() -> Path:
     a torch that has CUDA, the process group alone.
 
     Raises:
-        RecipeError: the compiler failed.
+        SimulationError: the compiler failed.
     """
     name = f"torch-{metadata.version('torch')}-python-{sysconfig.get_python_version()}"
     return _built(name, [*DEVICE, *NCCL, *HEADERS], _compile)
@@ -123,11 +128,12 @@ def build() -> Path:
 
 def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:
     digest = hashlib.sha256(b"".join((HERE / source).read_bytes() for source in sources)).hexdigest()[:12]
-    folder = CACHE / f"{name}-{digest}"
+    cache = Path(os.environ.get("SIMULATED_GPUS_CACHE") or CACHE)
+    folder = cache / f"{name}-{digest}"
     if folder.is_dir():
         return folder
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with lock.making(Path(f"{folder}.lock")):
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             half = Path(f"{folder}.part")
             shutil.rmtree(half, ignore_errors=True)
@@ -169,9 +175,19 @@ def _run(commands: list[list[str]]) -> None:
     errors = [process.communicate(timeout=BUILD_SECONDS)[1] for process in running]
     failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]
     if failed:
-        raise RecipeError(f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}")
+        raise SimulationError(f"GPUs cannot be simulated here, since the compiler failed:\n{failed[0][-2000:]}")
 
 
 def _compiler() -> str | None:
     names = filter(None, (os.environ.get("CXX"), "c++", "g++"))
     return next(filter(None, map(shutil.which, names)), None)
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built with, None for a CPU build. Read, not imported: that would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SimulationError("GPUs cannot be simulated here: torch is not installed")
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"(?m)^cuda\b[^=]*= *'([\d.]+)'", text)
+    return version[1] if version else None

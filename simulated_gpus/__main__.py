@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a command on simulated GPUs: python -m simulated_gpus COUNT COMMAND ..."""
+
+import os
+import sys
+
+from simulated_gpus import SimulationError, environment
+
+
+def main() -> int:
+    """Replaces this process with the command; returns 2 where that cannot be."""
+    count, *command = sys.argv[1:] or [""]
+    if not count.isdecimal() or not command:
+        print("usage: python -m simulated_gpus COUNT COMMAND ...", file=sys.stderr)
+        return 2
+    try:
+        os.execvpe(command[0], command, os.environ | environment(int(count)))
+    except (SimulationError, OSError) as error:
+        print(error, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
