@@ -379,7 +379,7 @@ def _lines() -> tuple[str | None, str]:
 
 
 def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
-    """Of a process that has used its devices: a launcher, which sees the same ones, has nothing to say."""
+    """Writes the report of a process that has used its devices. A launcher, which sees the same ones, has not."""
     if library.simulated_ops():
         write_report(torch, library, folder)
 

@@ -151,7 +151,10 @@ def packages(tmp_path_factory) -> Path:
 def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(packages):
     ours = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*")) if path.is_file()]
     code = [path for path in sorted((ROOT / "cookbook").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
-    assert len(ours) > 40 and len(code) > 150
+    gpus = [ROOT / "simulated_gpus" / name for name in ("bin/nvidia-smi", "inject/sitecustomize.py")]
+    gpus += [path for path in (ROOT / "simulated_gpus").iterdir() if path.suffix in (".cpp", ".h", ".py")]
+    assert len(ours) > 40 and len(code) > 150 and len(gpus) > 12
+    code += gpus
     (wheel,), (sdist,) = packages.glob("*.whl"), packages.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         for path in [*ours, ROOT / "train.py"]:
@@ -160,6 +163,7 @@ def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(pack
             assert archive.read(str(path.relative_to(ROOT))) == path.read_bytes()
         assert {name.split("/")[0].removesuffix("-0.1.0.dist-info") for name in archive.namelist()} == {
             "cookbook",
+            "simulated_gpus",
             wheel.name.split("-")[0],
         }
         needed = archive.read(f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/METADATA").decode()

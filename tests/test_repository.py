@@ -88,7 +88,16 @@ def copied() -> set[str]:
 
 def test_the_image_holds_what_the_wheel_ships_and_nothing_that_is_not_here() -> None:
     assert len(copied()) > 12 and all((ROOT / path).exists() for path in copied())
-    assert {"cookbook", "recipes", "accelerate_configs", "ds_configs", "train.py", "Makefile", "slurm"} <= copied()
+    assert {
+        "cookbook",
+        "simulated_gpus",
+        "recipes",
+        "accelerate_configs",
+        "ds_configs",
+        "train.py",
+        "Makefile",
+        "slurm",
+    } <= copied()
     ignored, *kept = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert ignored == "*" and {line.removeprefix("!") for line in kept if line.startswith("!")} == copied()
 
@@ -115,7 +124,7 @@ def test_the_dev_container_runs_what_the_readme_says() -> None:
     assert python == "${containerWorkspaceFolder}/.venv/bin/python"
 
 
-FOLDERS = ("cookbook", "tests", "benchmarks")
+FOLDERS = ("cookbook", "simulated_gpus", "tests", "benchmarks")
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:

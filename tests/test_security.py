@@ -38,7 +38,7 @@ from cookbook.training.models.tokenizer_files import load_tokenizer, train_token
 
 SOURCES = [
     path
-    for place in ("train.py", "cookbook", "benchmarks", "docs")
+    for place in ("train.py", "cookbook", "simulated_gpus", "benchmarks", "docs")
     for path in ([ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py")))
 ]
 
