@@ -38,7 +38,7 @@ from cookbook.start.run_plan import (
 from cookbook.system import faults, lock, machine, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
-from cookbook.system.imports import imports
+from cookbook.system.imports import imports, quiet_libraries
 from cookbook.system.shipped import located
 from cookbook.training.data.known import known_rows
 
@@ -56,6 +56,7 @@ LAST_SAVE_TRIES, LAST_SAVE_PAUSE_SECONDS = 3, 60
 
 def main() -> int:
     signals.install()  # before torch, which takes seconds to import
+    quiet_libraries()
     parser = argparse.ArgumentParser(prog="train.py", description="Train a recipe under a strategy.")
     parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
     parser.add_argument("--set", dest="assignments", action="append", default=[], metavar="section.key=value")

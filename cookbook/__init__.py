@@ -13,17 +13,10 @@ system          the machine, its processes and files
 A run imports nothing of `commands`, and of `forecast` only what `run/forecasts.py` asks for, when it asks.
 """
 
-import logging
 import sys
 from importlib.util import find_spec
-
-from cookbook.system.imports import hide_torchao
 
 for name in ("filelock", "pydantic", "typer"):
     if find_spec(name) is None:  # another Python than that of .venv
         print(f"{sys.executable} has no {name}; first: source .venv/bin/activate (docs/install.md)", file=sys.stderr)
         sys.exit(2)
-
-hide_torchao()
-# Imported by peft and transformers, it warns in every process without a GPU that a kernel could not be fetched.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

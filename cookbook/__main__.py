@@ -7,7 +7,9 @@ def main() -> int:
     """Runs one command. Ctrl-C while it is imported ends quietly too."""
     try:
         from cookbook.commands.cli import main
+        from cookbook.system.imports import quiet_libraries
 
+        quiet_libraries()
         return main()
     except KeyboardInterrupt:
         return 130

@@ -22,8 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from curves import Lab
 
+from cookbook.system.imports import quiet_libraries
 from tests.gpu_runs import REAL, GpuLab
 
+quiet_libraries()  # as a run and a command do; before transformers is imported
 # A shell without job control starts background commands with these ignored, and every child would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:

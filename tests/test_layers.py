@@ -4,6 +4,7 @@ python -m pytest -q tests/test_layers.py
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -186,6 +187,55 @@ def test_what_stands_below_training_loads_without_torch_file_by_file():
             node.names[0].name for node in ast.parse(MODULES[module].read_text()).body if isinstance(node, ast.Import)
         }
         assert "torch" in tops, f"{module} no longer loads torch: take it out of the list"
+
+
+STATE = """
+import gc, importlib, json, logging, os, signal, sys, torch, warnings
+
+def state():
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    return {
+        "hidden modules": {name for name, module in sys.modules.items() if module is None},
+        "torch.compile": torch.compile,
+        "loggers": [(logger.name, logger.level, logger.handlers) for logger in loggers if logger.level or logger.handlers],
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "finders": list(sys.meta_path),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "warnings": list(warnings.filters),
+        "garbage collector": (gc.isenabled(), gc.get_freeze_count()),
+    }
+
+before = state()
+"""
+CHANGED = "\nafter = state()\nprint(json.dumps([what for what in before if before[what] != after[what]]))\n"
+
+
+def changed_by(code: str) -> list[str]:
+    """What code has changed in a fresh process that has imported torch before."""
+    done = subprocess.run(
+        [sys.executable, "-c", STATE + code + CHANGED],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_import_of_the_cookbook_changes_nothing_in_a_process():
+    modules = ["cookbook", "cookbook.config.recipe", "cookbook.commands.cli", "train", "simulated_gpus"]
+    assert changed_by("".join(f"import {name}\n" for name in modules)) == []
+
+
+def test_what_a_run_changes_in_its_process_would_be_found():
+    """At the start of a run and of a command, where nobody else's process is meant."""
+    start = "from cookbook.system import imports, signals\nimports.quiet_libraries()\nsignals.install()\n"
+    others = "imports.quiet_deepspeed()\ntorch.compile = print\nwith imports.imports():\n    pass\n"
+    assert changed_by(start) == ["hidden modules", "loggers", "signals"]
+    found = {"hidden modules", "loggers", "signals", "torch.compile", "environment", "garbage collector"}
+    assert set(changed_by(start + others)) == found
 
 
 def dotted_names(text: str) -> set[str]:

@@ -127,6 +127,7 @@ class WarmParent:
 
 def warm_up() -> None:
     """Imports what runs import, without starting a thread that a fork would lose."""
+    importlib.import_module("cookbook.system.imports").quiet_libraries()  # before any is imported
     torch = importlib.import_module("torch")
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     for name in (*LIBRARIES, *OURS):

@@ -12,7 +12,6 @@ from cookbook.facts.pipeline_stages import head_in_layers
 from cookbook.facts.score_head import backbone_of, empty_model, head_of
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.system.files import RecipeError, first_line
-from cookbook.system.imports import load_peft
 from cookbook.training.adapters.adapted_layers import examine, experts_in_4_bits
 from cookbook.training.adapters.insertion import inject
 
@@ -37,7 +36,6 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     head = head_in_layers(model)
     notes: list[str] = []
     if recipe.adapter is not None:
-        load_peft()
         notes = examine(model, recipe.adapter)
         with torch.device("meta"):
             inject(model, recipe.adapter, new_rows(config, recipe))
