@@ -197,7 +197,7 @@ def state():
     return {
         "hidden modules": {name for name, module in sys.modules.items() if module is None},
         "torch.compile": torch.compile,
-        "loggers": [(logger.name, logger.level, logger.handlers) for logger in loggers if logger.level or logger.handlers],
+        "loggers": [(each.name, each.level, each.handlers) for each in loggers if each.level or each.handlers],
         "environment": dict(os.environ),
         "path": list(sys.path),
         "finders": list(sys.meta_path),
