@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.cuda, NCCL and bitsandbytes say on simulated GPUs. `install` runs right after `import torch`."""
+"""Answers of torch.cuda, NCCL and bitsandbytes on simulated GPUs. `install` runs right after `import torch`."""
 
 import atexit
 import collections
@@ -115,7 +115,7 @@ class Devices:
         self.library.simulated_synchronize()
 
     def answers(self) -> dict[str, Any]:
-        """What replaces attributes of torch.cuda."""
+        """Replacements of attributes of torch.cuda."""
         return {
             "_initialized": True,
             "_lazy_init": lambda: None,
@@ -146,7 +146,7 @@ class Devices:
         }
 
     def low_level_answers(self) -> dict[str, Any]:
-        """What replaces attributes of torch._C; dynamo needs a separate function for each name."""
+        """Replacements of attributes of torch._C; dynamo needs a separate function for each name."""
         return {
             "_cuda_getDeviceCount": lambda: self.count,
             "_cuda_isCurrentStreamCapturing": lambda: False,

@@ -115,7 +115,7 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
 def _mistakes_behind(
     path: Path, assignments: list[str], found: run_plan.BrokenPair, processes: int | None
 ) -> list[str]:
-    """What else is wrong, as far as it can be told."""
+    """Mistakes behind the first ones, as far as they can be told."""
     mistakes: list[str] = []
     if found.strategy is not None:
         mistakes += _no_address(found.strategy)

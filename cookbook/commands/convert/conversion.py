@@ -111,7 +111,7 @@ def _write(files: dict[Path, str]) -> None:
 
 
 def _say_what_is_left(found: Conversion, same: list[str], others: list[str]) -> None:
-    """What the recipe does not have of the files, the most harmful first.
+    """Prints the settings of the files that the recipe does not have, the most harmful first.
 
     Args:
         same: sizes of the files that the strategy has too.

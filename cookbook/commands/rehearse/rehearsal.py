@@ -191,7 +191,7 @@ def _what_went_wrong(log: Path) -> str:
 
 
 def _check_outputs(rehearsal: Rehearsal) -> str | None:
-    """What is wrong with the run's outputs, or None; notes what was covered."""
+    """The first fault of the run's outputs, or None; notes what was covered."""
     from cookbook.commands.rehearse.recompute import recompute  # imports numpy, which `check` starts without
 
     out = rehearsal.folder / "out"

@@ -133,8 +133,8 @@ def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any]
 
 
 def _tokens_around(recipe: Recipe, model: Path) -> int:
-    """What the chat template writes beside a question, in tokens of the tiny model: much, where it has a system message
-    of its own.
+    """The number of tokens that the chat template writes beside a question, by the tiny model's tokenizer: many, where
+    the template has a system message of its own.
     """
     from cookbook.training.models.tokenizer_files import load_tokenizer
 

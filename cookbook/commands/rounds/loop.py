@@ -201,13 +201,13 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
 
 
 def _is_whole(record: dict[str, Any] | None) -> bool:
-    """Whether rounds.json has what `_begin` wrote."""
+    """True if rounds.json has all that `_begin` wrote."""
     made_from = (record or {}).get("made_from")
     return isinstance(made_from, dict) and "plugins" in made_from and isinstance((record or {}).get("recipe"), dict)
 
 
 def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
-    """What the run of a round has otherwise than the recipe."""
+    """Assignments of the run of a round, where it differs from the recipe."""
     kind = kind_of_samples(recipe.objective)
     assert kind is not None
     columns = {key: key for key in (*kind.keys, *kind.logps) if key in one.lines[0]}

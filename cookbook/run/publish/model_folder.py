@@ -68,5 +68,5 @@ def write_model_files(
 
 
 def has_model_files(run: Path) -> bool:
-    """Whether `write_model_files` finished in a run's folder."""
+    """True if `write_model_files` has finished in a run's folder."""
     return (run / MODEL_FILES / BASE_RECORD).is_file()

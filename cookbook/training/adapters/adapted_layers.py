@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 from cookbook.training.adapters.base_model import NO_ROWS, Base
 
 LINEAR = (torch.nn.Linear, Conv1D)
-"""What peft takes for a linear layer: GPT-2's have their weight the other way round."""
+"""Classes that peft takes for linear layers: GPT-2's have their weight the other way round."""
 READ_APART = {
     "bamba": ("out_proj",),
     "falcon_h1": ("out_proj",),
@@ -92,7 +92,7 @@ def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[st
 
 
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
-    """What peft calls `target_modules` and `target_parameters`."""
+    """Values of peft's `target_modules` and `target_parameters`."""
     stacked = stacked_experts(model)
     outside = READ_APART.get(model.config.model_type, ())
     if targets == [ALL_LINEAR] and not stacked and not outside and not _other_products(model):
@@ -132,8 +132,8 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Whether it multiplies by its weight and no more. Routers and layers in groups of transformers' models may be
-    linear layers by their class alone.
+    """True if a module multiplies by its weight and does no more. Routers and layers in groups of transformers' models
+    may be linear layers by their class alone.
     """
     kind = type(module)
     is_own = kind.__module__.startswith("transformers.models.") and kind.forward is not torch.nn.Linear.forward
@@ -283,7 +283,7 @@ def _note_on_experts(
 
 
 def _is_multiplied(model: torch.nn.Module, name: str) -> bool:
-    """Whether transformers' own implementations of experts multiply a parameter of stacked experts."""
+    """True if transformers' own implementations of experts multiply a parameter of stacked experts."""
     return hasattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed")
 
 

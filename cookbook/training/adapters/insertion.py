@@ -55,7 +55,7 @@ def inject(model: PreTrainedModel, settings: AdapterSection, new_rows: range = N
 
 
 def _multiply_experts(model: torch.nn.Module, config: Any) -> None:
-    """See `stacked`, which is imported for such models only."""
+    """Multiplies stacked experts with `stacked`, which is imported for models with such adapters only."""
     if config.target_parameters:
         from cookbook.training.adapters.stacked import multiply_low_rank
 
@@ -228,5 +228,5 @@ def quantization_options(settings: AdapterSection | None, mixed_precision: str) 
 
 
 def packing(options: dict[str, Any]) -> Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter]:
-    """What becomes of each weight that is read with `quantization_options`, before an engine takes its part."""
+    """A function for each weight that is read with `quantization_options`, before an engine takes its part."""
     return partial(pack, options["quantization_config"])
