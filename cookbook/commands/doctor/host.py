@@ -13,7 +13,7 @@ from cookbook.commands.doctor.storage import Sizes
 from cookbook.system.console import in_bytes, several
 from cookbook.system.machine import num_cores
 
-SHM = Path("/dev/shm")
+SHM = Path("/dev/shm")  # noqa: S108  measured, not written
 LEAST_SHM = 1 << 30
 """NCCL between GPUs that are not peers, and gloo, exchange data there. Docker's 64 MiB are known to be too few."""
 LEAST_FILES = 1024

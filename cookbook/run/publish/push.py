@@ -6,7 +6,7 @@ from pathlib import Path
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, first_line
 
-TOKEN = "HF_TOKEN"
+TOKEN = "HF_TOKEN"  # noqa: S105  the name of the variable
 
 
 def check_push(repository: str) -> None:

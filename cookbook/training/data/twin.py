@@ -139,7 +139,7 @@ def _rendered(template: str, chat: _Chat, specials: dict[str, Any]) -> str | Non
                 **specials,
                 **chat.kwargs,
             )
-        except Exception:  # a template may raise anything
+        except Exception:  # noqa: S112  a template may raise anything
             continue
         return text
     return None

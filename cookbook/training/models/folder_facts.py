@@ -295,7 +295,7 @@ def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
         try:
             ids = tokenizer.apply_chat_template(TINY_CHAT, return_dict=True)["input_ids"]
             named["a token of its chat template"] = max(ids)
-        except Exception:  # it wants other messages, or breaks as a program does, which the rows will tell
+        except Exception:  # noqa: S110  it wants other messages, or breaks as a program does, which the rows will tell
             pass
     return [
         f"{name} is {number} ({tokenizer.convert_ids_to_tokens(number)}), but its embedding has"
