@@ -116,14 +116,14 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     loaded = {"files": len(paths), "lines of code": sum(map(code_lines, paths))}
     print(loaded)
     for what, number in loaded.items():
-        assert 0.97 * LOADED[what] < number <= LOADED[what], f"{what}: {number}, and {LOADED[what]} are on record"
+        assert number <= LOADED[what], f"{what}: {number}, and {LOADED[what]} are on record"
 
 
 def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
     walk = lines_after(WALK)["WALK"]
     print(len(walk), *walk)
     assert {"train.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
-    assert 10 < len(walk) <= STAYS
+    assert len(walk) <= STAYS
 
 
 def test_lines_of_code_are_counted_without_words(tmp_path):
