@@ -22,7 +22,7 @@ RUN apt-get update \
  && PIP_NO_CACHE_DIR=1 make setup \
  && rm -rf /var/lib/apt/lists/*
 
-COPY CITATION.cff LICENSE README.md pyproject.toml requirements-fp8.txt requirements-trackers.txt train.py ./
+COPY CITATION.cff LICENSE README.md pyproject.toml train.py ./
 COPY accelerate_configs accelerate_configs
 COPY cookbook cookbook
 COPY ds_configs ds_configs

@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 COOKBOOK := .venv/bin/python -m cookbook
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
@@ -149,15 +150,13 @@ $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'make setup: $(PYTHON) is not Python 3.11 or newer; write PYTHON=python3.12, say' >&2; exit 2; }
 	@test -x .venv/bin/pip || { sh system.sh $(PYTHON) venv && $(PYTHON) -m venv --clear .venv; }
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(PIP) --upgrade 'pip>=25.1'  # for --group
+	@$(PIP) -r requirements.txt
 	@printf '#!/bin/sh\nexport PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"\nexec "$(CURDIR)/.venv/bin/python" -m cookbook "$$@"\n' > .venv/bin/cookbook
 	@chmod +x .venv/bin/cookbook
 	@touch $@
 
-$(DEV_STAMP): requirements-dev.txt requirements-trackers.txt requirements-fp8.txt requirements-peers.txt requirements-timm.txt $(STAMP)
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -r requirements-trackers.txt \
-		-r requirements-fp8.txt
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-peers.txt
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/with_timm \
-		-r requirements-timm.txt
+$(DEV_STAMP): pyproject.toml $(STAMP)
+	@$(PIP) -r requirements.txt --group dev --group fp8 --group trackers --group peers
+	@$(PIP) --no-deps --upgrade --target .cache/with_timm --group timm
 	@touch $@

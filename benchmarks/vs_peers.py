@@ -1,6 +1,6 @@
 """Our training beside programs of TRL, transformers' Trainer and accelerate, step by step in turn.
 
-    pip install --no-deps -r requirements-peers.txt
+    pip install --group peers
     python benchmarks/vs_peers.py [--cells WORD ...] [--pairs 10] [--quick]
 
 A cell is two live programs with the same weights and samples: train.py, and one of benchmarks/peers. Each stops after

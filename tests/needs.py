@@ -34,15 +34,15 @@ def need_compiler() -> None:
 
 
 def need_trackers() -> None:
-    """Ends the test where the packages of requirements-trackers.txt are missing."""
+    """Ends the test where the packages of trackers are missing."""
     if missing := [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if find_spec(name) is None]:
-        end_without(f"needs pip install -r requirements-trackers.txt: {', '.join(missing)}")
+        end_without(f"needs pip install --group trackers: {', '.join(missing)}")
 
 
 def need_torchao() -> None:
-    """Ends the test where the package of requirements-fp8.txt is missing."""
+    """Ends the test where the package of fp8 is missing."""
     if not has_torchao():
-        end_without("needs pip install -r requirements-fp8.txt")
+        end_without("needs pip install --group fp8")
 
 
 def need_package(name: str) -> None:
@@ -53,11 +53,11 @@ def need_package(name: str) -> None:
 
 def python_with_timm(folder: Path) -> Path:
     """The interpreter of an environment, made in a folder, that has timm beside the packages of this one; ends the test
-    where the packages of requirements-timm.txt are missing.
+    where timm is missing.
     """
     packages = ROOT / ".cache/with_timm"
     if not (packages / "timm").is_dir():
-        end_without("needs pip install --no-deps --target .cache/with_timm -r requirements-timm.txt")
+        end_without("needs pip install --no-deps --target .cache/with_timm --group timm")
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     shutil.copytree(packages, own, dirs_exist_ok=True)
@@ -68,9 +68,9 @@ def python_with_timm(folder: Path) -> Path:
 
 
 def need_trl() -> None:
-    """Ends the test where the package of requirements-peers.txt is missing."""
+    """Ends the test where TRL is missing."""
     if find_spec("trl") is None:
-        end_without("needs pip install --no-deps -r requirements-peers.txt")
+        end_without("needs pip install --group peers")
 
 
 def need_chromium() -> str:

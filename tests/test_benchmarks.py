@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import sys
+import tomllib
 from dataclasses import asdict
 
 import pytest
@@ -71,8 +72,8 @@ def test_both_sides_have_the_same_losses(results):
 
 
 def test_the_versions_are_the_pinned_ones(results):
-    files = [ROOT / "requirements.txt", ROOT / "requirements-peers.txt"]
-    pins = dict(re.findall(r"(?m)^(\w+)==(\S+)$", "\n".join(path.read_text() for path in files)))
+    peers = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["peers"]
+    pins = dict(re.findall(r"(?m)^(\w+)==(\S+)$", "\n".join([(ROOT / "requirements.txt").read_text(), *peers])))
     found = {name: number.partition("+")[0] for name, number in results["cpu"]["versions"].items()}
     assert len(found) >= 6
     assert found == {name: pins[name] for name in found}

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -46,7 +47,9 @@ PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 RECIPES_OF_THE_LIBRARY = [path.relative_to(ROOT) for path in RECIPES if path.parent.name != "recipes"]
-TARGETS = re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text())
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+TARGETS = dict(re.findall(r"(?m)^([a-z][a-z0-9-]*):.*?##-? (.*)", (ROOT / "Makefile").read_text()))
+"""Targets of make, with the help of each."""
 
 # What pages may name though it is not there: made by a run, or by the reader.
 MADE = (
@@ -146,6 +149,10 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
             assert (ROOT / script).is_file(), f"{script} is not there"
         case ["pip", "install", "-r", name] | ["pip", "install", "--require-hashes", "-r", name]:
             assert (ROOT / name).is_file(), f"{name} is not there"
+        case ["pip", "install", "--group", name]:
+            assert name in GROUPS, f"pyproject.toml has no group {name}"
+        case ["pip", "install", *packages] if all("==" in package for package in packages):
+            assert packages in GROUPS.values(), f"pyproject.toml has other versions than {packages}"
         case ["pip", "install", "."] | ["pip", "wheel", "--no-deps", "-w", _, "."]:
             assert (ROOT / "pyproject.toml").is_file()  # tests/test_installed.py does both
         case ["cookbook", *arguments]:
@@ -164,9 +171,11 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
 
 
 def attempt_make(arguments: list[str], folder: Path) -> list[list[str]]:
-    """Only what make has by name; it refuses a variable that it would ignore itself."""
+    """Only what make has by name, with variables that the help of these targets names."""
     targets = [word for word in arguments if "=" not in word]
-    assert set(targets) <= set(TARGETS), f"make {targets}: the Makefile has {TARGETS}"
+    assert set(targets) <= TARGETS.keys(), f"make {targets}: the Makefile has {[*TARGETS]}"
+    for variable in (word.partition("=")[0] for word in arguments if "=" in word):
+        assert any(f"{variable}=" in TARGETS[target] for target in targets), f"make {targets} ignores {variable}"
     lines = []
     for line in run(folder, "make", "-n", *arguments).splitlines():
         if found := re.match(r"\.venv/bin/python -m cookbook (.*)", line):
@@ -230,11 +239,7 @@ def workplace(folder: Path) -> Path:
         "train.py",
         "Makefile",
         "requirements.txt",
-        "requirements-dev.txt",
-        "requirements-trackers.txt",
-        "requirements-fp8.txt",
-        "requirements-peers.txt",
-        "requirements-timm.txt",
+        "pyproject.toml",
     ):
         (folder / name).symlink_to(ROOT / name)
     return folder
@@ -321,6 +326,8 @@ WRONG = [
     "python train.py recipes/none.yaml",
     "python train.py --set optim.learnig_rate=1",
     "cookbook levitate",
+    "pip install --group peer",
+    "pip install tensorboard==2.20.0",
     "cookbook sample outputs/quickstart --temperature 1",
     "python -m pytest tests/test_nothing.py",
     "cp recipes/none.yaml recipes/mine.yaml",

@@ -181,7 +181,8 @@ def test_an_older_gpu_and_a_missing_torchao_are_named_with_the_remedy(monkeypatc
     assert [gpu.capability for gpu in gpus] == [(8, 9), (8, 0), (9, 0)]
     monkeypatch.setattr(machine, "has_torchao", lambda: False)
     (package, gpu) = machine.fp8_problems(gpus)
-    assert package == ("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt")
+    assert package[0] == "mixed_precision is fp8, and torchao is not installed"
+    assert package[1].startswith("pip install torchao==")
     assert gpu[0].startswith("mixed_precision is fp8, and GPU 1 (NVIDIA A100) has compute capability 8.0: ")
     monkeypatch.setattr(machine, "has_torchao", lambda: True)
     assert machine.fp8_problems([gpus[0], InstalledGpu(index=1)]) == [], "one without NVML is not known"

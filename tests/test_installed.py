@@ -157,7 +157,7 @@ def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(pack
     code += gpus
     (wheel,), (sdist,) = packages.glob("*.whl"), packages.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
-        for path in [*ours, ROOT / "train.py"]:
+        for path in [*ours, ROOT / "train.py", ROOT / "pyproject.toml"]:
             assert archive.read(f"cookbook/shipped/{path.relative_to(ROOT)}") == path.read_bytes()
         for path in code:
             assert archive.read(str(path.relative_to(ROOT))) == path.read_bytes()

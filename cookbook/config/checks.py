@@ -24,6 +24,7 @@ from cookbook.config.sections import (
 )
 from cookbook.config.strategy import missing_strategy
 from cookbook.system.files import Document, find_file, path_problem
+from cookbook.system.shipped import pip_install
 
 KINDS: dict[str, type[BaseModel]] = {
     "batch": BatchSection,
@@ -210,7 +211,7 @@ def _check_trackers(run: RunSection, place: Callable[[], str]) -> Iterator[str]:
     for name in sorted(set(run.trackers)):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # wandb leaves a folder of its name, which passes for a package
-            yield f"{place()} has {name}, which is not installed: pip install -r requirements-trackers.txt"
+            yield f"{place()} has {name}, which is not installed: {pip_install(name)}"
         if run.trackers.count(name) > 1:
             yield f"{place()} has {name} more than once; keep one of them"
 

@@ -547,8 +547,8 @@ class RunSection(OneOf):
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Experiment trackers that get the numbers of metrics.jsonl and these settings; needs
-    `pip install -r requirements-trackers.txt`."""
+    """Experiment trackers that get the numbers of metrics.jsonl and these settings. `cookbook
+    check` names the packages that one needs."""
 
     @model_validator(mode="after")
     def _tokens_of_samples(self):

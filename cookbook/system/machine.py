@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cookbook.system.gpus import VARIABLE, InstalledGpu, read_driver, visible_gpus
 from cookbook.system.imports import has_torchao
+from cookbook.system.shipped import pip_install
 
 CPU_PROCESSES = 2
 """Processes of a run on a machine without GPUs: enough to be a distributed run, few enough for any laptop."""
@@ -64,7 +65,7 @@ def fp8_problems(gpus: list[InstalledGpu] | None = None) -> list[tuple[str, str]
     """
     found = []
     if not has_torchao():
-        found.append(("mixed_precision is fp8, and torchao is not installed", "pip install -r requirements-fp8.txt"))
+        found.append(("mixed_precision is fp8, and torchao is not installed", pip_install("fp8")))
     for gpu in visible_gpus(read_driver().gpus) if gpus is None else gpus:
         if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:
             have, need = (".".join(map(str, pair)) for pair in (gpu.capability, FP8_CAPABILITY))

@@ -4,6 +4,7 @@ project: recipes, strategies and train.py, in the repository or in an installed 
 
 import os
 import re
+import tomllib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -55,6 +56,12 @@ def short(text: str) -> str:
 def _reached(path: str, name: str) -> str:
     """`name`, unless something else is there."""
     return name if located(name.rstrip(".")) == path.rstrip(".") else path
+
+
+def pip_install(group: str) -> str:
+    """The command that installs an optional package, such as a tracker, in the version that pyproject.toml has."""
+    groups = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    return f"pip install {' '.join(groups[group])}"
 
 
 def in_repository() -> bool:
