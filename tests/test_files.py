@@ -67,7 +67,7 @@ def test_a_json_size_may_be_written_as_deepspeed_s_documentation_does(tmp_path):
 
 def test_written_yaml_reads_back_to_equal_values(tmp_path):
     values = {"a": ["2e-5", "12e5", "no", "010", "1:30", "~", "", "null", "a: b", "2020-01-01", "é", " x", "0x1", ".5"]}
-    values["b"] = {"c": [2e-5, 1e22, -0.0, 3, 10**20, True, False, None]}
+    values["b"] = {"c": [2e-5, 1e22, -0.0, 3, 10**18, True, False, None]}
     path = tmp_path / "x.yaml"
     path.write_text(dump_yaml(values))
     assert repr(read_document(path).values) == repr(values)

@@ -83,13 +83,13 @@ class ParallelismBlock(Block):
     parallelism_config_dp_shard_size: Size = 1
     parallelism_config_tp_size: Size = 1
     # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py).
-    parallelism_config_sp_size: int = Field(default=1, gt=0, le=10**6)
+    parallelism_config_sp_size: int = Field(default=1, gt=0)
     # Ours: accelerate 1.15 has neither pipelines nor experts and no keys for DDP, and passes over keys in this block
     # that it does not know.
     parallelism_config_pp_size: Size = 1
-    parallelism_config_pp_chunks: int = Field(default=1, gt=0, le=10**6)
+    parallelism_config_pp_chunks: int = Field(default=1, gt=0)
     parallelism_config_ep_size: Size = 1
-    parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0, le=10**6)
+    parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
 
     @property
     def written(self) -> dict[str, int | Literal["auto"]]:
@@ -138,8 +138,8 @@ class AccelerateFile(Block):
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     distributed_type: Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED"] = Field(examples=["MULTI_GPU"])
     num_processes: Annotated[int | Literal["auto"], BeforeValidator(count_or_auto)] = Field(examples=["auto"])
-    num_machines: int = Field(default=1, gt=0, le=10**6)
-    machine_rank: int = Field(default=0, ge=0, le=10**6)
+    num_machines: int = Field(default=1, gt=0)
+    machine_rank: int = Field(default=0, ge=0)
     main_process_ip: Annotated[str | None, BeforeValidator(_address)] = None
     main_process_port: Annotated[int | None, BeforeValidator(_port)] = None
     rdzv_backend: Literal["static", "c10d"] = "static"

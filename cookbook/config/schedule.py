@@ -26,7 +26,7 @@ class Schedule(Named):
     the peak learning rate."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply optim.learning_rate by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
-    base_batch_size: int | None = Field(default=None, gt=0, le=10**12)
+    base_batch_size: int | None = Field(default=None, gt=0)
     """The global batch size that optim.learning_rate was chosen for; required by scale_lr."""
 
     stretches: ClassVar[tuple[str, ...]] = ()
@@ -144,7 +144,7 @@ class WSD(Decay):
 
     stretches = ("decay_steps",)
     name: Literal["wsd"]
-    decay_steps: int = Field(gt=0, le=10**12)
+    decay_steps: int = Field(gt=0)
     """Steps of the final decay (wsd only, required)."""
 
     def factor(self, step: int, max_steps: int) -> float:

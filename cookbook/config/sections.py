@@ -199,7 +199,7 @@ class Source(Section):
     """Configuration (subset) of a Hub dataset."""
     revision: str | None = None
     """Commit, tag or branch on the Hub."""
-    max_rows: int | None = Field(default=None, gt=0, le=10**12)
+    max_rows: int | None = Field(default=None, gt=0)
     """Use only the first N rows."""
     columns: Columns | None = None
     """In the place of data.columns for this source; {} for none."""
@@ -401,20 +401,20 @@ class AdapterSection(Section):
 
 MicroBatch = Annotated[
     int | None,
-    Field(gt=0, le=10**15),
-    WrapValidator(_auto, json_schema_input_type=Annotated[int, Field(gt=0, le=10**15)] | Literal["auto"] | None),
+    Field(gt=0),
+    WrapValidator(_auto, json_schema_input_type=Annotated[int, Field(gt=0)] | Literal["auto"] | None),
     PlainSerializer(lambda size: size if size is None else int(size), return_type=int | None),
 ]
 
 
 class BatchSection(OneOf):
     alternatives = ("micro_batch_size", "micro_batch_tokens")
-    global_batch_size: int = Field(gt=0, le=10**15)
+    global_batch_size: int = Field(gt=0)
     """Sequences (preferences: pairs) per optimizer step, over all processes."""
     micro_batch_size: MicroBatch = None
     """Sequences (pairs) per forward and process. Changes speed and memory, never the result. auto: `cookbook launch`
     takes the most that the forecast holds for this machine; 1 without a GPU or under a pipeline."""
-    micro_batch_tokens: int | None = Field(default=None, gt=0, le=10**15)
+    micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
 
 
@@ -432,9 +432,9 @@ class LossScaleSection(Section):
 
     initial: PowerOfTwo = 65536.0
     """The first scale. It halves where a gradient is not finite, and that step is skipped."""
-    window: int = Field(default=2000, gt=0, le=10**12)
+    window: int = Field(default=2000, gt=0)
     """It doubles after so many steps in a row without that."""
-    hysteresis: int = Field(default=1, gt=0, le=10**12)
+    hysteresis: int = Field(default=1, gt=0)
     """It halves at the Nth such step since it last doubled, and at each one after it."""
     minimum: PowerOfTwo = 1.0
     """A gradient that is not finite at this scale ends the run."""
@@ -449,9 +449,9 @@ class LossScaleSection(Section):
 class ProfileSection(Section):
     """Steps that torch's profiler records."""
 
-    steps: list[Annotated[int, Field(gt=0, le=10**12)]] = Field(min_length=2, max_length=2)
+    steps: list[Annotated[int, Field(gt=0)]] = Field(min_length=2, max_length=2)
     """The first and the last one. The first steps of a start are slower than the others."""
-    ranks: list[Annotated[int, Field(ge=0, le=10**12)]] = Field(default=[0], min_length=1)
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
     """Ranks that are recorded; with all of them, the slowest is known."""
 
     @model_validator(mode="after")
@@ -477,24 +477,24 @@ class RunSection(OneOf):
     alternatives = ("num_epochs", "max_steps")
     cadences: ClassVar = {"eval_every_steps": "evals_per_epoch", "save_every_steps": "saves_per_epoch"}
     """Keys of which at most one is given, by the other."""
-    num_epochs: int | None = Field(default=None, gt=0, le=10**12)
-    max_steps: int | None = Field(default=None, gt=0, le=10**12)
+    num_epochs: int | None = Field(default=None, gt=0)
+    max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
-    eval_every_steps: int | None = Field(default=None, gt=0, le=10**12)
+    eval_every_steps: int | None = Field(default=None, gt=0)
     """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
-    evals_per_epoch: int | None = Field(default=None, gt=0, le=10**12)
+    evals_per_epoch: int | None = Field(default=None, gt=0)
     """Evaluate data.eval N times an epoch, evenly, the last time at its end; instead of eval_every_steps."""
-    sample_every_steps: int | None = Field(default=None, gt=0, le=10**12)
+    sample_every_steps: int | None = Field(default=None, gt=0)
     """Before the first step, every N steps and at the end, continue the beginnings of the first four held-out samples,
     taking the most probable token each time, into samples.jsonl. Default: never."""
-    sample_tokens: int | None = Field(default=None, gt=0, le=10**12)
+    sample_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens of such a continuation. Default: 64."""
     output_dir: PathText = Field(default_factory=str)  # load_recipe fills it in
     """Folder for everything that a run writes; `.NAME.lock` next to it keeps a second run out. Default: outputs/ plus
     the names of recipe and strategy, as in outputs/llama31_8b-sft-zero3."""
-    save_every_steps: int | None = Field(default=None, gt=0, le=10**12)
+    save_every_steps: int | None = Field(default=None, gt=0)
     """Save a checkpoint every N steps. There is always one at the end."""
-    saves_per_epoch: int | None = Field(default=None, gt=0, le=10**12)
+    saves_per_epoch: int | None = Field(default=None, gt=0)
     """Save N checkpoints an epoch, evenly, the last one at its end; instead of save_every_steps."""
     save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Save a checkpoint every N minutes."""
@@ -503,11 +503,11 @@ class RunSection(OneOf):
     save_in_background: bool = False
     """Write checkpoints in the background: a step waits only for a copy of the state in host memory, which costs that
     memory."""
-    keep_last: int = Field(default=2, ge=2, le=10**12)
+    keep_last: int = Field(default=2, ge=2)
     """Keep the N newest checkpoints; at least 2, as a crash may damage the newest."""
-    keep_best: int = Field(default=0, ge=0, le=10**12)
+    keep_best: int = Field(default=0, ge=0)
     """Also keep the N checkpoints with the lowest evaluation loss (of the first set, if there are several)."""
-    early_stopping_patience: int | None = Field(default=None, gt=0, le=10**12)
+    early_stopping_patience: int | None = Field(default=None, gt=0)
     """End the run after N evaluations in a row whose loss, of the first set, is not below the lowest before. The
     schedule is not shortened. Default: never."""
     early_stopping_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -520,9 +520,9 @@ class RunSection(OneOf):
     resume from that checkpoint."""
     allow_changes: list[str] = []
     """Keys that may differ from the recipe of the checkpoint, such as optim.learning_rate."""
-    stop_after_steps: int | None = Field(default=None, gt=0, le=10**12)
+    stop_after_steps: int | None = Field(default=None, gt=0)
     """Stop after N steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
-    skip_nonfinite_steps: int = Field(default=0, ge=0, le=10**12)
+    skip_nonfinite_steps: int = Field(default=0, ge=0)
     """Maximum number of steps to skip because a loss or gradient is not finite; one more ends the run."""
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """End a run that makes no progress for this long and name the process at fault. Must exceed the longest forward."""
@@ -536,11 +536,11 @@ class RunSection(OneOf):
     deterministic: bool = False
     """Use only kernels that give the same bits each time on the same GPUs; an operation without one is an error. Slower
     on GPUs; CPU kernels are deterministic anyway."""
-    log_every_steps: int = Field(default=10, gt=0, le=10**12)
+    log_every_steps: int = Field(default=10, gt=0)
     """Print a line every N steps; metrics.jsonl has every step."""
     monitor: bool = True
     """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
-    check_ranks_every_steps: int | None = Field(default=None, gt=0, le=10**12)
+    check_ranks_every_steps: int | None = Field(default=None, gt=0)
     """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
     a difference ends the run. Default: never."""
     profile: ProfileSection | None = None
@@ -628,21 +628,21 @@ class RoundsSection(Section):
     rewards, as distill, needs none, and has them as a measure."""
     reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] | None = None
     """A factor for each of them. Default: 1."""
-    num_generations: int = Field(default=8, ge=2, le=10**12)
+    num_generations: int = Field(default=8, ge=2)
     """Answers to each prompt."""
-    max_completion_length: int = Field(default=256, gt=0, le=10**12)
+    max_completion_length: int = Field(default=256, gt=0)
     """Tokens after which an answer is cut off."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Temperature of sampling. The loss is that of temperature 1 in any case, so with another one its answers are not
     the model's own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the most probable tokens that together have this probability; below 1 as with temperature."""
-    generation_batch_size: int = Field(default=64, gt=0, le=10**12)
+    generation_batch_size: int = Field(default=64, gt=0)
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
     sampler: str = "transformers"
     """What samples: transformers, in this process; vllm, with options of `vllm serve` after it if need be, started for
     each round; or the address of such a server, as http://localhost:8000."""
-    round: int | None = Field(default=None, gt=0, le=10**12)
+    round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,11 +225,13 @@ def _parse_yaml(name: str, text: str) -> Document:
             return [build(child, (*path, i)) for i, child in enumerate(node.value)]
         try:
             value = loader.construct_object(node)
-            return _int_if_whole(node.value, value) if isinstance(value, float) else value
         except ValueError:  # Python limits the digits of an integer
-            mistakes.append(
-                f"{name}:{line}: {'.'.join(map(str, path))} is a number of {len(node.value)} characters; write less"
-            )
+            value = sys.maxsize + 1
+        if isinstance(value, int) and abs(value) > sys.maxsize:
+            written = node.value if len(node.value) <= 40 else f"a number of {len(node.value)} characters"
+            key = ".".join(map(str, path)) or "it"  # of --set, the text is the value alone
+            mistakes.append(f"{name}:{line}: {key} is {written}; write less than 2^63")
+        return _int_if_whole(node.value, value) if isinstance(value, float) else value
 
     def build_mapping(node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -41,7 +41,7 @@ class GRPO(Objective):
     """`dapo`: a mean over all tokens of the global batch, eq. 8 of Yu et al. 2025 (arXiv 2503.14476); `grpo`: a mean
     over each answer's tokens, then over answers, eq. 3 of Shao et al. 2024 (arXiv 2402.03300); `dr_grpo`: an answer's
     sum divided by max_completion_length, section 3.2 of Liu et al. 2025 (arXiv 2503.20783)."""
-    max_completion_length: int | None = Field(default=None, ge=1, le=10**12)
+    max_completion_length: int | None = Field(default=None, ge=1)
     """The constant of dr_grpo: the tokens that an answer could have when it was sampled."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What divides an advantage: the standard deviation of its group's rewards (Shao et al. 2024, section 4.1.2), of
