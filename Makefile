@@ -40,8 +40,8 @@ setup: $(STAMP)  ## [PYTHON=python3.12] a virtual environment in .venv
 quickstart: $(STAMP)  ## [STRATEGY=zero3] [ARGS=...] train a small model here, and try it
 	@$(COOKBOOK) launch recipes/quickstart.yaml $(STRATEGY_FLAG) $(ARGS)
 ifeq ($(filter --dry-run,$(ARGS)),)
-	@$(COOKBOOK) summary $(QUICKSTART_RUN)
-	@$(COOKBOOK) sample $(QUICKSTART_RUN)
+	@$(COOKBOOK) report $(QUICKSTART_RUN)
+	@$(COOKBOOK) chat $(QUICKSTART_RUN) --prompt 'Write `def get_name(self)`: Return the name.' --max-new-tokens 100
 endif
 
 finetune-7b: $(STAMP)  ## [STRATEGY=fsdp2] [ARGS=...] train Qwen2.5-7B, or what it needs

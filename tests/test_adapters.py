@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from cookbook.commands.cli import main
-from cookbook.commands.merge import merge_run
+from cookbook.commands.export import merge_adapter
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import adapted_layers, adapter_files, base_model, continued, insertion, peft_folder
@@ -243,7 +243,7 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(run: Path, other: dict
 
 
 def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
-    assert merge_run(run, None) == 0
+    merge_adapter(run, run / "merged", "as-is")
     assert "reopened" in capsys.readouterr().out
     ids = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -258,12 +258,12 @@ def test_the_merged_model_answers_as_base_and_adapter_do(run: Path, capsys):
 def test_merging_into_another_base_is_refused_and_nothing_is_written(run: Path):
     new_model(tie_word_embeddings=True).save_pretrained(run.parent / "base")
     with pytest.raises(RecipeError, match="not those that"):
-        merge_run(run, None)
+        merge_adapter(run, run / "merged", "as-is")
     assert sorted(path.name for path in run.iterdir()) == ["export"]
 
 
 def test_merging_what_is_no_adapter_is_refused_with_exit_code_2(tmp_path: Path):
-    command = [sys.executable, "-m", "cookbook", "merge", str(tmp_path)]
+    command = [sys.executable, "-m", "cookbook", "export", str(tmp_path), "--merged"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "no adapter there" in done.stderr and "Traceback" not in done.stderr
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks import architectures, architectures_page
 from benchmarks.tiny_models import tiny_config, tiny_model
-from cookbook.commands.merge import merge_run
+from cookbook.commands.export import merge_adapter
 from cookbook.facts.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.facts.packing import PACKABLE
 from cookbook.system.files import RecipeError
@@ -143,9 +143,9 @@ def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monk
     (_, first, _), (_, last, _) = alone.evaluations
     if model_type in UNMERGED:
         with pytest.raises(RecipeError, match="is also another layer's weight"):
-            merge_run(alone.folder, "float32")
+            merge_adapter(alone.folder, alone.folder / "merged", "fp32")
     else:
-        assert merge_run(alone.folder, "float32") == 0
+        merge_adapter(alone.folder, alone.folder / "merged", "fp32")
     for written in ("export", *(["merged"] if model_type not in UNMERGED else [])):
         assert abs(architectures.library_loss(lab, folder, alone.folder / written, False) - last) < SGD_LOSS, written
     expected, settings = exported(alone.folder)

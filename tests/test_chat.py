@@ -164,14 +164,14 @@ def test_an_adapter_on_another_base_than_its_own_is_refused(shelf, tmp_path, mon
     (adapter / "base_model.json").write_text(json.dumps(record))
     monkeypatch.chdir(tmp_path)
     evaluation = ["evaluate", str(adapter), str(shelf.rows), "--set", "data.max_length=128"]
-    commands = [["sample", str(adapter), *LENGTH], evaluation]
+    commands = [["chat", str(adapter), "--prompt", "x", *LENGTH], evaluation]
     assert talk(["add"], monkeypatch, adapter) == 0 and [main(words) for words in commands] == [0, 0]
     save_model(base, 7)
     capsys.readouterr()
     assert talk(["add"], monkeypatch, adapter) == 2 and [main(words) for words in commands] == [2, 2]
     printed = capsys.readouterr()
     assert printed.err.count(f"{base}: its files are not those that {adapter} was trained on") == 3
-    assert "EVALUATION" not in printed.out and "SAMPLE" not in printed.out
+    assert "EVALUATION" not in printed.out and "answer" not in printed.out
 
 
 def without_template(folder: Path, tmp_path: Path) -> Path:
@@ -212,8 +212,9 @@ def test_a_template_that_leaves_the_system_prompt_out_is_refused(shelf, tmp_path
         (["chat", "UNFINISHED"], "write its newest checkpoint first: cookbook export"),
         (["chat", "RUN", "--max-new-tokens", "255"], "would exceed the model's 256 positions"),
         (["chat", "BASE", "--compare"], "has no record of its base model (it lies in no run's folder)"),
-        (["sample", "RUN", "--prompt", "x", "--from-eval", "1"], "--prompt would be ignored beside --from-eval"),
-        (["sample", "BASE", "--from-eval", "1"], "is no run's, which alone has held-out rows"),
+        (["chat", "RUN", "--prompt", "x", "--from-run", "1"], "--prompt would be ignored beside --from-run"),
+        (["chat", "RUN", "--system", "x", "--from-run", "1"], "--system would be ignored beside --from-run"),
+        (["chat", "BASE", "--from-run", "1"], "is not a run, and has no rows"),
         (["evaluate", "BASE"], "there are no held-out rows; name DATA as well"),
         (["evaluate", "BASE", "none.jsonl"], "none.jsonl"),
         (["evaluate", "RUN", "--set", "objective={name: dpo}"], "compares with the model before training"),
@@ -228,14 +229,27 @@ def test_what_cannot_be_done_is_refused(arguments, message, shelf, tmp_path, mon
     assert message in capsys.readouterr().err
 
 
-def test_sample_takes_the_prompts_of_held_out_rows(shelf, capsys):
-    assert main(["sample", str(shelf.run), "--from-eval", "2", *LENGTH]) == 0
-    expected = f"SAMPLE from {shelf.run / 'export'}\n"
+def test_chat_answers_the_held_out_prompts_of_a_run(shelf, capsys):
+    assert main(["chat", str(shelf.run), "--from-run", "2", *LENGTH]) == 0
+    expected = ""
     for row in ROWS[:2]:
         prompt, reference = row["messages"]
         said = answer(shelf.run / "export", [prompt])
-        expected += f"\n--- prompt\nuser: {prompt['content']}\n--- answer\n{said}\n"
+        expected += f"--- prompt\nuser: {prompt['content']}\n--- answer\n{said}\n"
         expected += f"--- reference\n{reference['content']}\n"
+    assert capsys.readouterr().out == shown(expected)
+
+
+def test_each_prompt_is_a_chat_of_its_own_with_the_system_prompt_for_both_models(shelf, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)  # nobody is asked for more
+    words = ["--prompt", "add", "--prompt", "x", "--system", "def", "--compare"]
+    assert main(["chat", str(shelf.run), *words, *LENGTH]) == 0
+    expected = ""
+    for text in ("add", "x"):
+        messages = [{"role": "system", "content": "def"}, user(text)]
+        expected += f"--- prompt\nsystem: def\nuser: {text}\n"
+        for name, folder in (("tuned", shelf.run / "export"), ("base", shelf.base)):
+            expected += f"--- answer of the {name} model\n{answer(folder, messages)}\n"
     assert capsys.readouterr().out == shown(expected)
 
 

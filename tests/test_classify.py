@@ -134,7 +134,7 @@ def other_order() -> str:
 def test_an_adapter_of_a_classifier_is_merged_into_one_with_its_names(lab: Lab, capsys: pytest.CaptureFixture[str]):
     settings = preferences(lab, "classify") | LORA | {"run.check_export": "true", "optim.learning_rate": "0.05"}
     curve = lab.run("fsdp2", settings, processes=2)
-    assert main(["merge", str(curve.folder)]) == 0, capsys.readouterr().err
+    assert main(["export", str(curve.folder), "--merged"]) == 0, capsys.readouterr().err
     merged = AutoModelForSequenceClassification.from_pretrained(curve.folder / "merged")
     assert merged.config.id2label == dict(enumerate(CLASSES))
     name = pipeline(

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -22,33 +23,14 @@ from cookbook.commands.cli import main
 from cookbook.config.recipe import recipe_schema
 
 ROOT = Path(__file__).parent.parent
-VERBS = [
-    "init",
-    "launch",
-    "rounds",
-    "submit",
-    "check",
-    "explain",
-    "watch",
-    "summary",
-    "report",
-    "why-slow",
-    "chat",
-    "sample",
-    "evaluate",
-    "preview",
-    "plan",
-    "tune",
-    "rehearse",
-    "merge",
-    "export",
-    "checkpoint",
-    "doctor",
-    "convert",
-    "library",
-    "combinations",
-    "schema",
-]
+QUICKSTART = "recipes/quickstart.yaml"
+GROUPS = {
+    "Before a run": "init convert check explain preview plan tune rehearse doctor",
+    "Run": "launch rounds submit watch",
+    "After a run": "report why-slow chat evaluate export checkpoint",
+}
+OF_MAINTAINERS = ["library", "combinations", "schema"]
+VERBS = [*" ".join(GROUPS.values()).split(), *OF_MAINTAINERS]
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 # Runs the command in a process that cannot import torch.
@@ -86,11 +68,16 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_help_lists_every_command_in_plain_text_of_80_columns():
+def test_help_lists_the_commands_of_users_by_group_in_plain_text_of_80_columns():
     answer = cookbook("--help", COLUMNS="80", FORCE_COLOR="1")
     assert answer.returncode == 0
-    rows = re.findall(r"^  ([a-z-]+)  +(\S.*)$", answer.stdout.partition("Commands:")[2], flags=re.MULTILINE)
-    assert [verb for verb, _ in rows] == VERBS
+    titles = "|".join(GROUPS)
+    _, *parts = re.split(rf"^({titles}):$", answer.stdout, flags=re.MULTILINE)
+    groups = dict(zip(parts[::2], parts[1::2], strict=True))
+    rows = [row for part in groups.values() for row in re.findall(r"(?m)^  ([a-z-]+)  +(\S.*)$", part)]
+    assert {title: re.findall(r"(?m)^  ([a-z-]+)  ", part) for title, part in groups.items()} == {
+        title: verbs.split() for title, verbs in GROUPS.items()
+    }
     assert not [text for _, text in rows if text.endswith("...")], "cut off"
     assert answer.stdout.isascii() and "\x1b" not in answer.stdout and widest(answer.stdout) <= 80
 
@@ -111,6 +98,8 @@ def test_every_command_explains_itself_in_80_columns(verb, monkeypatch, capsys):
         (["launch", "--fast"], "No such option: --fast"),
         (["launch", "--processes", "two"], "--processes: write a valid integer"),
         (["rehearse"], "RECIPE is missing; write cookbook rehearse RECIPE"),
+        (["launch"], "RECIPE is missing; write cookbook launch RECIPE (recipes/quickstart.yaml trains a small model"),
+        (["launch", "--strategy", "zero3"], "RECIPE is missing"),
         (["init", "a"], "DATA is missing; write cookbook init MODEL DATA"),
         (["submit", "a.yaml"], "--to is missing; write --to slurm|sky|k8s|trainjob"),
         (["check", ""], "RECIPE is empty; write a path"),
@@ -180,12 +169,13 @@ Z_NAMES = sorted(["zebra", *(name for name in SHIPPED if name.startswith("z"))])
     ("line", "found"),
     [
         ("cookbook che", ["check", "checkpoint"]),
+        ("cookbook s", ["submit"]),
         ("cookbook launch rec", sorted(["recipes/small/dpo.yaml", "recipes/small/sft.yaml", *RECIPES])),
         ("cookbook check recipes/quickstart.yaml recipes/small/d", ["recipes/small/dpo.yaml"]),
         ("cookbook launch recipes/quickstart.yaml --strategy ", sorted(["zebra", *SHIPPED])),
         ("cookbook plan --strategy ddp --strategy z", Z_NAMES),
         ("cookbook explain recipes/quickstart.yaml z", Z_NAMES),
-        ("cookbook summary ", ["outputs/a", "outputs/b"]),
+        ("cookbook report ", ["outputs/a", "outputs/b"]),
         ("cookbook export outputs/a --dtype f", ["fp32", "fp16"]),
         ("cookbook rehearse --on ", ["gpus", "cpu"]),
         ("cookbook doctor --st", ["--strategy"]),
@@ -211,7 +201,7 @@ def test_bash_completes_with_the_script_that_is_shown(folder, tmp_path):
     program.chmod(0o755)
     script = """
     eval "$(_COOKBOOK_COMPLETE=source_bash cookbook)"
-    COMP_WORDS=(cookbook merge outputs/) COMP_CWORD=2
+    COMP_WORDS=(cookbook export outputs/) COMP_CWORD=2
     $(complete -p cookbook | sed 's/.*-F \\([^ ]*\\) .*/\\1/') cookbook
     echo "${COMPREPLY[@]}"
     """
@@ -225,7 +215,7 @@ def test_bash_completes_with_the_script_that_is_shown(folder, tmp_path):
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     for name, said in (("outputs/aa", "did you mean outputs/a?"), ("outputs/mine", "here are outputs/a, outputs/b")):
-        assert main(["summary", name]) == 2
+        assert main(["report", name]) == 2
         assert said in capsys.readouterr().err
 
 
@@ -264,10 +254,14 @@ def test_quickstart_and_finetune_7b_take_a_strategy_and_flags_of_launch():
     assert told("quickstart", *given) == ["launch recipes/quickstart.yaml --strategy fsdp2 --processes 4 --dry-run"]
 
 
+ASKED = " --prompt 'Write `def get_name(self)`: Return the name.' --max-new-tokens 100"
+
+
 @pytest.mark.parametrize("written", ["--set run.output_dir=outputs/mine", "--set=run.output_dir=outputs/mine"])
 def test_make_quickstart_shows_the_run_that_it_made(written):
-    assert told("quickstart", f"ARGS=--set seed=7 {written}")[1:] == ["summary outputs/mine", "sample outputs/mine"]
-    assert told("quickstart")[1:] == ["summary outputs/quickstart", "sample outputs/quickstart"]
+    shown = ["report RUN", f"chat RUN{ASKED}"]
+    for folder, words in (("outputs/mine", [f"ARGS=--set seed=7 {written}"]), ("outputs/quickstart", [])):
+        assert told("quickstart", *words)[1:] == [line.replace("RUN", folder) for line in shown]
 
 
 def test_what_the_help_of_a_target_names_is_what_its_rule_reads():
@@ -321,7 +315,7 @@ def test_quickstart_splits_without_editing(num_processes, in_root, monkeypatch):
     launched = []
     monkeypatch.setattr(launch, "run_child", lambda command, environment, output_dir: launched.append(command))
     strategy = "ddp" if num_processes > 1 else "single"
-    main(["launch", "--processes", str(num_processes), "--strategy", strategy])
+    main(["launch", QUICKSTART, "--processes", str(num_processes), "--strategy", strategy])
     (command,) = launched
     assert command[command.index("--num_processes") + 1] == str(num_processes)
 
@@ -366,21 +360,44 @@ def test_launch_refuses_a_bad_recipe_in_a_moment_and_without_torch(tmp_path):
     ("arguments", "message"),
     [
         (["launch", "nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["launch", "--strategy", "zero33"], "did you mean zero3?"),
-        (["launch", "--strategy", "single", "--rank-logs"], "--rank-logs: one process runs, and its output is that of"),
-        (["launch", "--processes", "0"], "--processes is 0; write a number above 0"),
-        (["launch", "--processes", "5"], "recipes/quickstart.yaml:29: batch.global_batch_size is"),
-        (["launch", "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
+        (["launch", QUICKSTART, "--strategy", "zero33"], "did you mean zero3?"),
+        (
+            ["launch", QUICKSTART, "--strategy", "single", "--rank-logs"],
+            "--rank-logs: one process runs, and its output",
+        ),
+        (["launch", QUICKSTART, "--processes", "0"], "--processes is 0; write a number above 0"),
+        (["launch", QUICKSTART, "--processes", "5"], "recipes/quickstart.yaml:29: batch.global_batch_size is"),
+        (["launch", QUICKSTART, "--set", "run.max_steps=soon"], "--set run.max_steps is 'soon'"),
         (["check", "--strategy", "nothing"], "strategy 'nothing': no file accelerate_configs/nothing.yaml"),
-        (["summary", "nowhere"], "nowhere/metrics.jsonl: no such file"),
-        (["sample", "nowhere"], "nowhere: no model there"),
-        (["train", "recipes/quickstart.yaml"], "train: the command is launch"),
+        (["report", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+        (["chat", "nowhere"], "nowhere: no model there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_the_user_can_fix_ends_with_2_and_a_message(arguments, message, in_root, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ("train a.yaml --set seed=1", "launch a.yaml --set seed=1"),
+        ("summary outputs/mine", "report outputs/mine"),
+        ("sample run --prompt 'a b' --max-new-tokens 5", "chat run --prompt 'a b' --max-new-tokens 5"),
+        ("sample outputs/mine --from-eval=3", "chat outputs/mine --from-run=3 --max-new-tokens 100"),
+        ("sample outputs/mine", f"chat outputs/mine{ASKED}"),
+        ("merge outputs/mine --dtype bfloat16", "export outputs/mine --dtype bf16 --merged"),
+        ("merge --dtype=float32 outputs/mine", "export --dtype=fp32 outputs/mine --merged"),
+    ],
+)
+def test_a_command_that_became_part_of_another_is_answered_with_the_line_to_write(written, instead, capsys):
+    assert main(shlex.split(written)) == 2
+    assert capsys.readouterr().err == f"cookbook {written.split()[0]}: write cookbook {instead}\n"
+    command, *words = shlex.split(instead)
+    main([command, "--help"])
+    explained = capsys.readouterr().out
+    assert all(word.partition("=")[0] in explained for word in words if word.startswith("--"))
 
 
 def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_environment(tmp_path):
@@ -415,7 +432,7 @@ def test_launch_takes_the_accelerate_of_its_python_and_forwards_its_exit_code(tm
         path.write_text(f"#!{sys.executable}\nimport sys\nprint('stand-in', *sys.argv[1:])\nsys.exit({code})\n")
         path.chmod(0o755)
     found = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
-    answer = run(sys.executable, "-m", "cookbook", "launch", "--strategy", "single", **found)
+    answer = run(sys.executable, "-m", "cookbook", "launch", QUICKSTART, "--strategy", "single", **found)
     assert answer.returncode == 75, answer.stderr
     printed, received = answer.stdout.splitlines()
     assert received.split()[1:] == printed.split()[1:]
@@ -426,13 +443,13 @@ def test_launch_gives_each_cpu_process_its_share_of_the_cores(in_root, monkeypat
     monkeypatch.setattr(launch, "run_child", lambda command, environment, output_dir: launched.append(environment))
     monkeypatch.setattr("cookbook.commands.launch.num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    main(["launch", "--processes", "2"])
+    main(["launch", QUICKSTART, "--processes", "2"])
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    main(["launch", "--processes", "2"])
+    main(["launch", QUICKSTART, "--processes", "2"])
     assert [environment["OMP_NUM_THREADS"] for environment in launched] == ["4", "3"]
 
 
-def test_summary_shows_losses_speed_memory_and_the_model(tmp_path, in_root, capsys):
+def test_report_shows_losses_speed_memory_and_the_model(tmp_path, in_root, capsys):
     def step(number: int, loss: float) -> dict[str, float]:
         return {
             "step": number,
@@ -449,8 +466,10 @@ def test_summary_shows_losses_speed_memory_and_the_model(tmp_path, in_root, caps
         json.dumps({"hardware": {"cores": 4, "device": "cpu"}, "strategy": {"file": "ddp.yaml", "processes": 2}})
     )
     (tmp_path / "export").mkdir()
-    assert main(["summary", str(tmp_path)]) == 0
-    rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert main(["report", str(tmp_path)]) == 0
+    title, *lines, path = capsys.readouterr().out.splitlines()
+    assert (title, path) == (f"SUMMARY of {tmp_path}", str(tmp_path / "report.html"))
+    rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines)
     assert rows == {
         "loss": "7.000 at step 1, 5.000 at the end (mean of the last 3 steps)",
         "held-out loss": "7.500 at step 0, 4.250 at step 3",
@@ -462,7 +481,7 @@ def test_summary_shows_losses_speed_memory_and_the_model(tmp_path, in_root, caps
     }
 
 
-def test_sample_continues_the_prompt_with_the_saved_model(tmp_path):
+def test_chat_continues_a_prompt_with_the_saved_model(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -484,9 +503,9 @@ def test_sample_continues_the_prompt_with_the_saved_model(tmp_path):
         weights["lm_head.weight"][following, direction] = 1.0
     tokenizer.save_pretrained(tmp_path / "export")
     model.save_pretrained(tmp_path / "export")
-    answer = cookbook("sample", str(tmp_path), "--prompt", "def")
+    answer = cookbook("chat", str(tmp_path), "--prompt", "def")
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout == f"SAMPLE from {tmp_path / 'export'}\n\ndef\n\nreturn\n"
+    assert answer.stdout == "--- prompt\ndef\n--- answer\nreturn\n"
 
 
 def test_schema_on_disk_is_the_one_of_the_models():
@@ -602,14 +621,14 @@ def test_a_checkpoint_to_resume_from_that_is_not_there_is_a_mistake(command, fol
 def test_mistakes_are_reported_before_simulated_gpus_are_compiled(arguments, expected, in_root, monkeypatch, capsys):
     monkeypatch.setattr(launch.simulated_gpus, "build", None)
     monkeypatch.setattr(launch.simulated_gpus, "problem", lambda: None)
-    assert main(["launch", "--simulate-gpus", "2", *arguments]) == 2
+    assert main(["launch", QUICKSTART, "--simulate-gpus", "2", *arguments]) == 2
     assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        (["merge", "x", "--dtype", "fp99"], "--dtype: 'fp99' is not one of 'bfloat16', 'float16', 'float32'\n"),
+        (["export", "x", "--dtype", "fp99"], "--dtype: 'fp99' is not one of 'fp32', 'bf16', 'fp16', 'as-is'\n"),
         (["rehearse", "recipes/quickstart.yaml", "--on", "tpu"], "--on: 'tpu' is not one of 'gpus', 'cpu'\n"),
     ],
     ids=["dtype", "on"],

@@ -256,13 +256,13 @@ PROMPT = ("--prompt", "def", "--max-new-tokens", "2")
 COMMANDS = {
     "check": ("check", "recipe.yaml"),
     "preview": ("preview", "recipe.yaml"),
-    "sample": ("sample", "model", *PROMPT),
+    "prompt": ("chat", "model", *PROMPT),
     "chat": ("chat", "model", "--max-new-tokens", "2"),
     "evaluate": ("evaluate", "model", "rows.jsonl", "--set", "data.max_length=64"),
     "init": ("init", "model", "rows.jsonl", "--out", "new.yaml", "--gpus", "cpu"),
     "plan": ("plan", "recipe.yaml"),
-    "sample of an adapter": ("sample", "run", *PROMPT),
-    "merge": ("merge", "run"),
+    "prompt to an adapter": ("chat", "run", *PROMPT),
+    "merge": ("export", "run", "--merged"),
 }
 
 
@@ -281,15 +281,15 @@ def test_check_names_the_damaged_file(damage: str, place_of: Path, capsys: pytes
 
 
 OTHERS = {
-    "config a pipe": "check preview sample chat init plan merge",
-    "tokenizer a pipe": "preview sample init",
-    "generation a pipe": "sample evaluate",
-    "weights a pipe": "sample merge",
-    "config nested": "preview sample evaluate init plan",
-    "config layers without end": "sample init plan",
+    "config a pipe": "check preview prompt chat init plan merge",
+    "tokenizer a pipe": "preview prompt init",
+    "generation a pipe": "prompt evaluate",
+    "weights a pipe": "prompt merge",
+    "config nested": "preview prompt evaluate init plan",
+    "config layers without end": "prompt init plan",
     "settings token a number": "preview evaluate init",
-    "header longer than a file can be": "sample evaluate",
-    "index outside": "sample chat evaluate",
+    "header longer than a file can be": "prompt evaluate",
+    "index outside": "prompt chat evaluate",
 }
 
 
@@ -310,7 +310,7 @@ def test_a_sound_folder_is_opened_by_every_command(command: str, place_of: Path,
     assert main([*COMMANDS[command]]) == 0
 
 
-@pytest.mark.parametrize("command", ["sample", "chat", "evaluate", "sample of an adapter"])
+@pytest.mark.parametrize("command", ["prompt", "chat", "evaluate", "prompt to an adapter"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_model_whose_values_are_not_finite_is_used_by_no_command(
     value: float, command: str, place_of: Path, capsys: pytest.CaptureFixture[str]
@@ -390,7 +390,7 @@ SETTINGS_OF_OTHERS = ("record of the base a list", "record of the base of number
 def test_a_damaged_adapter_is_named_too(damage: str, place_of: Path, capsys: pytest.CaptureFixture[str]):
     make, words = ADAPTERS[damage]
     make(place_of / "run/export")
-    commands = {name: COMMANDS[name] for name in ("sample of an adapter", "merge")}
+    commands = {name: COMMANDS[name] for name in ("prompt to an adapter", "merge")}
     if damage not in SETTINGS_OF_OTHERS:
         commands["check"] = ("check", "recipe.yaml", "--set", IN_A_RECIPE)
     for name, command in commands.items():
@@ -406,7 +406,7 @@ def test_a_sound_adapter_is_one_that_a_recipe_may_begin_with(place_of: Path):
 
 def test_the_tokenizer_of_an_adapter_is_named_too(place_of: Path, capsys: pytest.CaptureFixture[str]):
     (place_of / "run/export" / TOKENIZER).write_text("{}")
-    assert main([*COMMANDS["sample of an adapter"]]) == 2
+    assert main([*COMMANDS["prompt to an adapter"]]) == 2
     assert TOKENIZER in capsys.readouterr().err
 
 

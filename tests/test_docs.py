@@ -328,7 +328,7 @@ WRONG = [
     "cookbook levitate",
     "pip install --group peer",
     "pip install tensorboard==2.20.0",
-    "cookbook sample outputs/quickstart --temperature 1",
+    "cookbook chat outputs/quickstart --temprature 1",
     "python -m pytest tests/test_nothing.py",
     "cp recipes/none.yaml recipes/mine.yaml",
     "frobnicate recipes",

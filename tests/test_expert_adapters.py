@@ -19,7 +19,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from benchmarks.architectures import tiny_config, tiny_model
 from cookbook.commands.evaluate import evaluate_model
-from cookbook.commands.merge import merge_run
+from cookbook.commands.export import merge_adapter
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import find_strategy, load_strategy
@@ -133,7 +133,7 @@ def moved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def finished(folder: Path, model_type: str, asked: AdapterSection) -> Path:
-    """A finished run, as `merge` reads it."""
+    """A finished run, as `merge_adapter` reads it."""
     base, export = folder / "base", folder / "run" / "export"
     model = new_model(model_type)
     model.save_pretrained(base)
@@ -171,7 +171,7 @@ def test_peft_opens_what_was_trained_and_the_merged_model_is_the_same(tmp_path: 
     insertion.open_adapter(evaluated, run / "export")
     assert torch.allclose(logits(evaluated), expected, atol=5e-5)
     assert (logits(new_model(model_type)) - expected).abs().max() > 0.1, "the adapter does something"
-    assert merge_run(run, "float32") == 0
+    merge_adapter(run, run / "merged", "fp32")
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained(run / "merged")), expected, atol=1e-4)
     assert "reopened" in capsys.readouterr().out
 
@@ -179,7 +179,7 @@ def test_peft_opens_what_was_trained_and_the_merged_model_is_the_same(tmp_path: 
 def test_each_expert_is_merged_with_its_own_part_by_hand(tmp_path: Path):
     """In the files each expert has its own tensors, and gate and up are apart."""
     run = finished(tmp_path, "qwen3_moe", settings(EXPERTS, alpha=8.0))
-    assert merge_run(run, "float32") == 0
+    merge_adapter(run, run / "merged", "fp32")
     assert_each_has_its_own_part(tmp_path / "base", run, tiny_config("qwen3_moe").num_experts, scale=8 / 4, least=1e-3)
 
 
@@ -411,7 +411,7 @@ def test_a_run_over_experts_in_4_bits_is_evaluated_over_them_and_merged_into_the
     run, base = lab.run("single", model).folder, Path(experts(lab)["model"].split(": ")[1].rstrip("}"))
     (found,) = evaluate_model(run / "export", load_recipe(run / "recipe.yaml", []))
     assert found["eval_loss"] == pytest.approx(Curve(run).evaluations[-1][1], abs=1e-6)
-    assert merge_run(run, "float32") == 0
+    merge_adapter(run, run / "merged", "fp32")
     assert_each_has_its_own_part(base, run, 6, scale=32 / 4, least=1e-4)
     (merged,) = evaluate_model(run / "merged", load_recipe(run / "recipe.yaml", ["adapter=null"]))
     assert 1e-5 < abs(merged["eval_loss"] - found["eval_loss"]) < 0.05, "4 bits round the base, and change little"

@@ -408,7 +408,7 @@ def test_commands_refuse_it_too(folder: Path, tmp_path: Path, capsys: pytest.Cap
     recipe.write_text(RECIPE.format(model=folder, rows=rows))
     assert main(["check", str(recipe)]) == 0
     other_head(folder)
-    for words in (["check", str(recipe)], ["evaluate", str(folder), str(rows)], ["sample", str(folder)]):
+    for words in (["check", str(recipe)], ["evaluate", str(folder), str(rows)], ["chat", str(folder), "--prompt", "x"]):
         capsys.readouterr()
         assert main(words) == 2, words
         shown = capsys.readouterr()

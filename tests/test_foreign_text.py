@@ -99,28 +99,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "summary RUN",
+        "report RUN --out OUT",
         "watch RUN",
         "checkpoint RUN",
         "report RUN OTHER --out OUT",
-        "sample RUN --from-eval 1 --max-new-tokens 2",
-        "sample RUN --max-new-tokens 2 --prompt EVIL",
+        "chat RUN --from-run 1 --max-new-tokens 2",
+        "chat RUN --max-new-tokens 2 --prompt EVIL",
         "evaluate RUN EVIL",
         "check EVIL",
         "check RUN/recipe.yaml --set EVIL=1",
         "check RUN/recipe.yaml --data --set data.train=ODD",
         "launch EVIL",
         "export EVIL",
-        "summary EVIL",
+        "report EVIL",
         "EVIL",
-        "sample --EVIL",
+        "chat --EVIL",
+        "sample EVIL",
     ],
 )
 def test_no_command_prints_it_raw(run: Path, tmp_path: Path, capsys, words: str):
     odd, other = tmp_path / "odd.jsonl", tmp_path / "other"
     odd.write_text(json.dumps({EVIL: EVIL, "b": {EVIL: 1}}) + "\n")
     shutil.copytree(run, other, ignore=lambda *_: ["export", "checkpoints"])
-    if words.startswith("report"):
+    if "OTHER" in words:
         values = yaml.safe_load((other / "recipe.yaml").read_text())
         values["data"]["system"] = EVIL
         (other / "recipe.yaml").write_text(yaml.safe_dump(values))

@@ -218,7 +218,7 @@ def test_a_folder_that_holds_no_model_is_an_error_that_names_the_model(model, ca
         Path(name, file).write_text("{}")
     rows = write(CHATS)
     cases = {"run": "the folder of a run; name its model: run/export", "a/b/c": "no such folder"}
-    cases["lora/export"] = "an adapter without its base; write both as one with `cookbook merge`"
+    cases["lora/export"] = "an adapter without its base; write both as one with `cookbook export --merged`"
     for folder, said in cases.items():
         assert main(["init", folder, rows]) == 2
         assert f"model.name_or_path is '{folder}'" in (printed := capsys.readouterr().err) and said in printed

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.evaluate import evaluate_model
-from cookbook.commands.merge import merge_run
+from cookbook.commands.export import merge_adapter
 from cookbook.commands.shared.generation import open_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import AdapterSection
@@ -307,7 +307,7 @@ def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_ba
     expected = wrapped(input_ids=ids).logits[..., : len(tokenizer)]
     for one in opened:
         torch.testing.assert_close(one(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
-    merge_run(run.folder, None)
+    merge_adapter(run.folder, run.folder / "merged", "as-is")
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")(input_ids=ids).logits
     torch.testing.assert_close(merged[..., : len(tokenizer)], expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(

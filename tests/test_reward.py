@@ -97,7 +97,7 @@ def test_an_export_gives_transformers_the_scores_of_the_run(lab: Lab, run: Path,
     capsys.readouterr()
     assert main(["evaluate", str(export)]) == 0
     assert f"{loss:.4f}"[:6] in capsys.readouterr().out
-    assert main(["sample", str(export)]) == 2
+    assert main(["chat", str(export), "--prompt", "x"]) == 2
     assert "its head scores texts and writes none" in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_an_adapter_and_its_head_are_opened_by_peft_and_merged(lab: Lab, capsys:
     loss, accuracy = loss_and_accuracy(PeftModel.from_pretrained(base, str(export)), tokenizer, rows)
     assert loss == pytest.approx(expected["eval_loss"], rel=1e-6)
     assert accuracy == pytest.approx(expected["eval_reward_accuracy"])
-    assert main(["merge", str(curve.folder)]) == 0, capsys.readouterr().err
+    assert main(["export", str(curve.folder), "--merged"]) == 0, capsys.readouterr().err
     merged = AutoModelForSequenceClassification.from_pretrained(export.parent / "merged")
     assert loss_and_accuracy(merged, tokenizer, rows)[0] == pytest.approx(loss, rel=1e-4)
     assert lab.run("zero3", settings, processes=2).losses == pytest.approx(curve.losses, rel=2e-6)

@@ -183,11 +183,11 @@ def _is_shown_as_one_run(lab, out, capsys):
     whole = load_recipe(lab.folder / "recipe.yaml", ["schedule={name: linear, warmup_steps: 3}"]).schedule
     assert rates == pytest.approx([learning_rate(step, 4, 3e-3, whole) for step in range(4)])
     capsys.readouterr()
-    assert main(["report", str(out)]) == 0 and main(["summary", str(out)]) == 0
+    assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
     assert "Mean reward of a round" in page and "(reward " in page and "finished" in page
     assert f"{rounds[0]['reward']:.3f} in round 1, {rounds[1]['reward']:.3f} in round 2" in capsys.readouterr().out
-    assert main(["sample", str(out), "--max-new-tokens", "2"]) == 0
+    assert main(["chat", str(out), "--from-run", "1", "--max-new-tokens", "2"]) == 0
     (first,) = read(out / "rounds/0001/samples.jsonl")[0]["prompt"]
     assert f"\nuser: {first['content']}\n" in capsys.readouterr().out
 

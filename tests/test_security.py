@@ -463,7 +463,7 @@ def test_a_pickled_adapter_is_not_run(folder: Path, marker: Path, tmp_path: Path
     (adapter / "adapter_model.safetensors").unlink()
     torch.save({"x": Payload(marker)}, adapter / "adapter_model.bin")
     make_tokenizer().save_pretrained(adapter)
-    assert main(["sample", str(adapter)]) == 2
+    assert main(["chat", str(adapter), "--prompt", "x"]) == 2
     assert "no adapter_model.safetensors in it" in capsys.readouterr().err
     assert not marker.exists()
 

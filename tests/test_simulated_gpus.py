@@ -52,7 +52,7 @@ os._exit(0)
 @pytest.mark.parametrize("count", ["0", "65", "-1"])
 def test_a_count_that_cannot_be_is_refused(count: str):
     done = subprocess.run(
-        [sys.executable, "-m", "cookbook", "launch", "--simulate-gpus", count],
+        [sys.executable, "-m", "cookbook", "launch", "recipes/quickstart.yaml", "--simulate-gpus", count],
         cwd=ROOT,
         env=clean_environment(),
         capture_output=True,
@@ -63,7 +63,7 @@ def test_a_count_that_cannot_be_is_refused(count: str):
 
 @pytest.mark.slow
 def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path: Path):
-    """The whole way of a user: accelerate's launcher, DeepSpeed, then summary and sample on its export."""
+    """The whole way of a user: accelerate's launcher, DeepSpeed, then a report of it and an answer of its export."""
     need_simulated_gpus()
     settings = [word for one in [*SMALL, f"run.output_dir={tmp_path / 'run'}"] for word in ("--set", one)]
     command = [sys.executable, "-m", "cookbook", "launch", "recipes/quickstart.yaml", "--strategy", "zero3"]
@@ -85,9 +85,9 @@ def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path
     told = {key for line in lines for key in line}
     assert "peak_memory_gib" in told and not {"tokens_per_second", "step_seconds", "mfu"} & told
     variables = simulated_gpus.environment(1)
-    for verb, wanted in (("summary", "Simulated GPU"), ("sample", "SAMPLE from")):
+    for (verb, *flags), wanted in ((("report",), "Simulated GPU"), (("chat", "--prompt", "x"), "--- answer")):
         shown = subprocess.run(
-            [sys.executable, "-m", "cookbook", verb, str(tmp_path / "run")],
+            [sys.executable, "-m", "cookbook", verb, str(tmp_path / "run"), *flags],
             cwd=ROOT,
             env=clean_environment() | variables,
             capture_output=True,

@@ -13,6 +13,6 @@ def checkpoint(
     path: Annotated[Path, run_folder("a run, its checkpoints/, or one checkpoint")], *, as_json: AsJson = False
 ) -> int:
     """List checkpoints and how to resume; 1 if one is broken."""
-    found = list_checkpoints(path)
-    say(json.dumps(found, indent=1) if as_json else in_words(found))
-    return 1 if any(one["broken"] for one in found) else 0
+    checkpoints = list_checkpoints(path)
+    say(json.dumps(checkpoints, indent=1) if as_json else in_words(checkpoints))
+    return 1 if any(checkpoint["broken"] for checkpoint in checkpoints) else 0

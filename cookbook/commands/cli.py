@@ -8,7 +8,9 @@ import errno
 import os
 import platform
 import re
+import shlex
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -29,16 +31,14 @@ from cookbook.commands.export import export
 from cookbook.commands.init import init
 from cookbook.commands.launch import launch
 from cookbook.commands.library import library
-from cookbook.commands.merge import merge
 from cookbook.commands.plan import plan
 from cookbook.commands.preview import preview
 from cookbook.commands.rehearse.rehearsal import rehearse
 from cookbook.commands.report import report
 from cookbook.commands.rounds.loop import rounds
-from cookbook.commands.sample import sample
 from cookbook.commands.schema import schema
+from cookbook.commands.shared.former_names import ANSWERS
 from cookbook.commands.submit import submit
-from cookbook.commands.summary import summary
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
@@ -96,9 +96,23 @@ TAKES_SETTINGS = ("launch", "rounds", "check", "plan", "explain", "rehearse", "p
 
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] == "train":
-            raise RecipeError("train: the command is launch; cookbook launch -h explains it")
+        name, *words = args
+        if name in ANSWERS:
+            raise RecipeError(f"cookbook {name}: write {shlex.join(['cookbook', *ANSWERS[name](words)])}")
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the groups of commands; typer itself does so only with rich, which `--help` does not load."""
+        every: dict[str, Any] = {**self.commands}
+        width = max(map(len, every))
+        for title in GROUPS:
+            rows = [
+                (name.ljust(width), command.get_short_help_str(formatter.width - 6 - width))
+                for name, command in every.items()
+                if command.rich_help_panel == title
+            ]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> None:
         try:
@@ -131,9 +145,10 @@ def _in_a_line(error: Any) -> str:
     if error.message:
         what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
         return f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"
-    needed = [one.metavar for one in context.command.params if one.param_type_name == "argument" and one.required]
-    words = [place, param.metavar] if is_option else [context.command_path, *needed]
-    return f"{place} is missing; write {' '.join(words)}"
+    arguments = [param for param in context.command.params if param.param_type_name == "argument" and param.required]
+    words = [place, param.metavar] if is_option else [context.command_path, *(one.metavar for one in arguments)]
+    explained = f" ({param.help})" if param.help else ""
+    return f"{place} is missing; write {' '.join(words)}{explained}"
 
 
 def _show_versions(asked: bool) -> None:
@@ -151,6 +166,35 @@ def cookbook(
     """Train a recipe under a strategy."""
 
 
+GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
+    "Before a run": (
+        init,
+        convert,
+        check,
+        explain,
+        preview,
+        plan,
+        tune,
+        rehearse,
+        doctor,
+    ),
+    "Run": (
+        launch,
+        rounds,
+        submit,
+        watch,
+    ),
+    "After a run": (
+        report,
+        why_slow,
+        chat,
+        evaluate,
+        export,
+        checkpoint,
+    ),
+}
+"""The commands of users, as `cookbook --help` lists them."""
+
 # Without markup, help is plain text, and rich is not loaded.
 app = Typer(
     cls=_Commands,
@@ -160,31 +204,8 @@ app = Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (
-    init,
-    launch,
-    rounds,
-    submit,
-    check,
-    explain,
-    watch,
-    summary,
-    report,
-    why_slow,
-    chat,
-    sample,
-    evaluate,
-    preview,
-    plan,
-    tune,
-    rehearse,
-    merge,
-    export,
-    checkpoint,
-    doctor,
-    convert,
-    library,
-    combinations,
-    schema,
-):
-    app.command()(command)
+for title, functions in GROUPS.items():
+    for function in functions:
+        app.command(rich_help_panel=title)(function)
+for function in (library, combinations, schema):  # write pages of the repository, for maintainers
+    app.command(hidden=True)(function)

@@ -16,11 +16,11 @@ import simulated_gpus
 from cookbook.commands.shared import auto_settings
 from cookbook.commands.shared.arguments import (
     QUICKSTART,
-    RECIPE,
     Assignments,
     StrategyFile,
     positive,
     process_count,
+    recipe_argument,
 )
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
@@ -42,7 +42,7 @@ RunChild = Callable[[list[str], dict[str, str], Path], int]
 
 
 def launch(
-    path: Annotated[Path, RECIPE] = QUICKSTART,
+    path: Annotated[Path, recipe_argument(f"{QUICKSTART} trains a small model on any machine")],
     *,
     strategy: StrategyFile = None,
     processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,

@@ -5,10 +5,10 @@ from typing import Annotated
 
 from typer import Option
 
-from cookbook.commands.report import pages as pages
+from cookbook.commands.report import pages
+from cookbook.commands.report.summary import summarize
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import read_history
-from cookbook.commands.summary import summarize
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.record_files import replace_file
@@ -21,10 +21,13 @@ def report(
     *,
     out: Annotated[Path | None, OUT] = None,
 ) -> int:
-    """Write an HTML page of a run, or of several over one another."""
+    """Show what a run did and write its page; or compare runs."""
     runs = [read_history(folder) for folder in folders]
     if len(runs) == 1:
-        return _write_page(out or folders[0] / "report.html", pages.run_page(runs[0], summarize(runs[0]).items()))
+        (folder,), (run,) = folders, runs
+        summary = summarize(run)
+        say(page(f"SUMMARY of {folder}", *summary.items()))
+        return _write_page(out or folder / "report.html", pages.run_page(run, summary.items()))
     if len(set(map(Path.resolve, folders))) < len(folders):
         raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
     rows = pages.differences(runs)

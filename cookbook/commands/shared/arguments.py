@@ -64,7 +64,12 @@ def _locate(given: str | Path) -> Path:
     return Path(located(str(given)))
 
 
-RECIPE = Argument(metavar="RECIPE", autocompletion=recipes, parser=_locate)
+def recipe_argument(what: str | None = None) -> Any:
+    """The path of a recipe, and what help says of it."""
+    return Argument(metavar="RECIPE", autocompletion=recipes, parser=_locate, help=what)
+
+
+RECIPE = recipe_argument()
 StrategyFile = Annotated[
     Path | None,
     Option(

@@ -176,11 +176,16 @@ def _make_readable(folder: Path) -> None:
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
-def _check_export(target: Path, model_files: Path, state: dict[str, Any], recipe: Recipe, merged: bool) -> Base:
-    """Raise every mistake that is known before anything is written; returns the base model."""
+def check_target(target: Path) -> None:
+    """Raises a RecipeError if an export would replace a folder that is not one."""
     is_ours = (target / RECORD).is_file() or (target.is_dir() and not any(target.iterdir()))
     if (target.exists() or target.is_symlink()) and not is_ours:
         raise RecipeError(f"{target}: exists, and is no export of ours (no {RECORD}); name another folder")
+
+
+def _check_export(target: Path, model_files: Path, state: dict[str, Any], recipe: Recipe, merged: bool) -> Base:
+    """Raise every mistake that is known before anything is written; returns the base model."""
+    check_target(target)
     if merged and recipe.adapter is None:
         raise RecipeError("--merged: the run trained all weights, so there is no adapter to merge; remove it")
     try:

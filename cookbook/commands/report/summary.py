@@ -1,25 +1,17 @@
-"""`summary`: what a run did, in a few lines."""
+"""A run in a few lines: losses, time, speed, memory, and where its model is."""
 
-from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
 
-from cookbook.commands.shared.arguments import run_folder
-from cookbook.commands.shared.history import History, read_history
-from cookbook.system.console import page, say, several
+from cookbook.commands.shared.history import History
+from cookbook.system.console import several
 from cookbook.system.shipped import short
 
 JUDGED = ("reward_accuracy", "accuracy", "absolute_error")
 """Metrics of steps and evaluations that say how often, or how far, a model is wrong."""
 
 
-def summary(folder: Annotated[Path, run_folder()]) -> int:
-    """Show what a run did: losses, speed, memory, its model."""
-    say(page(f"SUMMARY of {folder}", *summarize(read_history(folder)).items()))
-    return 0
-
-
 def summarize(run: History) -> dict[str, str]:
+    """The value of each row in words, by the row's name."""
     steps, evaluations, record = run.steps, run.evaluations, run.record
     first, last = steps[0], steps[-1]
     tail = steps[-10:]
@@ -41,8 +33,7 @@ def summarize(run: History) -> dict[str, str]:
                 rows[f"held-out {key.replace('_', ' ')}{name and f' of {name}'}"] = text
     for key in JUDGED:
         if key in last:
-            found = mean(line[key] for line in tail)
-            rows[key.replace("_", " ")] = f"{found:.2f} (mean of the last {len(tail)} steps)"
+            rows[key.replace("_", " ")] = f"{mean(line[key] for line in tail):.2f} (mean of the last {len(tail)} steps)"
     time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
     rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
     ends = [event["reason"] for event in run.events if event.get("event") == "finish" and event.get("reason")]
