@@ -4,12 +4,14 @@ python -m pytest -q tests/test_doctor.py
 """
 
 import contextlib
+import errno
 import http.server
 import json
 import os
 import pty
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +26,8 @@ import torch
 from conftest import ROOT, clean_environment
 
 import simulated_gpus
+from cookbook.commands.doctor import driver as gpus
 from cookbook.commands.doctor import (
-    collective,
     environment,
     examination,
     finding,
@@ -35,7 +37,6 @@ from cookbook.commands.doctor import (
     probe,
     software,
 )
-from cookbook.commands.doctor import driver as gpus
 from cookbook.commands.doctor.storage import Sizes, sizes
 from cookbook.commands.shared.labels import Needs
 from cookbook.config.strategy import load_strategy
@@ -424,54 +425,61 @@ def strategy_on(folder):
     return replace(nvme_strategy, deepspeed=zero)
 
 
-@pytest.fixture
-def small_file(monkeypatch, tmp_path):
+def test_a_folder_that_is_to_be_made_is_looked_at_and_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(nvme, "FILE_BYTES", 32 << 20)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
-
-
-def test_a_disk_is_measured_and_left_as_it_was(tmp_path, small_file):
-    folder = tmp_path / "swap/of/mine"
+    folder = tmp_path / "swap/of mine"
     strategy = strategy_on(folder)
     assert nvme.nvme_folders(strategy) == [folder]
-    found = list(nvme.check_nvme(folder, strategy, None))
-    rates = [one for one in found if one.text.startswith("writes ")]
-    if not rates:
-        assert "O_DIRECT" in found[-1].text
+    space, direct = nvme.check_nvme(folder, strategy, None)
+    assert space.status == "ok" and "free" in space.text
+    if "O_DIRECT" in direct.text:
         end_without("no direct access in the temporary folder; set TMPDIR to one on a disk")
-    assert "reads" in rates[0].text and "32 MiB" in rates[0].text and "block_size" in found[-1].text
+    aio = json.loads((ROOT / "ds_configs/zero3_nvme.json").read_text())["aio"]
+    assert f"block_size {aio['block_size']}, queue_depth {aio['queue_depth']}" in direct.text
+    assert f"ds_nvme_tune --nvme_dir '{folder}'" in direct.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_and_one_too_small_are_failures(tmp_path, small_file):
+def test_a_file_system_without_direct_access_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    opened = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as tmpfs before Linux 6.6
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(nvme.os, "open", refuse)
+    _, direct = nvme.check_nvme(tmp_path, strategy_on(tmp_path), None)
+    assert direct.status == "failure" and "O_DIRECT" in direct.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_and_one_too_small_are_failures(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     (found,) = nvme.check_nvme(Path("/proc/swap"), strategy_on("/proc/swap"), None)
     assert found.status == "failure" and "nvme_path in ds_configs/zero3_nvme.json" in found.remedy
     needs = Sizes(nvme=1 << 60, nvme_why="x")
     assert worst(nvme.check_nvme(tmp_path, strategy_on(tmp_path), needs)) == "failure"
 
 
-def test_a_disk_that_fills_up_is_a_failure_and_nothing_stays_there(tmp_path, small_file):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    folder = tmp_path / "swap"
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, hard))  # as a quota would end it
-        found = list(nvme.check_nvme(folder, strategy_on(folder), None))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert found[-1].status == "failure"
-    assert list(tmp_path.iterdir()) == []
+def test_the_program_that_a_finding_names_is_deepspeeds_and_prints_an_aio_block(tmp_path, capsys):
+    """By its own reader, of logs as its sweep writes them: its operations need libaio, which may not be here."""
+    from deepspeed.nvme import perf_generate_param, perf_run_sweep, perf_sweep_utils
 
-
-def test_bytes_that_come_back_changed_are_found(tmp_path):
-    path = tmp_path / "file"
-    pattern = os.urandom(4096) * 256
-    path.write_bytes(pattern)
-    with path.open("rb") as file:
-        assert nvme._read(file.fileno(), len(pattern), 1 << 18, pattern)[1]
-    path.write_bytes(pattern[:-1] + bytes([pattern[-1] ^ 1]))
-    with path.open("rb") as file:
-        assert not nvme._read(file.fileno(), len(pattern), 1 << 18, pattern)[1]
+    assert (Path(sys.executable).parent / "ds_nvme_tune").is_file()
+    lines = perf_run_sweep.get_sweep_cmd_lines({"block_size": ["1M", "8M"], "queue_depth": [32], "io_parallel": [2]})
+    for name, word in (("read", "Read"), ("write", "Write")):
+        folder = tmp_path / getattr(perf_sweep_utils, f"{name.upper()}_LOG_DIR")
+        folder.mkdir()
+        for speed, line in enumerate(lines, start=1):
+            file = folder / perf_run_sweep.get_log_file(name, line)
+            file.write_text(f"E2E {word} Speed = {speed}.5 GB/sec\n")
+    perf_generate_param.generate_main(str(tmp_path))
+    printed = capsys.readouterr().out
+    block = json.loads(printed[printed.index("{") :])["aio"]
+    known = json.loads((ROOT / "ds_configs/zero3_nvme.json").read_text())["aio"]
+    assert block["block_size"] == 8 << 20 and {"block_size", "queue_depth"} <= block.keys() & known.keys()
 
 
 def test_the_file_system_is_that_of_the_deepest_mount(monkeypatch):
@@ -480,16 +488,6 @@ def test_the_file_system_is_that_of_the_deepest_mount(monkeypatch):
     monkeypatch.setattr(nvme.psutil, "disk_partitions", lambda all: listed)
     assert nvme.filesystem(Path("/mnt/my disk/swap")) == "nfs4"
     assert nvme.filesystem(Path("/mnt/other")) == "ext4"
-
-
-def test_another_aio_block_is_advised_only_if_it_is_clearly_faster():
-    rates = {(1 << 20, 8): 2.0e9, (4 << 20, 8): 2.4e9}
-    (same,) = nvme.suggest(rates, (1 << 20, 8), "z.json", knows_depth=True)
-    assert same.status == "ok"
-    rates[4 << 20, 8] = 5.0e9
-    (better,) = nvme.suggest(rates, (1 << 20, 8), "z.json", knows_depth=True)
-    assert better.status == "warning"
-    assert better.remedy == 'z.json: "aio": {"block_size": 4194304, "queue_depth": 8, ...}'
 
 
 # The Hub.
@@ -685,115 +683,6 @@ def test_what_a_check_said_in_time_counts_however_late_it_is_read():
     assert one.said == [{"said": "in time"}] and one.ended == "by itself"
 
 
-# Collectives.
-
-
-def test_bus_bandwidth_is_that_of_nccl_tests():
-    # 1 GB over 8 processes in 10 ms: each link carries 2 x 7/8 GB for all-reduce, 7/8 GB for all-gather.
-    assert collective.bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175.0)
-    assert collective.bus_bandwidth("all_gather", 10**9, 0.01, 8) == pytest.approx(87.5)
-
-
-def even(count=8, seconds=0.002):
-    one = {"work": 0.01, "all_reduce": seconds, "all_gather": seconds / 2, "right": True, "bytes": 2**28}
-    return [dict(one) for _ in range(count)]
-
-
-def test_bandwidth_is_held_against_the_link():
-    link = gpus.Link(kind="NVLink (18 links)", gb=478.0)
-    # 2 x 7/8 x 268 MB / 2 ms = 235 GB/s, just under half of 478; in 1.5 ms 313.
-    assert worst(collective.judge(even(seconds=0.002), "nccl", link)) == "warning"
-    assert worst(collective.judge(even(seconds=0.0015), "nccl", link)) == "ok"
-    assert worst(collective.judge(even(seconds=0.002), "nccl", gpus.Link(kind="PCIe through the CPU", gb=31.5))) == "ok"
-    assert worst(collective.judge(even(seconds=2.0), "gloo", None)) == "ok"
-
-
-def test_a_slow_rank_and_a_wrong_sum_are_named():
-    assert [one.status for one in collective.judge(even(), "gloo", None)] == ["ok"]
-    slow = even()
-    slow[5]["work"] = 0.05
-    said = list(collective.judge(slow, "nccl", None))
-    assert said[-1].status == "warning" and said[-1].text.startswith("rank 5 is slow: 50.0 ms")
-    wrong = even()
-    wrong[3]["right"] = False
-    assert ("failure", "wrong sums over nccl on rank 3") in statuses(collective.judge(wrong, "nccl", None))
-
-
-def test_the_one_who_keeps_the_others_waiting_is_named():
-    late, there = ["import of torch", "joining the others", "work 0"], ["import of torch", "joining the others"]
-    name = collective.name_the_silent
-    assert "rank 1 is silent" in name([late, there], [], ["sleeping", "running"]).text
-    assert "rank 0 is silent" in name([late, there], [], ["stopped", "running"]).text
-    assert "rank 0 is silent" in name([late, late], [0], ["sleeping", "sleeping"]).text
-    assert "all 2 ranks wait for each other" in name([late, late], [], ["sleeping", "sleeping"]).text
-
-
-def in_thread(folder, seconds=60.0):
-    """check_collective of two real processes beside this thread: (thread, findings)."""
-    found = []
-
-    def run():
-        found.extend(collective.check_collective(2, "gloo", None, folder, seconds))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, found
-
-
-def process_of(rank, root=None):
-    """The process of a rank, once it has joined the others."""
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit:
-        for one in (root or psutil.Process()).children(recursive=True):
-            try:
-                words = one.cmdline()
-            except psutil.Error:  # has just ended
-                continue
-            if "cookbook.commands.doctor.rank" in words:
-                at = words.index("cookbook.commands.doctor.rank")
-                stage = Path(words[at + 1]) / f"stage-{rank}"
-                if words[at + 2] == str(rank) and stage.exists() and "joining" in stage.read_text():
-                    return one
-        time.sleep(0.01)
-    raise AssertionError(f"rank {rank} never joined")
-
-
-def test_a_stopped_rank_is_named_and_no_process_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(collective, "SILENT_SECONDS", 2.0)
-    thread, found = in_thread(tmp_path)
-    process_of(1).send_signal(signal.SIGSTOP)
-    thread.join(30)
-    assert not thread.is_alive()
-    (one,) = found
-    assert one.status == "failure" and one.text.startswith("rank 1 is silent") and "(stopped)" in one.text, one
-    assert "rank 0" not in one.text
-    assert not [one for one in descendants() if "cookbook.commands.doctor.rank" in one.cmdline()]
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_is_named_with_its_code(tmp_path):
-    thread, found = in_thread(tmp_path)
-    process_of(0).kill()
-    thread.join(30)
-    assert not thread.is_alive() and found[0].text.startswith(("rank 0 ended with code -9", "rank 1 ended")), found
-
-
-@pytest.mark.slow
-def test_a_rank_that_gets_a_tenth_of_its_time_is_named_as_slow(tmp_path, monkeypatch):
-    thread, found = in_thread(tmp_path)
-    victim = process_of(1)
-    while thread.is_alive():
-        try:
-            victim.send_signal(signal.SIGSTOP)
-            time.sleep(0.09)
-            victim.send_signal(signal.SIGCONT)
-        except psutil.Error:
-            break
-        time.sleep(0.01)
-    thread.join(30)
-    assert any(one.status == "warning" and one.text.startswith("rank 1 is slow") for one in found), found
-
-
 # The front door.
 
 
@@ -828,11 +717,8 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
         "shm",
         "files",
         "build",
-        "collective",
     } <= checks
     assert all(bool(one["remedy"]) == (one["status"] != "ok") for one in findings)
-    (measured,) = [one["text"] for one in findings if "GB/s" in one["text"] and one["check"] == "collective"]
-    assert "all_reduce" in measured and "all_gather" in measured
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -869,7 +755,7 @@ def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_st
     asking: list[psutil.Process] = []
     while not asking:
         for child in psutil.Process(running.pid).children():
-            with contextlib.suppress(psutil.ZombieProcess):  # another one, at its end
+            with contextlib.suppress(psutil.NoSuchProcess):  # another one, at its end
                 asking += [child] if "nvml.py" in " ".join(child.cmdline()) else []
         assert time.monotonic() - start < 10
     said, _ = running.communicate(timeout=60)
@@ -879,34 +765,22 @@ def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_st
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_at_the_front_door_before_the_deadline(tmp_path):
-    start = time.monotonic()
-    running = subprocess.Popen(
-        doctor_command("--deadline", "40"), cwd=ROOT, env=front_door(tmp_path), stdout=subprocess.PIPE, text=True
-    )
-    process_of(0, psutil.Process(running.pid)).send_signal(signal.SIGSTOP)
-    children = psutil.Process(running.pid).children(recursive=True)
-    said, _ = running.communicate(timeout=60)
-    assert time.monotonic() - start < 44 and running.returncode == 2
-    assert "rank 0 is silent" in said and "(stopped)" in said
-    assert not any(map(is_alive, children))
-    assert list((tmp_path / "tmp").iterdir()) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGINT, signal.SIGKILL))],
 )
 def test_a_doctor_that_is_ended_takes_its_processes_along(tmp_path, number):
-    running = subprocess.Popen(
-        doctor_command(), cwd=ROOT, env=front_door(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    process_of(1, psutil.Process(running.pid))
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # a Hub that never answers, which a check waits for
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        environment_ = front_door(tmp_path, HF_ENDPOINT=address, no_proxy="127.0.0.1") | {"HF_HUB_OFFLINE": "0"}
+        running = subprocess.Popen(
+            doctor_command(), cwd=ROOT, env=environment_, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deaf.settimeout(30)
+        deaf.accept()
     children = psutil.Process(running.pid).children(recursive=True)
-    assert len(children) >= 3
+    assert children
     running.send_signal(number)
     assert running.wait(20) != 0
     limit = time.monotonic() + 10

@@ -505,3 +505,9 @@ def test_the_wide_model_has_as_many_weights_as_its_memory_is_reckoned_from():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(scratch_config(sizes))
     assert gpu_node.num_parameters(gpu_node.EIGHT_B) == sum(one.numel() for one in model.parameters())
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    # 1 GB over 8 processes in 10 ms: each link carries 2 x 7/8 GB for all-reduce, 7/8 GB for all-gather.
+    assert collectives.bus_bandwidth("all_reduce", 10**9, 0.01, 8) == pytest.approx(175.0)
+    assert collectives.bus_bandwidth("all_gather", 10**9, 0.01, 8) == pytest.approx(87.5)

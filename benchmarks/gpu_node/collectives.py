@@ -15,14 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from cookbook.commands.doctor.collective import bus_bandwidth  # noqa: E402
-
 REPEATS = 5
 NUMEL = 1 << 16
 """Numbers in the part of a process, where values are compared."""
+
+
+def bus_bandwidth(collective: str, num_bytes: int, seconds: float, count: int) -> float:
+    """GB/s that each link carries, as nccl-tests computes it (doc/PERFORMANCE.md): comparable with a link's rate,
+    whatever the number of processes.
+
+    Args:
+        collective: all_reduce, all_gather, reduce_scatter, all_to_all or send_recv.
+        num_bytes: of the whole tensor, on each process before or after the collective, whichever has more.
+    """
+    factors = {"all_reduce": 2 * (count - 1) / count, "send_recv": 1.0}
+    return factors.get(collective, (count - 1) / count) * num_bytes / seconds / 1e9
 
 
 def calls(whole: torch.Tensor, part: torch.Tensor, ranks: list[int], group: Any) -> dict[str, Callable[[], Any]]:

@@ -1,7 +1,6 @@
-"""Is this machine ready? Looks at what a run would need before one is started, and measures what can be measured.
+"""Is this machine ready? Looks at what a run would need, before one is started.
 
-Every check is a function that yields findings, and runs in a process of its own with a limit (`probe`): first those
-that only look, side by side, then one after the other those that measure, for they would disturb one another.
+Every check is a function that yields findings, and runs beside others in a process of its own with a limit (`probe`).
 """
 
 import json
@@ -17,8 +16,7 @@ from typing import Any
 
 import simulated_gpus
 from cookbook.commands.doctor import probe
-from cookbook.commands.doctor.collective import check_collective
-from cookbook.commands.doctor.driver import check_gpus, check_links, check_needs, find_link, try_allocator, try_torch
+from cookbook.commands.doctor.driver import check_gpus, check_links, check_needs, try_allocator, try_torch
 from cookbook.commands.doctor.environment import check_variables, hidden_gpus
 from cookbook.commands.doctor.finding import EXIT_CODES, Finding, failure, warning
 from cookbook.commands.doctor.host import (
@@ -47,7 +45,6 @@ LOOK_SECONDS = 10.0
 """For a check that only looks; the driver of eight GPUs takes a few to answer."""
 HUB_SECONDS = 25.0
 """For several questions, each with a limit of its own."""
-DISK_SECONDS = 20.0
 TORCH_SECONDS = 30.0
 """For torch to be imported and to compute a little on every GPU."""
 KEEP_SECONDS = 1.5
@@ -154,15 +151,7 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     visit.tell(*host, build)
     for folder in folders:
         assert strategy is not None
-        visit.tell(visit.begin("NVMe", check_nvme, folder, strategy, needs, seconds=DISK_SECONDS))
-    if visit.left() < 1:
-        text = "not tried: the other checks took all the time"
-        visit.findings.append(warning("collective", text, "--deadline 120"))
-    elif not used or on_gpus:
-        link = find_link(run_gpus, driver.pairs)
-        seconds = visit.left()
-        arguments = processes, "nccl" if on_gpus else "gloo", link, visit.folder, seconds - 0.5
-        visit.tell(visit.begin("collective", check_collective, *arguments, seconds=seconds))
+        visit.tell(visit.begin("NVMe", check_nvme, folder, strategy, needs))
     visit.tell(hub)
 
 
