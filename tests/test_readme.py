@@ -120,12 +120,10 @@ def test_the_page_of_peers_lacks_what_it_says(tmp_path: Path) -> None:
         strategy = tmp_path / "strategy.yaml"
         values = yaml.safe_load((ROOT / "accelerate_configs/fsdp2.yaml").read_text(encoding="utf-8"))
         assert load_strategy(ROOT / "accelerate_configs/fsdp2.yaml")
+        strategy.write_text(yaml.safe_dump({**values, section: {name: value}}), encoding="utf-8")
+        is_recipes = section != "parallelism_config"
         with pytest.raises(RecipeError, match=name):
-            if section == "parallelism_config":
-                strategy.write_text(yaml.safe_dump({**values, section: {name: int(value)}}), encoding="utf-8")
-                load_strategy(strategy)
-            else:
-                load_pair(ROOT / "recipes/quickstart.yaml", [f"{key}={value}"])
+            load_pair(ROOT / "recipes/quickstart.yaml", [f"{key}={value}"]) if is_recipes else load_strategy(strategy)
 
 
 FOREIGN = [

@@ -10,7 +10,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
@@ -39,11 +39,15 @@ from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from cookbook.forecast.verdict import Forecast
     from cookbook.training.data.tokens import TokenSet
 
 Task = Literal["sft", "cpt", "dpo", "orpo", "kto_zero"]
 Values = dict[str, Any]
+Notes = dict[str, str]
+"""Reasons by the key that they stand above."""
 
 
 class Example(NamedTuple):
@@ -113,20 +117,29 @@ def init(
     machines = _check_arguments(model, data, gpus, out)
     quiet_deepspeed()
     from cookbook.commands.preview.sample_page import TOKENIZER_FILES
+    from cookbook.training.models.model_source import fetch_model, revision_of
     from cookbook.training.models.language_model import load_config
-    from cookbook.training.models.model_source import fetch_model
 
     mistakes: list[str] = []
     with gathered(mistakes):
         folder = fetch_model(model, None, TOKENIZER_FILES)
         config = load_config(folder, 1)
     with gathered(mistakes):
-        found = _read(data, task)
+        chosen, source, rows = _read(data, task)
     refuse(mistakes)
-    draft = _Draft(model, *found, config, machines, out)
-    draft.read_lengths(folder)
-    draft.choose()
-    text = draft.text()
+    given = Given(
+        model=model,
+        revision=revision_of(folder),
+        config=config,
+        task=chosen,
+        source=source,
+        rows=rows,
+        machines=machines,
+        out=out,
+    )
+    data_keys = choose_data(given, folder)
+    choice = choose(given, data_keys)
+    text = recipe_text(given, choice, data_keys.notes | choice.notes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         new_file(out, text)
@@ -172,15 +185,16 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
     source = Source(path=data)
     seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     guess = suggested_columns(seen[0], Objective.of(name=task or "sft").rows) if seen else {}
-    found = next(filter(None, map(kinds_of, seen)), set()) or (kinds_of(rename(seen[0], guess)) if seen else set())
-    fitting = [name for name in TASKS if found.intersection(Objective.of(name=name).rows)]
-    usual: Task = "cpt" if found == {"text"} else fitting[0] if fitting else "sft"
+    names = next(filter(None, map(kinds_of, seen)), set())  # of the first row that is of a known kind
+    if not names and seen:
+        names = kinds_of(rename(seen[0], guess))
+    fitting = [name for name in TASKS if names.intersection(Objective.of(name=name).rows)]
+    usual: Task = "cpt" if names == {"text"} else fitting[0] if fitting else "sft"
     chosen = task or usual
     objective = Objective.of(name=chosen)
-    if found and not found.intersection(objective.rows):
+    if names and not names.intersection(objective.rows):
         has, wants = (
-            " or ".join(dict.fromkeys(kinds()[name].words for name in names))
-            for names in (sorted(found), objective.rows)
+            " or ".join(dict.fromkeys(kinds()[name].words for name in some)) for some in (sorted(names), objective.rows)
         )
         others = _other_objectives(seen[0])
         by_hand = f"write a recipe with objective.name {others}, see docs/recipes.md" if others else "use other rows"
@@ -206,303 +220,410 @@ def _other_objectives(raw: Row, keys: Sequence[str] = ()) -> str:
     """The objectives, none of them a task, that train on more of a row than these keys; empty if there is none."""
     of_tasks = {kind for name in get_args(Task) for kind in Objective.of(name=name).rows}
     wider = {name for name, kind in kinds().items() if name not in of_tasks and {*kind.keys} > {*keys}}
-    others = {name: wider.intersection(one.rows) for name, one in registry.known("objective").items()}
+    others = {name: wider.intersection(objective.rows) for name, objective in registry.known("objective").items()}
     return " or ".join(name for name, rows in others.items() if rows & kinds_of(raw, sorted(rows)))
 
 
-class _Draft:
-    """The values of the recipe so far, and a note on each choice by its key."""
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a recipe is to be written for."""
 
-    def __init__(
-        self, model: str, task: Task, source: Source, rows: Rows, config: Any, machines: Machines, out: Path
-    ) -> None:
-        self.model, self.task, self.rows, self.config, self.machines = model, task, rows, config, machines
-        self.out, self.objective = out, Objective.of(name=task)
-        self.data: Values = {"train": source.path}
-        kind, first = kinds()[rows.kind], next(raw for _, raw in raw_rows(source) if isinstance(raw, dict))
-        others = _other_objectives(rename(first, source.columns or {}), kind.keys)
-        more = f"; objective.name {others} would train on more of them, see docs/recipes.md" if others else ""
-        self.notes = {"objective": f"trains on the rows' {kind.keys_in_words}{more}"}
-        self.model_keys: Values = {"name_or_path": model}
-        self.billions = 0.0  # until `choose` has counted the parameters
-        if about := "; ".join(filter(None, [rows.renamed, unread_note(source)])):
-            self.notes["data.train"] = about
-        if source.columns:
-            self.data["columns"] = source.columns
-            left = [ascii(column) for column in first if column not in source.columns.values()]
-            unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
-            self.notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"
-        if machines.num_gpus == 0:
-            self.precision = "no"
-            self.notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
-        else:
-            self.precision = "fp16" if machines.gpu is not None and not machines.gpu.has_bf16 else "bf16"
+    model: str
+    revision: str | None
+    """The commit of a model of the Hub."""
+    config: Any
+    task: Task
+    source: Source
+    rows: Rows
+    machines: Machines
+    out: Path
 
-    def read_lengths(self, folder: str) -> None:
-        """Writes the keys of `data` that depend on the tokens of the rows, and the commit of a model of the Hub."""
-        import numpy as np
+    @property
+    def objective(self) -> Objective:
+        return Objective.of(name=self.task)
 
-        from cookbook.training.data.sets import SHARE_TO_KEEP
-        from cookbook.training.models.model_source import revision_of
 
-        if revision := revision_of(folder):
-            self.model_keys["revision"] = revision
-        tokens, num_bad = self._tokenize(folder)
-        assert tokens.row_lengths is not None
-        lengths = np.asarray(tokens.row_lengths)
-        enough = int(np.quantile(lengths, SHARE_TO_KEEP, method="higher"))
-        limits = [-(-enough // 64) * 64, getattr(self.config, "max_position_embeddings", None) or UNCUT]
-        limits += [SPLIT_LENGTH] if self.objective.splits_rows else []
-        length = min(limits)
-        if self.objective.splits_rows and lengths.max() > length:
-            note = f"{np.mean(lengths > length):.1%} of the rows are longer, and are split"
-        else:
-            share = np.mean(lengths <= length)
-            note = "no row is longer" if share == 1 else f"{share:.1%} of the rows are not longer"
-        note += f"; the longest has {lengths.max():,} tokens"
-        if length < limits[0]:
-            limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
-            note += f"; limited to {limit}"
-        if not self.objective.splits_rows and (num_lost := _num_lost(tokens, length)):
-            self.data["too_long"] = "drop"
-            self.notes["data.too_long"] = f"cut, {several(num_lost, 'row')} would have nothing to train on"
-        num_samples = int(np.ceil(lengths / length).sum()) if self.objective.splits_rows else len(lengths)
-        num_samples -= int(np.sum(lengths > length)) if "too_long" in self.data else 0
-        self.num_samples = int(num_samples * (1 - self._hold_out(len(lengths))))
-        self.data["max_length"], self.notes["data.max_length"] = length, note
-        if num_bad:
-            self.data["on_bad_row"] = "drop"
-            self.notes["data.on_bad_row"] = ", ".join(
-                f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in num_bad.items()
+@dataclass(frozen=True, kw_only=True)
+class DataKeys:
+    """The section `data`, and what else follows from the tokens of the rows."""
+
+    values: Values
+    notes: Notes
+    objective: Objective
+    num_samples: int
+    """To be trained on in an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A recipe whose forecast fits."""
+
+    values: Values
+    notes: Notes
+    example: Example
+    billions: float
+    """Parameters of the model."""
+    memory: str
+    host_gb: int
+    """Of host memory that the strategy needs; 0 where it offloads nothing."""
+
+
+class Tokenized(NamedTuple):
+    """The rows as tokens, under a chat template that can be trained with."""
+
+    tokens: "TokenSet"
+    objective: Objective
+    num_bad: dict[str, int]
+    """Rows that are left out, by reason."""
+    template: str | None
+    """The value of data.chat_template; None for the tokenizer's own."""
+    notes: Notes
+
+
+def choose_data(given: Given, folder: str) -> DataKeys:
+    """Choose the keys of `data` by the rows and their lengths in tokens.
+
+    Args:
+        folder: that of the model.
+
+    Raises:
+        RecipeError: no chat template can be trained with.
+    """
+    import numpy as np
+
+    values: Values = {"train": given.source.path}
+    notes: Notes = {}
+    columns = given.source.columns
+    kind, first = kinds()[given.rows.kind], next(raw for _, raw in raw_rows(given.source) if isinstance(raw, dict))
+    others = _other_objectives(rename(first, columns or {}), kind.keys)
+    more = f"; objective.name {others} would train on more of them, see docs/recipes.md" if others else ""
+    notes["objective"] = f"trains on the rows' {kind.keys_in_words}{more}"
+    if about := "; ".join(filter(None, [given.rows.renamed, unread_note(given.source)])):
+        notes["data.train"] = about
+    if columns:
+        values["columns"] = columns
+        left = [ascii(column) for column in first if column not in columns.values()]
+        unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
+        notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"
+    tokenized = _tokenize(given, folder)
+    if tokenized.template is not None:
+        values["chat_template"] = tokenized.template
+    notes |= tokenized.notes
+    if tokenized.objective != given.objective:
+        notes["objective"] += ", their last turn, since the template leaves out a part of earlier ones"
+    assert tokenized.tokens.row_lengths is not None
+    lengths = np.asarray(tokenized.tokens.row_lengths)
+    splits = tokenized.objective.splits_rows
+    length, notes["data.max_length"] = _choose_length(lengths, given.config, splits=splits)
+    num_samples = int(np.ceil(lengths / length).sum()) if splits else len(lengths)
+    if not splits and (num_lost := _num_lost(tokenized.tokens, length)):
+        values["too_long"] = "drop"
+        notes["data.too_long"] = f"cut, {several(num_lost, 'row')} would have nothing to train on"
+        num_samples -= int(np.sum(lengths > length))
+    share, note = _choose_holdout(given.rows, len(lengths))
+    if share:
+        values["holdout"], notes["data.holdout"] = share, note
+    elif note:
+        notes["data"] = "; ".join(filter(None, [notes.get("data"), note]))
+    values["max_length"] = length
+    if tokenized.num_bad:
+        values["on_bad_row"] = "drop"
+        reasons = (f"{count:,} row{'s' if count > 1 else ''}: {reason}" for reason, count in tokenized.num_bad.items())
+        notes["data.on_bad_row"] = ", ".join(reasons)
+    return DataKeys(
+        values=values, notes=notes, objective=tokenized.objective, num_samples=int(num_samples * (1 - share))
+    )
+
+
+def _choose_length(lengths: "np.ndarray", config: Any, *, splits: bool) -> tuple[int, str]:
+    """The value of data.max_length that keeps nearly all rows whole, and a note on it.
+
+    Args:
+        lengths: of the rows, in tokens.
+        splits: whether a longer row becomes several samples.
+    """
+    import numpy as np
+
+    from cookbook.training.data.sets import SHARE_TO_KEEP
+
+    enough = int(np.quantile(lengths, SHARE_TO_KEEP, method="higher"))
+    limits = [-(-enough // 64) * 64, getattr(config, "max_position_embeddings", None) or UNCUT]
+    limits += [SPLIT_LENGTH] if splits else []
+    length = min(limits)
+    if splits and lengths.max() > length:
+        note = f"{np.mean(lengths > length):.1%} of the rows are longer, and are split"
+    else:
+        share = np.mean(lengths <= length)
+        note = "no row is longer" if share == 1 else f"{share:.1%} of the rows are not longer"
+    note += f"; the longest has {lengths.max():,} tokens"
+    if length < limits[0]:
+        limit = "the model's positions" if length == limits[1] else f"{SPLIT_LENGTH:,}"
+        note += f"; limited to {limit}"
+    return length, note
+
+
+def _choose_holdout(rows: Rows, num_rows: int) -> tuple[float, str]:
+    """The share of the rows to be held out, or 0 where they are few or equal ones leave too few or too many; and a
+    note.
+    """
+    from cookbook.training.data.sets import hold_out
+
+    if num_rows < MIN_ROWS_TO_HOLD_OUT:
+        return 0.0, ""
+    share = float(f"{min(HOLDOUT, MAX_HELD_OUT / num_rows):.1g}")
+    held_out: list[Rows] = []
+    with gathered([]):
+        _, held_out = hold_out([rows], share)
+    taken = sum(len(part.rows) for part in held_out) / len(rows.rows)
+    if not 0 < taken < 2 * share:
+        return 0.0, f"no held-out rows: of these rows, of which equal ones stay together, {share:.0%} cannot be taken"
+    return share, f"some {num_rows * share:.0f} rows, for evaluation"
+
+
+def _tokenize(given: Given, folder: str) -> Tokenized:
+    """Tokenize the rows under the first chat template that can be trained with.
+
+    Raises:
+        RecipeError: there is none; the reason is that of the first.
+    """
+    from cookbook.training.data.tokens import tokenize
+    from cookbook.training.data.twin import twin_of
+    from cookbook.training.models.tokenizer_files import load_tokenizer
+
+    is_chat, problem = kinds()[given.rows.kind].chats is not None, ""
+    twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
+    tries: list[tuple[str | None, Objective]] = [(None, given.objective)]
+    if twin is not None:
+        tries.append((twin, given.objective))
+        if given.task == "sft":  # a model that reasons may have the reasoning of its last turn alone
+            tries.append((twin, Objective.of(name="sft", train_on="last")))
+    tries += [(name, given.objective) for name in TEMPLATES if is_chat and name != twin]
+    for template, objective in tries:
+        bad_rows, notes = BadRows(), {}
+        try:
+            tokens = tokenize(
+                [given.rows],
+                load_tokenizer(folder, template and template_path(template)),
+                max_length=UNCUT,
+                objective=objective,
+                bad_rows=bad_rows,
             )
+        except RecipeError as error:
+            problem = problem or error.mistakes[0]
+            continue
+        if tokens is None or bad_rows.num_by_reason.total() > bad_rows.num_good:
+            problem = problem or "; ".join(bad_rows.mistakes())
+            continue
+        if template is not None:
+            what = "renders as the tokenizer's own" if template == twin else "of those here the first that serves"
+            notes["data.chat_template"] = f"{what}; {problem}"
+        elif is_chat:
+            notes["data"] = "chats go through the tokenizer's own template"
+        elif given.task != "cpt" and load_tokenizer(folder, None).chat_template:
+            what = "prompt and answer are joined as they are written, without the tokenizer's chat template"
+            notes["data"] = f"{what}, which is for messages"
+        num_bad = given.rows.num_dropped | dict(bad_rows.num_by_reason)
+        return Tokenized(tokens, objective, num_bad, template, notes)
+    raise RecipeError(problem)
 
-    def _hold_out(self, num_rows: int) -> float:
-        """Writes the share to be held out, unless rows that are equal leave too few or too many. Returns it, or 0."""
-        from cookbook.training.data.sets import hold_out
 
-        if num_rows < MIN_ROWS_TO_HOLD_OUT:
-            return 0.0
-        share = float(f"{min(HOLDOUT, MAX_HELD_OUT / num_rows):.1g}")
-        held_out: list[Rows] = []
-        with gathered([]):
-            _, held_out = hold_out([self.rows], share)
-        taken = sum(len(one.rows) for one in held_out) / len(self.rows.rows)
-        if not 0 < taken < 2 * share:
-            what = f"of these rows, of which equal ones stay together, {share:.0%} cannot be taken"
-            self.notes["data"] = "; ".join(filter(None, [self.notes.get("data"), f"no held-out rows: {what}"]))
-            return 0.0
-        self.data["holdout"], self.notes["data.holdout"] = share, f"some {num_rows * share:.0f} rows, for evaluation"
-        return share
+def choose(given: Given, data: DataKeys) -> Choice:
+    """Choose method, strategy and micro-batch by the forecast.
 
-    def _tokenize(self, folder: str) -> tuple["TokenSet", dict[str, int]]:
-        """The tokens under the first chat template that can be trained with, and the number of bad rows by reason."""
-        from cookbook.training.data.tokens import tokenize
-        from cookbook.training.data.twin import twin_of
-        from cookbook.training.models.tokenizer_files import load_tokenizer
+    Raises:
+        RecipeError: nothing fits.
+    """
+    from cookbook.forecast.verdict import TraceCache
 
-        is_chat, problem = kinds()[self.rows.kind].chats is not None, ""
-        twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
-        tries: list[tuple[str | None, Objective]] = [(None, self.objective)]
-        if twin is not None:
-            tries.append((twin, self.objective))
-            if self.task == "sft":  # a model that reasons may have the reasoning of its last turn alone
-                tries.append((twin, Objective.of(name="sft", train_on="last")))
-        tries += [(name, self.objective) for name in TEMPLATES if is_chat and name != twin]
-        for template, objective in tries:
-            bad_rows = BadRows()
-            try:
-                tokens = tokenize(
-                    [self.rows],
-                    load_tokenizer(folder, template and template_path(template)),
-                    max_length=UNCUT,
-                    objective=objective,
-                    bad_rows=bad_rows,
-                )
-            except RecipeError as error:
-                problem = problem or error.mistakes[0]
-                continue
-            if tokens is None or bad_rows.num_by_reason.total() > bad_rows.num_good:
-                problem = problem or "; ".join(bad_rows.mistakes())
-                continue
-            if template is not None:
-                self.data["chat_template"] = template
-                what = "renders as the tokenizer's own" if template == twin else "of those here the first that serves"
-                self.notes["data.chat_template"] = f"{what}; {problem}"
-                if objective != self.objective:
-                    self.objective = objective
-                    self.notes["objective"] += ", their last turn, since the template leaves out a part of earlier ones"
-            elif is_chat:
-                self.notes["data"] = "chats go through the tokenizer's own template"
-            elif self.task != "cpt" and load_tokenizer(folder, None).chat_template:
-                what = "prompt and answer are joined as they are written, without the tokenizer's chat template"
-                self.notes["data"] = f"{what}, which is for messages"
-            return tokens, self.rows.num_dropped | dict(bad_rows.num_by_reason)
-        raise RecipeError(problem)
+    machines = given.machines
+    whole = _recipe(_values(given, data, _example(given.task, "lora", 0.0), "lora", recompute=True, strategy="single"))
+    whole = whole.model_copy(update={"adapter": None})
+    billions = TraceCache(given.config, whole).sizes.num_parameters / 1e9
+    shipped = load_known()
+    usual = [known for known in shipped if not known.offloads and (known.name == "single") == (machines.num_gpus < 2)]
+    methods = [name for name in METHODS if (given.task, name is not None) in EXAMPLES]
+    ways = [(usual, *way) for way in product(methods if machines.num_gpus else methods[-2:], (False, True))]
+    if machines.num_gpus:
+        # Offloading is slow, and needs host memory: last, and the smallest first.
+        ways += [([known for known in shipped if known.offloads], name, True) for name in reversed(methods)]
+    for strategies, method, recompute in ways:
+        example = _example(given.task, method, billions)
+        values = _values(given, data, example, method, recompute=recompute, strategy="single")
+        best = _forecast(given, values, strategies)
+        if best.verdict == "no forecast":
+            raise RecipeError(f"there is no forecast, by which init chooses: {best.why[0]}")
+        if _fits(best, machines):
+            values = _values(given, data, example, method, recompute=recompute, strategy=best.strategy.name)
+            return _settle(given, data, best, values, example, billions)
+    have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
+    raise RecipeError(
+        f"nothing fits {have}: {given.model} has {billions:.2f} B parameters, and data.max_length for these"
+        f" rows is {data.values['max_length']}. The last that was tried, {method or 'all weights'} under"
+        f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
+        " larger or more GPUs (--gpus)"
+    )
 
-    def choose(self) -> None:
-        """Chooses method, strategy and micro-batch by the forecast.
 
-        Raises:
-            RecipeError: nothing fits.
-        """
-        from cookbook.forecast.verdict import TraceCache
+def _forecast(given: Given, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
+    from cookbook.forecast.ranking import forecast_all
 
-        machines = self.machines
-        whole = _recipe(self._values("lora", True, "single")).model_copy(update={"adapter": None})
-        self.billions = TraceCache(self.config, whole).sizes.num_parameters / 1e9
-        shipped = load_known()
-        usual = [one for one in shipped if not one.offloads and (one.name == "single") == (machines.num_gpus < 2)]
-        methods = [name for name in METHODS if (self.task, name is not None) in EXAMPLES]
-        ways = [(usual, one) for one in product(methods if machines.num_gpus else methods[-2:], (False, True))]
-        if machines.num_gpus:
-            # Offloading is slow, and needs host memory: last, and the smallest first.
-            ways += [([one for one in shipped if one.offloads], (name, True)) for name in reversed(methods)]
-        for strategies, (method, recompute) in ways:
-            best = self._forecast(self._values(method, recompute, "single"), strategies)
-            if best.verdict == "no forecast":
-                raise RecipeError(f"there is no forecast, by which init chooses: {best.why[0]}")
-            if self._fits(best):
-                return self._settle(best, method, recompute)
-        have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
-        raise RecipeError(
-            f"nothing fits {have}: {self.model} has {self.billions:.2f} B parameters, and data.max_length for these"
-            f" rows is {self.data['max_length']}. The last that was tried, {method or 'all weights'} under"
-            f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
-            " larger or more GPUs (--gpus)"
-        )
+    return forecast_all(_recipe(values), strategies, given.machines, str(given.out), limits=limits).forecasts[0]
 
-    def _forecast(self, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
-        from cookbook.forecast.ranking import forecast_all
 
-        return forecast_all(_recipe(values), strategies, self.machines, str(self.out), limits=limits).forecasts[0]
+def _fits(forecast: "Forecast", machines: Machines) -> bool:
+    from cookbook.forecast.verdict import UNKNOWN
 
-    def _fits(self, found: "Forecast") -> bool:
-        from cookbook.forecast.verdict import UNKNOWN
+    if forecast.verdict == "not judged":
+        assert forecast.memory is not None
+        return forecast.memory.needed[1] <= (machines.host_gib or 0) * GIB
+    return forecast.verdict in ("fits", *UNKNOWN)
 
-        if found.verdict == "not judged":
-            assert found.memory is not None
-            return found.memory.needed[1] <= (self.machines.host_gib or 0) * GIB
-        return found.verdict in ("fits", *UNKNOWN)
 
-    def _example(self, method: str | None) -> tuple[Example, Values]:
-        """The example for a method, and the values in its file."""
-        found = next(one for one in EXAMPLES[self.task, method is not None] if self.billions <= one.billions)
-        return found, read_document(found.path).values
+def _example(task: Task, method: str | None, billions: float) -> Example:
+    return next(example for example in EXAMPLES[task, method is not None] if billions <= example.billions)
 
-    def _values(self, method: str | None, recompute: bool, strategy: str) -> Values:
-        """A recipe at micro-batch 1."""
-        example, like = self._example(method)
-        batch, each = like["batch"]["global_batch_size"], max(1, self.machines.num_gpus)
-        while batch > MIN_BATCH and self.num_samples < MIN_STEPS * batch:
-            batch //= 2
-        batch = -(-batch // each) * each
-        epochs = like["run"].get("num_epochs", 1)
-        num_steps = epochs * -(-self.num_samples // batch)
-        often = -(-num_steps // PER_RUN)
-        evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in self.data else {}
-        objective, adapter = like.get("objective", {}), {}
-        objective = objective if objective.get("name") == self.task else {"name": self.task}
-        objective = objective | ({"train_on": "last"} if self.objective.labels == "last" else {})
-        if method:
-            adapter = like.get("adapter", {}) | {"name": method}
-        return {
-            "strategy": strategy,
-            "mixed_precision": self.precision,
-            "model": self.model_keys | ({"gradient_checkpointing": True} if recompute else {}),
-            "data": self.data,
-            "objective": objective,
-            **({"adapter": adapter} if adapter else {}),
-            "batch": {"global_batch_size": batch, "micro_batch_size": 1},
-            "optim": like["optim"],
-            "schedule": like["schedule"] | {"warmup_steps": example.warmup},
-            # Without the strategy's name, as a default has it: another strategy resumes the run where it is.
-            "run": {"num_epochs": epochs, "output_dir": default_output_dir(self.out, "").removesuffix("-")}
-            | evaluation
-            | {"save_every_steps": often, "resume": "auto"},
-        }
 
-    def _settle(self, found: "Forecast", method: str | None, recompute: bool) -> None:
-        """Writes the values of what was chosen, with the largest micro-batch that fits, and the notes on them."""
-        assert found.plan is not None
-        strategy, notes, on_gpus = found.strategy, self.notes, self.machines.num_gpus > 0
-        self.example, like = self._example(method)
-        self.values = self._values(method, recompute, strategy.name)
-        batch, num_ranks, size = self.values["batch"], found.plan.data_parallel_size, 1
-        most = self._forecast(self.values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
-        if not on_gpus:
-            num_ranks = max(num_ranks, CPU_PROCESSES)  # which the same recipe then serves
-        while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
-            size *= 2
-        batch["micro_batch_size"] = size
-        while not self._fits(found := self._forecast(self.values, [strategy])) and batch["micro_batch_size"] > 1:
-            batch["micro_batch_size"] //= 2
-        assert found.memory is not None
-        peak = found.memory.needed if on_gpus else (found.memory.allocated,)  # a CPU has no context of CUDA
-        whose = "of each GPU" if on_gpus else "of this machine's memory, the libraries' own not counted,"
-        self.memory = f"{in_gib(*peak)} GiB {whose} at the peak, as forecast by plan, not measured."
-        self.host_gb = -(-found.host // 10**9) if strategy.offloads else 0
-        notes["strategy"] = "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *found.why])
-        if recompute:
-            notes["model.gradient_checkpointing"] = "does not fit without"
-        if (self.task, False) not in EXAMPLES:
-            notes["adapter"] = f"no shipped recipe is an example of {self.task} with all weights"
-        elif method is not None:
-            without = "all weights do not fit on these GPUs without offloading"
-            notes["adapter"] = without if on_gpus else "the smallest, as there is no GPU"
-        if batch["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
-            gpus = f" and {self.machines.num_gpus} GPUs" if self.machines.num_gpus > 1 else ""
-            notes["batch.global_batch_size"] = f"for {self.num_samples:,} samples{gpus}; {theirs} in the example"
-        if most and on_gpus:
-            notes["batch.micro_batch_size"] = f"up to {most:,} fit"
-        example = short(str(self.example.path))
-        notes["optim"] = f"{example} is the example for this, schedule{', adapter' if method else ''} and batch"
-        notes["run.num_epochs"] = (
-            "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps"
-        )
-        notes["run.output_dir"] = "the same under every strategy, so that each resumes what another saved"
-        notes["run.save_every_steps"] = f"at most {PER_RUN} times a run"
-        notes["run.keep_best"] = "the last checkpoint need not be the best"
+def _precision(machines: Machines) -> str:
+    if machines.num_gpus == 0:
+        return "no"
+    return "fp16" if machines.gpu is not None and not machines.gpu.has_bf16 else "bf16"
 
-    def text(self) -> str:
-        """The recipe's file."""
-        method = self.values.get("adapter", {}).get("name", "all weights")
-        what = f"{self.task}, {method}, of {self.model} ({self.billions * 1000:,.1f} M parameters); written by init."
-        out = shlex.quote(str(self.out))
-        settings, example = read_label(self.example.path)["Settings"], short(str(self.example.path))
-        label = {
-            "What": what,
-            "Run": f"cookbook launch {out}",
-            "Needs": f"{self._needs()} {self.memory}",
-            "Measured": "not yet",
-            "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",
-        }
-        schema = os.path.relpath(located(str(RECIPES / "schema.json")), self.out.parent)
-        lines = [f"# yaml-language-server: $schema={schema}"]
-        for word, said in label.items():
-            lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
-        values, folder, section = deepcopy(self.values), own_folder(self.out), ""
-        for name, key in (("model", "name_or_path"), ("data", "train")):  # local paths, as a recipe there reaches them
-            path = Path(values[name][key])
-            if path.exists() and not path.is_absolute() and folder != Path.cwd():
-                values[name][key] = os.path.relpath(path, folder)
-        for line in dump_yaml(values).splitlines():
-            if found := re.match(r"(  )?(\w+):", line):
-                section = section if found[1] else found[2]
-                place = f"{section}.{found[2]}" if found[1] else section
-                if note := self.notes.get(place):
-                    lines += [f"{found[1] or ''}# {part}" for part in _wrap(note, 116)]
-            lines.append(line)
-        return "\n".join(lines) + "\n"
 
-    def _needs(self) -> str:
-        """In the form that `read_needs` reads."""
-        count, gpu = self.machines.num_gpus, self.machines.gpu
-        if not count:
-            return "no GPU."
-        size = re.search(r"(\d+)[.\d]*G", self.machines.text.upper()) if gpu is None else None
-        each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
-        host = f", {self.host_gb:,} GB of host memory" if self.host_gb else ""
-        return f"{several(count, 'GPU')} of {each} GB{host}."
+def _values(
+    given: Given, data: DataKeys, example: Example, method: str | None, *, recompute: bool, strategy: str
+) -> Values:
+    """The recipe of an example for this model and these rows, at micro-batch 1."""
+    like = read_document(example.path).values
+    batch, each = like["batch"]["global_batch_size"], max(1, given.machines.num_gpus)
+    while batch > MIN_BATCH and data.num_samples < MIN_STEPS * batch:
+        batch //= 2
+    batch = -(-batch // each) * each
+    epochs = like["run"].get("num_epochs", 1)
+    num_steps = epochs * -(-data.num_samples // batch)
+    often = -(-num_steps // PER_RUN)
+    evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in data.values else {}
+    objective = like.get("objective", {})
+    objective = objective if objective.get("name") == given.task else {"name": given.task}
+    objective = objective | ({"train_on": "last"} if data.objective.labels == "last" else {})
+    revision = {"revision": given.revision} if given.revision else {}
+    return {
+        "strategy": strategy,
+        "mixed_precision": _precision(given.machines),
+        "model": {"name_or_path": given.model, **revision} | ({"gradient_checkpointing": True} if recompute else {}),
+        "data": data.values,
+        "objective": objective,
+        **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
+        "batch": {"global_batch_size": batch, "micro_batch_size": 1},
+        "optim": like["optim"],
+        "schedule": like["schedule"] | {"warmup_steps": example.warmup},
+        # Without the strategy's name, as a default has it: another strategy resumes the run where it is.
+        "run": {"num_epochs": epochs, "output_dir": default_output_dir(given.out, "").removesuffix("-")}
+        | evaluation
+        | {"save_every_steps": often, "resume": "auto"},
+    }
+
+
+def _settle(
+    given: Given, data: DataKeys, best: "Forecast", values: Values, example: Example, billions: float
+) -> Choice:
+    """The values with the largest micro-batch that fits, and notes on them."""
+    assert best.plan is not None
+    strategy, on_gpus = best.strategy, given.machines.num_gpus > 0
+    batch, num_ranks, size = values["batch"], best.plan.data_parallel_size, 1
+    most = _forecast(given, values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
+    if not on_gpus:
+        num_ranks = max(num_ranks, CPU_PROCESSES)  # which the same recipe then serves
+    while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
+        size *= 2
+    batch["micro_batch_size"] = size
+    while not _fits(best := _forecast(given, values, [strategy]), given.machines) and batch["micro_batch_size"] > 1:
+        batch["micro_batch_size"] //= 2
+    assert best.memory is not None
+    peak = best.memory.needed if on_gpus else (best.memory.allocated,)  # a CPU has no context of CUDA
+    whose = "of each GPU" if on_gpus else "of this machine's memory, the libraries' own not counted,"
+    return Choice(
+        values=values,
+        notes=_notes(given, data, best, values, example, most),
+        example=example,
+        billions=billions,
+        memory=f"{in_gib(*peak)} GiB {whose} at the peak, as forecast by plan, not measured.",
+        host_gb=-(-best.host // 10**9) if strategy.offloads else 0,
+    )
+
+
+def _notes(given: Given, data: DataKeys, best: "Forecast", values: Values, example: Example, most: int | None) -> Notes:
+    """The reasons of what the forecast chose and what the example has, by key.
+
+    Args:
+        most: the largest micro-batch that fits, if it is known.
+    """
+    like, on_gpus = read_document(example.path).values, given.machines.num_gpus > 0
+    notes = {
+        "strategy": "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *best.why]),
+        "optim": f"{short(str(example.path))} is the example for this, schedule"
+        f"{', adapter' if 'adapter' in values else ''} and batch",
+        "run.num_epochs": "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps",
+        "run.output_dir": "the same under every strategy, so that each resumes what another saved",
+        "run.save_every_steps": f"at most {PER_RUN} times a run",
+        "run.keep_best": "the last checkpoint need not be the best",
+    }
+    if not on_gpus:
+        notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
+    if "gradient_checkpointing" in values["model"]:
+        notes["model.gradient_checkpointing"] = "does not fit without"
+    if (given.task, False) not in EXAMPLES:
+        notes["adapter"] = f"no shipped recipe is an example of {given.task} with all weights"
+    elif "adapter" in values:
+        without = "all weights do not fit on these GPUs without offloading"
+        notes["adapter"] = without if on_gpus else "the smallest, as there is no GPU"
+    if values["batch"]["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
+        gpus = f" and {given.machines.num_gpus} GPUs" if given.machines.num_gpus > 1 else ""
+        notes["batch.global_batch_size"] = f"for {data.num_samples:,} samples{gpus}; {theirs} in the example"
+    if most and on_gpus:
+        notes["batch.micro_batch_size"] = f"up to {most:,} fit"
+    return notes
+
+
+def recipe_text(given: Given, choice: Choice, notes: Notes) -> str:
+    """The recipe's file: its label, and the values with a note above each key that has one."""
+    method = choice.values.get("adapter", {}).get("name", "all weights")
+    size = f"{choice.billions * 1000:,.1f} M parameters"
+    settings, example = read_label(choice.example.path)["Settings"], short(str(choice.example.path))
+    label = {
+        "What": f"{given.task}, {method}, of {given.model} ({size}); written by init.",
+        "Run": f"cookbook launch {shlex.quote(str(given.out))}",
+        "Needs": f"{_needs(given.machines, choice.host_gb)} {choice.memory}",
+        "Measured": "not yet",
+        "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",
+    }
+    schema = os.path.relpath(located(str(RECIPES / "schema.json")), given.out.parent)
+    lines = [f"# yaml-language-server: $schema={schema}"]
+    for word, said in label.items():
+        lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
+    values, folder, section = deepcopy(choice.values), own_folder(given.out), ""
+    for name, key in (("model", "name_or_path"), ("data", "train")):  # local paths, as a recipe there reaches them
+        path = Path(values[name][key])
+        if path.exists() and not path.is_absolute() and folder != Path.cwd():
+            values[name][key] = os.path.relpath(path, folder)
+    for line in dump_yaml(values).splitlines():
+        if match := re.match(r"(  )?(\w+):", line):
+            indent, key = match[1] or "", match[2]
+            section = section if indent else key
+            if note := notes.get(f"{section}.{key}" if indent else section):
+                lines += [f"{indent}# {part}" for part in _wrap(note, 116)]
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _needs(machines: Machines, host_gb: int) -> str:
+    """In the form that `read_needs` reads."""
+    count, gpu = machines.num_gpus, machines.gpu
+    if not count:
+        return "no GPU."
+    size = re.search(r"(\d+)[.\d]*G", machines.text.upper()) if gpu is None else None
+    each = gpu.sold_gb if gpu is not None else int(size[1]) if size else 0
+    host = f", {host_gb:,} GB of host memory" if host_gb else ""
+    return f"{several(count, 'GPU')} of {each} GB{host}."
 
 
 def _num_lost(tokens: "TokenSet", length: int) -> int:
