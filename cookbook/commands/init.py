@@ -265,7 +265,7 @@ class Choice:
     """Parameters of the model."""
     memory: str
     host_gb: int
-    """Of host memory that the strategy needs; 0 where it offloads nothing."""
+    """GB of host memory that the strategy needs; 0 where it offloads nothing."""
 
 
 class Tokenized(NamedTuple):
