@@ -117,8 +117,8 @@ def init(
     machines = _check_arguments(model, data, gpus, out)
     quiet_deepspeed()
     from cookbook.commands.preview.sample_page import TOKENIZER_FILES
-    from cookbook.training.models.model_source import fetch_model, revision_of
     from cookbook.training.models.language_model import load_config
+    from cookbook.training.models.model_source import fetch_model, revision_of
 
     mistakes: list[str] = []
     with gathered(mistakes):
