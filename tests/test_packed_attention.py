@@ -33,7 +33,8 @@ from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import language_config
-from cookbook.facts.packing import MIXES, PACKABLE, SINKS, STATEFUL, Packing, decide, known_config, packing_problem
+from cookbook.facts.model_types import TYPES
+from cookbook.facts.packing import Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency
 from cookbook.training.models.attention import PACKED, Kind, Lengths, Segments, _varlen, attend
@@ -44,6 +45,7 @@ from cookbook.training.models.mixers import is_kept_apart, keep_apart
 from cookbook.training.models.structure import find_config, not_served
 from tests.turns import FAMILIES, others_by_turn
 
+PACKABLE = [name for name, facts in TYPES.items() if facts.packed is True]
 LENGTHS = [7, 1, 12, 3, 9, 5, 2, 8]
 WINDOW = 4
 """Tokens, fewer than most samples have."""
@@ -161,7 +163,7 @@ def loss_and_gradients(model: PreTrainedModel, row: dict) -> torch.Tensor:
 def test_each_sample_alone_gives_what_the_packed_row_gives(model_type: str):
     """Losses and gradients, compared with transformers' own model and attention; padded rows through ours too."""
     plain, ours = tiny(model_type, "eager"), for_packing(model_type)
-    assert (model_type in STATEFUL) == is_kept_apart(ours)
+    assert TYPES[model_type].has_state == is_kept_apart(ours)
     expected = alone(plain.train())
     expected.mean().backward()
     add_loss(ours.train())
@@ -226,10 +228,9 @@ def test_every_architecture_is_packed_or_says_why_not():
             problem = not_served(config) or packing_problem(config) or ""
             unknown += [model_type] if "is not among" in problem else []
     assert set(unknown) <= {"phi4_multimodal"}, "not tried, since its tiny model has 29 layers"
-    assert not MIXES.keys() & set(PACKABLE)
 
 
-@pytest.mark.parametrize("model_type", sorted(MIXES))
+@pytest.mark.parametrize("model_type", [name for name, facts in TYPES.items() if isinstance(facts.packed, str)])
 def test_what_is_refused_by_name_does_mix_samples_or_fails(model_type: str):
     """Else it could be served."""
     try:
@@ -514,7 +515,7 @@ def test_the_architectures_whose_attention_has_sinks_are_those_of_transformers()
     for name in PACKABLE:
         code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__module__])
         found |= {name} if "s_aux=" in code else set()
-    assert found == set(SINKS)
+    assert found == {name for name, facts in TYPES.items() if facts.has_sinks}
 
 
 @pytest.mark.parametrize("path", labels.recipe_files(), ids=str)

@@ -10,153 +10,9 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import language_values
 from cookbook.facts.model_files import CONFIG, values_of
+from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import known_model
 from cookbook.system.files import RecipeError
-
-STATEFUL = (
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "rwkv",
-    "zamba",
-    "zamba2",
-    "zaya",
-)
-"""Architectures with layers that carry a state along a row: linear attention, state space, convolutions. In a packed
-row such a layer runs on each sample by itself (cookbook/training/models/mixers.py)."""
-TOKEN_BY_TOKEN = ("falcon_mamba", "jamba", "mamba", "recurrent_gemma", "rwkv", "zamba")
-"""Those whose code without kernels (transformers 5.23) has a loop over the tokens of a row."""
-
-SINKS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
-"""Those of `PACKABLE` whose attention has sinks, by transformers' code and not by a key of their configuration."""
-
-# A list, since no attribute reveals where samples would mix, which nothing else would notice.
-PACKABLE = (
-    *STATEFUL,
-    "apertus",
-    "arcee",
-    "aria_text",
-    "axk1",
-    "beam",
-    "biogpt",
-    "bitnet",
-    "cohere",
-    "cohere_compass_text",
-    "cohere2",
-    "cohere2_moe",
-    "ctrl",
-    "cwm",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "diffllama",
-    "dots1",
-    "ernie4_5",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "flint",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt-sw3",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "jetmoe",
-    "kolibri1",
-    "llama",
-    "longcat_flash",
-    "mellum",
-    "mimo_v2_flash",
-    "minicpm3",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "moshi",
-    "nanochat",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "opt",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "starcoder2",
-    "vaultgemma",
-    "youtu",
-)
-"""Architectures for which tests/test_packed_attention.py shows that samples stay apart."""
-
-OWN_ATTENTION = "its attention is code of its own in transformers, which cannot be told where a sample begins"
-NOT_TOLD = "its layers do not hand on to attention where a sample begins"
-
-MIXES = {
-    "bloom": OWN_ATTENTION,
-    "codegen": OWN_ATTENTION,
-    "doge": "its attention needs a mask, which it computes for the whole row",
-    "falcon": OWN_ATTENTION,
-    "git": OWN_ATTENTION,
-    "gpt_neo": OWN_ATTENTION,
-    "gptj": OWN_ATTENTION,
-    "inkling2_text": "its attention has a bias by position, which the packed attention has not",
-    "inkling_text": "its attention has a bias by position, which the packed attention has not",
-    "mpt": OWN_ATTENTION,
-    "nemotron": NOT_TOLD,
-    "openai-gpt": OWN_ATTENTION,
-    "recurrent_gemma": OWN_ATTENTION,
-    "stablelm": NOT_TOLD,
-    "xglm": OWN_ATTENTION,
-    "xlm": OWN_ATTENTION,
-}
-"""Architectures that were tried, and why a packed row is not served."""
 
 LAYERS = frozenset(
     (
@@ -172,8 +28,8 @@ LAYERS = frozenset(
         "sliding_attention",
     )
 )
-"""Kinds of layers that keep samples apart, in a `PACKABLE` architecture. Of the others that transformers 5.23 has, most
-choose keys or blocks of them by what they find in the whole row."""
+"""Kinds of layers that keep samples apart, in a model type that can be packed. Of the others that transformers 5.23
+has, most choose keys or blocks of them by what they find in the whole row."""
 
 ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 """Keys of a configuration."""
@@ -225,7 +81,9 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
         why = "the run was started with padded rows; data.packing: true packs from here on"
         return Packing(False, why, can_pack=not stops_compiling(recipe, config))
     if asked == "auto" and stops_compiling(recipe, config):
-        otherwise = "it has layers that carry a state" if config.model_type in STATEFUL else "mixed_precision is no"
+        otherwise = (
+            "it has layers that carry a state" if look_up(config.model_type).has_state else "mixed_precision is no"
+        )
         return Packing(False, f"packed, checkpointed layers would run uncompiled: {why_split(config) or otherwise}")
     return Packing(True, "")
 
@@ -233,7 +91,7 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
 def stops_compiling(recipe: Recipe, config: Any) -> bool:
     """Whether packed rows undo `model.compile`: where samples are computed one by one they break a layer's graph, which
     checkpointing does not support (cookbook/training/models/efficiency.py)."""
-    is_split = recipe.mixed_precision == "no" or config.model_type in STATEFUL or why_split(config) is not None
+    is_split = recipe.mixed_precision == "no" or look_up(config.model_type).has_state or why_split(config) is not None
     return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and is_split
 
 
@@ -244,7 +102,7 @@ def why_split(config: Any) -> str | None:
     Args:
         config: as for `packing_problem`.
     """
-    if config.model_type in SINKS:
+    if look_up(config.model_type).has_sinks:
         return "its attention has sinks"
     # Unlike transformers' object, its values answer where layers differ.
     values = config.to_dict() if hasattr(config, "to_dict") else vars(config)
@@ -266,10 +124,11 @@ def packing_problem(config: Any) -> str | None:
     for key in ATTENTION_DROPOUT:
         if getattr(config, key, 0.0):
             return f"its {key} {getattr(config, key)} is not in the packed attention"
-    if config.model_type in PACKABLE:
-        return None
-    unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
-    return MIXES.get(config.model_type, unknown)
+    can_pack = look_up(config.model_type).packed
+    if can_pack is None:
+        unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
+        return unknown + how_to_measure(config.model_type)
+    return None if can_pack is True else can_pack
 
 
 def short_window(config: Any, max_length: int | None = None) -> int | None:

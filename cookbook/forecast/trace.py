@@ -20,7 +20,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTra
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.recipe import Recipe
-from cookbook.facts.packing import STATEFUL, stops_compiling
+from cookbook.facts.model_types import look_up
+from cookbook.facts.packing import stops_compiling
 from cookbook.facts.score_head import backbone_of, empty_model, head_of
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
@@ -113,7 +114,7 @@ def trace(
         ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
         for attention, compiling in ways:
             try:
-                if compiling is not None and config.model_type in STATEFUL:
+                if compiling is not None and look_up(config.model_type).has_state:
                     run(config, attention, None)  # TooLong, before the compiler unrolls a loop over all tokens
                 return run(config, attention, compiling)
             except Exception as error:  # a model's code may fail in any way without data

@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import mesh_problem, share_beyond_buffer, units_problem
-from cookbook.facts.packing import STATEFUL, TOKEN_BY_TOKEN, decide
+from cookbook.facts.model_types import look_up
+from cookbook.facts.packing import decide
 from cookbook.facts.pipeline_stages import Begun, begun, in_flight, stage_chunks
 from cookbook.forecast import second_process
 from cookbook.forecast.activations import ActivationTrace
@@ -127,7 +128,7 @@ class TraceCache:
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
         # Layers with a state run on one sample at a time, and their code without kernels goes through a row in steps.
-        is_one_row = recipe.data.is_packed and self.config.model_type not in STATEFUL
+        is_one_row = recipe.data.is_packed and not look_up(self.config.model_type).has_state
         rows, row = (1, sequences * length) if is_one_row else (sequences, length)
         options: dict[str, Any] = {
             "rows": rows,
@@ -140,10 +141,10 @@ class TraceCache:
             "is_zero3": strategy.zero_stage == 3,
             "sp_size": strategy.sp_size,
         }
-        if self.config.model_type in TOKEN_BY_TOKEN and row > SHORT[1]:
+        if look_up(self.config.model_type).loops_over_tokens and row > SHORT[1]:
             one, two = self._two_traces([options | {"length": each, "rows": -(-rows * row // each)} for each in SHORT])
             return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
-        if self.config.model_type not in STATEFUL or row <= LONG[1]:
+        if not look_up(self.config.model_type).has_state or row <= LONG[1]:
             return self._trace(options | {"length": row})
         one, two = self._two_traces([options | {"length": length} for length in LONG])
         return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
@@ -282,7 +283,7 @@ def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) ->
     makes, which takes a hundred times as long. None where that is refused, no time is forecast, or layers have a state:
     how their loops run compiled is not known.
     """
-    if traces.config.model_type in STATEFUL:
+    if look_up(traces.config.model_type).has_state:
         return None
     strategy, count = _fitted(traces, strategy, machines)
     model = traces.recipe.model.model_copy(update={"compile": True})
@@ -339,7 +340,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(traces.config, "max_position_embeddings", None) or tokens
         longest = min(tokens, positions) // 64 * 64
-    has_state = traces.config.model_type in STATEFUL and not recipe.model.compile
+    has_state = look_up(traces.config.model_type).has_state and not recipe.model.compile
     return Forecast(
         strategy=strategy,
         verdict=verdict,
