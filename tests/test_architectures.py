@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks import architectures, architectures_page
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.export import merge_adapter
-from cookbook.facts.meshes import EXPERT_PARALLEL, PIPELINED, TENSOR_PARALLEL
 from cookbook.facts.model_types import TYPES
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.write_model import saved_buffers
@@ -64,14 +63,9 @@ def test_the_record_has_every_causal_type_and_no_error():
     served = {name: row for name, row in rows.items() if "plain" in row}
     assert len(served) > 100 and all(row.keys() <= architectures_page.HEADINGS.keys() for row in served.values())
     assert {name for name in NOT_SERVED if "refused" not in rows[name]} == set()
-    lists = {
-        "tp": TENSOR_PARALLEL,
-        "ep": EXPERT_PARALLEL,
-        "pp": PIPELINED,
-        "packed": {name for name, facts in TYPES.items() if facts.packed is True},
-    }
-    for column, names in lists.items():
-        assert {name for name, row in served.items() if "loss" in row.get(column, {})} <= set(names), column
+    for column in ("packed", "tp", "sp", "pp", "ep"):
+        compared = {name for name, row in served.items() if "loss" in row.get(column, {})}
+        assert compared == {name for name, facts in TYPES.items() if getattr(facts, column) is True}, column
 
 
 def test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run():

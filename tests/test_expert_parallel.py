@@ -14,7 +14,8 @@ from benchmarks.tiny_models import tiny_config
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
-from cookbook.facts.meshes import EXPERT_PARALLEL, mesh_problem
+from cookbook.facts.meshes import mesh_problem
+from cookbook.facts.model_types import TYPES
 from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.traffic import transfers
 from cookbook.forecast.ranking import forecast_all
@@ -248,7 +249,7 @@ def test_a_dense_model_is_refused_before_it_is_loaded(lab: Lab):
     assert "llama has no experts; use fsdp2" in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("model_type", EXPERT_PARALLEL)
+@pytest.mark.parametrize("model_type", [name for name, facts in TYPES.items() if facts.ep is True])
 def test_the_router_s_auxiliary_loss_is_refused(model_type: str):
     config = tiny_config(model_type)
     assert not_served(config) is None

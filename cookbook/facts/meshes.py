@@ -8,6 +8,7 @@ from typing import Any
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
+from cookbook.facts.model_types import TYPES, how_to_measure, look_up
 from cookbook.facts.packing import packing_problem, short_window
 from cookbook.system.console import several
 
@@ -15,68 +16,6 @@ BUCKET_BYTES = 25 * 2**20
 """Size of the gradients that copies of a part exchange at once, as DDP has it."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a configuration for the number of experts, by architecture."""
-
-SHARED_BLOCKS = ("zamba", "zamba2")
-"""Model types of which several layers hold one block of attention. torch 2.13 refuses that of units of FSDP2."""
-
-PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that can be cut into stages: between embedding and norm their code is the layers and nothing else.
-Gemma's scales the embeddings there, which each stage would repeat."""
-
-TENSOR_PARALLEL = (
-    "arcee",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
-)
-"""Model types for which docs/architectures.md has the curve of one process. transformers has plans for more: some leave
-matrices of experts' routers whole, and a whole weight between sharded ones gets a part of its gradient, as Apertus's
-activations do (the loss was off by 3e-4 after four steps, and nothing failed)."""
-
-EXPERT_PARALLEL = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe", "qwen3_next")
-"""Model types for which docs/architectures.md has the curve of one process."""
-
-SEQUENCE_PARALLEL = (
-    "apertus",
-    "arcee",
-    "dots1",
-    "ernie4_5",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "gemma",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt_neox",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "llama",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-    "starcoder2",
-)
-"""Model types in which tokens meet in the packed attention alone, in all layers."""
 
 
 def _size(config: Any, *names: str) -> int | None:
@@ -95,13 +34,13 @@ def expert_problem(config: Any, size: int) -> str | None:
     """Why so many processes cannot share a model's experts, or None."""
     if size == 1:
         return None
-    count, is_compared = _size(config, *EXPERTS), config.model_type in EXPERT_PARALLEL
+    count, is_compared = _size(config, *EXPERTS), look_up(config.model_type).ep is True
     if count is None and (_is_whole(config) or not is_compared):
         return f"{config.model_type} has no experts; use fsdp2"
     if not is_compared:
         return (
             f"{config.model_type} is not among the architectures whose curve under expert parallel was compared; use"
-            " fsdp2 or zero3"
+            f" fsdp2 or zero3{how_to_measure(config.model_type)}"
         )
     if count is None or count % size == 0:
         return None
@@ -112,8 +51,10 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
     """Why a model cannot be cut into so many stages of so many ranges of layers, or None."""
     if num_stages == 1:
         return None
-    if config.model_type not in PIPELINED:
-        return f"{config.model_type} is not one of the models that a pipeline is known to suit: {', '.join(PIPELINED)}"
+    if look_up(config.model_type).pp is not True:
+        suited = ", ".join(name for name, facts in TYPES.items() if facts.pp is True)
+        problem = f"{config.model_type} is not one of the models that a pipeline is known to suit: {suited}"
+        return problem + how_to_measure(config.model_type)
     layers = _size(config, "num_hidden_layers")
     if layers is not None and layers < num_stages * chunks:
         each = f" x pp_chunks {chunks}" if chunks > 1 else ""
@@ -123,9 +64,10 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
 
 def tensor_problem(config: Any) -> str | None:
     """Why tensor parallel cannot train this model, or None."""
-    if config.model_type in TENSOR_PARALLEL:
+    if look_up(config.model_type).tp is True:
         return None
-    return f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
+    problem = f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
+    return problem + how_to_measure(config.model_type)
 
 
 def _undivided(config: Any, size: int) -> str | None:
@@ -156,8 +98,8 @@ def sequence_problem(config: Any, size: int) -> str | None:
 
 def _meets_elsewhere(config: Any) -> str | None:
     """Why the tokens of a row would miss one another if only their heads were exchanged, or None."""
-    if config.model_type not in SEQUENCE_PARALLEL:
-        return packing_problem(config) or f"it is not known of {config.model_type}"
+    if look_up(config.model_type).sp is not True:
+        return packing_problem(config) or f"it is not known of {config.model_type}{how_to_measure(config.model_type)}"
     if (window := short_window(config)) is not None:
         return f"its attention window is {window} tokens, less than a sample may have"
     return packing_problem(config)
@@ -165,7 +107,7 @@ def _meets_elsewhere(config: Any) -> str | None:
 
 def units_problem(config: Any, strategy: Strategy) -> str | None:
     """Why a strategy cannot gather this model layer by layer, or None."""
-    if strategy.fsdp is None or config.model_type not in SHARED_BLOCKS:
+    if strategy.fsdp is None or not look_up(config.model_type).shares_layers:
         return None
     return (
         f"the layers of {config.model_type} share weights, which FSDP cannot gather with one of them; use zero3 or ddp"
