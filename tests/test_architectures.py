@@ -26,9 +26,6 @@ from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models.language_model import load_config
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import (
-    FROZEN_IN_PART,
-    LOGIT_TRANSFORMS,
-    NOT_SERVED,
     comparison_notes,
     logit_transform,
     not_served,
@@ -39,6 +36,7 @@ from tests.test_equivalence import SGD_LOSS
 from tests.turns import others_by_turn
 
 RECORD = json.loads(architectures.RESULTS.read_text())
+REFUSED = [name for name, facts in TYPES.items() if facts.refused]
 
 
 def folder_of(lab: Lab, model_type: str) -> str:
@@ -62,7 +60,7 @@ def test_the_record_has_every_causal_type_and_no_error():
     assert {name: found for name, row in rows.items() if (found := architectures_page.faults(row))} == {}
     served = {name: row for name, row in rows.items() if "plain" in row}
     assert len(served) > 100 and all(row.keys() <= architectures_page.HEADINGS.keys() for row in served.values())
-    assert {name for name in NOT_SERVED if "refused" not in rows[name]} == set()
+    assert {name for name in REFUSED if "refused" not in rows[name]} == set()
     for column in ("packed", "tp", "sp", "pp", "ep"):
         compared = {name for name, row in served.items() if "loss" in row.get(column, {})}
         assert compared == {name for name, facts in TYPES.items() if getattr(facts, column) is True}, column
@@ -214,7 +212,7 @@ def padding_error(
     return float((padded - alone).abs().max()), ties
 
 
-@pytest.mark.parametrize("model_type", sorted(NOT_SERVED))
+@pytest.mark.parametrize("model_type", REFUSED)
 def test_what_a_configuration_does_not_reveal_is_refused(model_type: str, tmp_path):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"model\.name_or_path"):
@@ -247,13 +245,17 @@ def error_of_padded_samples(config: PreTrainedConfig) -> float:
 
 
 def test_a_transformation_of_the_logits_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cookbook.training.models.structure.LOGIT_TRANSFORMS", ())  # as of an unknown key
+    monkeypatch.setattr("cookbook.training.models.structure.changes_of_logits", lambda text: {})  # as of an unknown key
     assert error_of_padded_samples(tiny_config("granite")) > 1
 
 
 ODD = {"cap": 2.0, "times": 0.3, "over": 1.7}
-TRANSFORMED = [(key, how, name) for key, how, names in LOGIT_TRANSFORMS for name in names.split()]
-TRANSFORMED = [one for one in TRANSFORMED if f"{one[-1]}_text" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+TRANSFORMED = [
+    (key, how, name)
+    for name, facts in TYPES.items()
+    for key, how in facts.logits.items()
+    if not isinstance(facts.language_part, bool)  # a tower's own class, whose part is another type
+]
 
 
 @pytest.mark.slow
@@ -300,7 +302,7 @@ def test_no_architecture_that_is_served_has_frozen_weights():
         with contextlib.suppress(Exception), torch.device("meta"):  # sizes that do not suit it
             model = AutoModelForCausalLM.from_config(tiny_config(name))
             found |= {name} if any(not parameter.requires_grad for parameter in model.parameters()) else set()
-    assert {name for name, why in NOT_SERVED.items() if why == FROZEN_IN_PART} <= found
+    assert {name for name in REFUSED if "keeps frozen" in str(TYPES[name].refused)} <= found
     assert all(not_served(tiny_config(name)) for name in found), found
 
 

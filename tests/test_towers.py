@@ -18,7 +18,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from cookbook.facts.language_part import TOWER_PACKAGES, TOWERS, language_key, why_whole
+from cookbook.facts.language_part import language_key, why_whole
+from cookbook.facts.model_types import TYPES
 from cookbook.run.publish.merged import write_merged
 from cookbook.run.publish.reopen import Wrong, reopen
 from cookbook.system.files import RecipeError
@@ -68,7 +69,7 @@ def pair(lab: Lab) -> Any:
 
 
 def need_package_of(model_type: str) -> None:
-    if package := TOWER_PACKAGES.get(model_type):
+    if package := TYPES[model_type].needs:
         needs.need_package(package)
 
 
@@ -112,7 +113,8 @@ def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 USUAL = ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name not in (*USUAL, *TOWER_PACKAGES)]
+TOWERS = [name for name, facts in TYPES.items() if facts.language_part is True]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TOWERS if name not in USUAL and not TYPES[name].needs]
 WITH_TIMM = pytest.mark.thorough(needs="timm")
 
 

@@ -9,7 +9,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MA
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.rehearse.tiny_types import SIZES
-from cookbook.facts.language_part import TWINS, language_config
+from cookbook.facts.language_part import language_config
+from cookbook.facts.model_types import look_up
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -45,7 +46,7 @@ def whole_config(model_type: str) -> Any:
     """A small configuration of a model with a tower."""
     defaults = AutoConfig.for_model(model_type)
     text = defaults.get_text_config()
-    if text.model_type in TWINS:
+    if look_up(text.model_type).computes_as:
         sizes = {key: size for key, size in SIZES.items() if key in text.to_dict()}
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
         small = {**sizes, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}

@@ -11,48 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.facts.model_files import read_config
+from cookbook.facts.model_types import how_to_measure, look_up
 
-TOWERS = (
-    "aria",
-    "exaone4_5",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "gemma4_unified",
-    "hyperclovax_vision_v2",
-    "idefics2",
-    "idefics3",
-    "internvl",
-    "lfm2_vl",
-    "llama4",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "ovis2",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "smolvlm",
-)
-"""Model types whose logits of text, by their own class, are those of the language part alone: tests/test_towers.py."""
-TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""Language parts without a class of their own for text, and the type that computes the same: the three positions of a
-text's token are one."""
-WHOLE_ONLY = {
-    "aya_vision": "its own class leaves out the logit_scale of its language part",
-    "cohere2_vision": "its own class leaves out the logit_scale of its language part",
-    "mllama": "its language part attends to images in layers of its own",
-    "paligemma": "its attention looks ahead in the prompt",
-}
-"""Why the language part of these computes something else alone."""
-TOWER_PACKAGES = {"gemma3n": "timm"}
-"""Packages with which transformers builds the towers of these, and which we do not install."""
-AFTER_THE_HEAD = ("final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling")
-WITH_THESE = ("gemma3n", "gemma4", "gemma4_unified", "hyperclovax_vision_v2")
-"""Model types whose own class does to its logits what these keys of the language part say; others leave it out."""
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_mup_width_multiplier")
+"""Keys of a configuration for what happens to the logits after the head (transformers 5.23, models/*/modeling_*.py)."""
 KEY_MAPPING = {
     r"^(?:model\.)?language_model\.lm_head": "lm_head",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
@@ -63,7 +26,8 @@ of the class for the language part."""
 
 def has_tower(config: Any) -> bool:
     """Whether a model's configuration is one whose language part is trained."""
-    return config.model_type in TOWERS and config.get_text_config() is not config and why_whole(config) is None
+    is_tower = look_up(config.model_type).language_part is True
+    return is_tower and config.get_text_config() is not config and why_whole(config) is None
 
 
 def language_config(config: Any) -> Any:
@@ -71,7 +35,7 @@ def language_config(config: Any) -> Any:
     if not has_tower(config):
         return config
     text = copy.deepcopy(config.get_text_config())
-    if (twin := TWINS.get(text.model_type)) is not None:
+    if twin := look_up(text.model_type).computes_as:
         from transformers import AutoConfig
 
         text = AutoConfig.for_model(twin, **{key: of for key, of in text.to_dict().items() if key != "model_type"})
@@ -93,28 +57,32 @@ def why_whole(config: Any) -> str | None:
         return "several language models"
     if text is config:
         return None
-    if config.model_type in WHOLE_ONLY:
-        return WHOLE_ONLY[config.model_type]
-    if text.model_type not in TWINS and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    facts = look_up(config.model_type)
+    if isinstance(facts.language_part, str):
+        return facts.language_part
+    if look_up(text.model_type).computes_as is None and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"transformers has no class for its language part alone ({text.model_type})"
-    if config.model_type not in TOWERS:
-        return "its language part alone was not compared with it"
-    package = TOWER_PACKAGES.get(config.model_type)
-    if package and find_spec(package) is None:
+    if facts.language_part is None:
+        return f"its language part alone was not compared with it{how_to_measure(config.model_type)}"
+    if (package := facts.needs) and find_spec(package) is None:
         return f"transformers builds its image tower with {package}, which is not installed (`pip install {package}`)"
-    left_out = [key for key in AFTER_THE_HEAD if getattr(text, key, None) not in (None, 1)]
-    if left_out and config.model_type not in WITH_THESE:
-        return f"its own class leaves out the {left_out[0]} of its language part"
-    return None
+    left_out = [key for key in changes_of_logits(text) if key not in facts.logits]
+    return f"its own class leaves out the {left_out[0]} of its language part" if left_out else None
+
+
+def changes_of_logits(text: Any) -> dict[str, float]:
+    """Keys of a language model's configuration that change its logits after the head, and their values."""
+    values = {key: getattr(text, key, None) for key in (*CAPS, *SCALES)}
+    return {key: value for key, value in values.items() if value is not None and (value != 1 or key in CAPS)}
 
 
 def language_values(values: dict[str, Any]) -> dict[str, Any]:
     """As `language_config`, from the values of a `config.json`; `part_of` is then the type of the whole."""
     text = values.get("text_config")
-    if values.get("model_type") not in TOWERS or not isinstance(text, dict):
+    if look_up(str(values.get("model_type"))).language_part is not True or not isinstance(text, dict):
         return values
     kind = str(text.get("model_type"))
-    return text | {"model_type": TWINS.get(kind, kind), "part_of": values["model_type"]}
+    return text | {"model_type": look_up(kind).computes_as or kind, "part_of": values["model_type"]}
 
 
 def with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:

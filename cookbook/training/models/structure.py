@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,8 +17,9 @@ from transformers import (
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
-from cookbook.facts.language_part import has_tower, language_config, why_whole
+from cookbook.facts.language_part import changes_of_logits, has_tower, language_config, why_whole
 from cookbook.facts.model_files import read_config, read_tokenizer
+from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import hub_answers, known_model
 from cookbook.facts.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
@@ -26,49 +27,6 @@ from cookbook.training.models.new_tokens import grown_rows, padded
 
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
-
-LOGIT_TRANSFORMS: tuple[tuple[str, Literal["cap", "times", "over"], str], ...] = (
-    (
-        "final_logit_softcapping",
-        "cap",
-        "beam gemma2 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text"
-        " inkling2_text nanochat vaultgemma",
-    ),
-    ("logits_soft_cap", "cap", "recurrent_gemma"),
-    ("output_logit_soft_cap", "cap", ""),
-    ("logit_scale", "times", "cohere cohere2 cohere2_moe cohere_compass_text"),
-    ("lm_head_multiplier", "times", "falcon_h1"),
-    ("logits_scaling", "times", "hyperclovax"),
-    # minicpm3 and inkling_text divide what goes into a head without bias.
-    (
-        "logits_scaling",
-        "over",
-        "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared minicpm3",
-    ),
-    ("logits_mup_width_multiplier", "over", "inkling_text"),
-)
-"""Keys of a configuration for what happens to the logits after the head, and the model types whose forward does that
-with it (transformers 5.23, models/*/modeling_*.py)."""
-FROZEN_IN_PART = "transformers 5.23 loads weights that its code keeps frozen as if they were trained"
-NOT_SERVED = {
-    "afmoe": FROZEN_IN_PART,
-    "blt": FROZEN_IN_PART,
-    "cpmant": "its tokens see a prompt of its own, and each other",
-    "ernie4_5_moe": FROZEN_IN_PART,
-    "hrm_text": FROZEN_IN_PART,
-    "laguna": FROZEN_IN_PART,
-    "minimax": "its linear attention gave padded samples another loss than alone",
-    "git": "its tokens follow an image, whose tokens its loss leaves out",
-    "modernbert-decoder": "it has a layer between the backbone and the head, which our loss would skip",
-    "phi4_multimodal": "its class holds encoders of images and sound, which text would leave without a gradient",
-    "xlm": "its attention looks ahead, so it cannot learn to predict the next token",
-    "xlnet": "its attention looks ahead, so it cannot learn to predict the next token",
-}
-"""Model types whose configuration does not reveal it; found by benchmarks/architectures.py among all that transformers
-5.23 has."""
-COMPARED = "compared.txt"
-"""Names of the model types whose curves, under every kind of strategy, benchmarks/architectures.py compared with
-transformers' own losses, or saw refused; it writes the file."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +150,12 @@ def random_parts(config: PreTrainedConfig) -> dict[str, float]:
 
 def comparison_notes(config: PreTrainedConfig) -> list[str]:
     """A note for the user if no strategy was seen to train this model type as transformers computes it."""
-    if config.model_type in Path(__file__).with_name(COMPARED).read_text(encoding="utf-8").split():
+    if look_up(config.model_type).transformers is not None:
         return []
     return [
         f"{config.model_type} is not among the model types of docs/architectures.md, whose curves were compared with"
         " transformers' under every kind of strategy: compare its first steps with those of single"
+        + how_to_measure(config.model_type)
     ]
 
 
@@ -210,8 +169,8 @@ def not_served(config: PreTrainedConfig) -> str | None:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"{config.model_type} is not a causal language model"
-    if config.model_type in NOT_SERVED:
-        return NOT_SERVED[config.model_type]
+    if refused := look_up(config.model_type).refused:
+        return refused
     # Without a mask, only causal attention does not see the padding.
     is_encoder = getattr(config, "is_decoder", None) is False and config.model_type != "gpt_neox"  # false by oversight
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
@@ -239,13 +198,9 @@ def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
     unpadded = getattr(text, "unpadded_vocab_size", None)
     if unpadded is not None and unpadded < text.vocab_size:
         raise RecipeError(f"its unpadded_vocab_size {unpadded} leaves logits of the head out, which is not served")
-    rules = {(key, name): how for key, how, names in LOGIT_TRANSFORMS for name in names.split()}
     values: dict[str, float] = {}
-    for key, kind in {key: how for key, how, _ in LOGIT_TRANSFORMS}.items():
-        value = getattr(text, key, None)
-        if value is None or (value == 1 and kind != "cap"):
-            continue
-        how = rules.get((key, config.model_type))
+    for key, value in changes_of_logits(text).items():
+        how = look_up(config.model_type).logits.get(key)
         if how is None:
             what = f"its {key} changes the logits after the head"
             raise RecipeError(f"{what}, which was not compared for {config.model_type}")
