@@ -12,6 +12,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from cookbook.config.sections import ALL_LINEAR, AdapterSection
+from cookbook.facts.model_types import look_up
 from cookbook.facts.score_head import HEAD, head_of, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits
@@ -22,25 +23,6 @@ from cookbook.training.adapters.base_model import NO_ROWS, Base
 
 LINEAR = (torch.nn.Linear, Conv1D)
 """Classes that peft takes for linear layers: GPT-2's have their weight the other way round."""
-READ_APART = {
-    "bamba": ("out_proj",),
-    "falcon_h1": ("out_proj",),
-    "falcon_mamba": ("x_proj", "dt_proj", "out_proj"),
-    "gemma3n_text": ("correction_coefs", "prediction_coefs"),
-    "granitemoehybrid": ("out_proj",),
-    "jamba": ("dt_proj",),
-    "longcat_flash": ("classifier",),
-    "mamba": ("x_proj", "dt_proj", "out_proj"),
-    "mamba2": ("out_proj",),
-    "nemotron_h": ("out_proj",),
-    "rwkv": ("output", "value"),
-    "zamba2": ("out_proj",),
-}
-"""Linear layers whose weights a model's code reads or changes by itself, past an adapter: for a kernel on a GPU, as a
-router, to clamp or to scale them (transformers 5.23, modeling_*.py); peft 0.21.2 refuses out_proj of some of these
-types (tuners_utils.py, _check_lora_target_modules_mamba)."""
-CALLED_IN_4_BITS = ("jamba",)
-"""Those of them whose code calls the layer where the model is quantized."""
 
 
 def lora_config(
@@ -94,7 +76,7 @@ def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[st
 def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
     """Values of peft's `target_modules` and `target_parameters`."""
     stacked = stacked_experts(model)
-    outside = READ_APART.get(model.config.model_type, ())
+    outside = look_up(model.config.model_type).reads_weights
     if targets == [ALL_LINEAR] and not stacked and not outside and not _other_products(model):
         return ALL_LINEAR, []
     linear = _linear_names(model)
@@ -246,14 +228,14 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
 
 
 def _passed_by(model: PreTrainedModel, target: str) -> list[str]:
-    outside = READ_APART.get(model.config.model_type, ())
+    outside = look_up(model.config.model_type).reads_weights
     return [name for name in last_parts(_matching(_linear_names(model), target)) if name in outside]
 
 
 def _no_4_bits(model: PreTrainedModel) -> str | None:
-    kind = model.config.model_type
-    if kind not in CALLED_IN_4_BITS and (outside := READ_APART.get(kind)):
-        return f"the code of {kind} reads {', '.join(outside)} by itself, as 16 bits"
+    facts = look_up(model.config.model_type)
+    if facts.reads_weights and not facts.calls_in_4_bits:
+        return f"the code of {model.config.model_type} reads {', '.join(facts.reads_weights)} by itself, as 16 bits"
     others = ", ".join(_other_products(model))
     return f"{others} of this model would no longer compute its own product" if others else None
 
@@ -266,7 +248,7 @@ def _note_on_experts(
     notes = [_note_on_4_bits(left)] if settings.is_quantized and left else []
     if ALL_LINEAR in settings.targets and (others := _other_products(model)):
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
-    if ALL_LINEAR in settings.targets and (outside := READ_APART.get(model.config.model_type)):
+    if ALL_LINEAR in settings.targets and (outside := look_up(model.config.model_type).reads_weights):
         what = f"{', '.join(outside)}, whose weights the model's code reads by itself"
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {what}")
     frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
