@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import language_config
-from cookbook.facts.model_types import TYPES
+from cookbook.facts.model_types import TYPES, look_up
 from cookbook.facts.packing import Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency
@@ -96,7 +97,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
     """A tiny model's, with a window that is less than a sample if the architecture has one."""
     with pytest.MonkeyPatch.context() as patch:
         if model_type in CHANGES:
-            patch.setitem(tiny_types.CHANGES, model_type, CHANGES[model_type])
+            patch.setitem(TYPES, model_type, replace(look_up(model_type), tiny=CHANGES[model_type]))
         patch.setitem(tiny_types.SIZES, "sliding_window", WINDOW)
         return tiny_models.tiny_config(model_type)
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from cookbook.facts.model_types import look_up
+
 LARGEST = 30_000_000
 """Parameters of a model that is tiny."""
 SIZES: dict[str, Any] = {
@@ -92,57 +94,6 @@ SIZES: dict[str, Any] = {
     "index_topk": 32,
 }
 """Given to a configuration as far as it has them."""
-CHANGES: dict[str, dict[str, Any]] = {
-    "axk1": {"num_key_value_heads": 4, "head_dim": 8},
-    "axk2": {"num_key_value_heads": 4},
-    "bamba": {"attn_layer_indices": [1]},
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
-    },
-    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
-    "deepseek_v32": {"num_key_value_heads": 4},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4, "per_layer_config": {}},
-    "glm4_moe_lite": {"num_key_value_heads": 4},
-    "glm_moe_dsa": {"num_key_value_heads": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
-    "gpt_oss": {"sliding_window": 32},
-    "granite": {"logits_scaling": 8.0},  # as published models have it
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
-    "qwen4_exp_text": {
-        "eos_token_id": 2,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "linear_attention", "indexed_attention"],
-        "ple_layer_ids": [2],
-        "ngram_vocab_size_base": 512,
-        "split_ngram_parts": 1,
-        "hc_lowrank": 16,
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 32,
-        "indexer_compress_ratio": 4,
-    },
-    "minicpm3": {"num_key_value_heads": 4, "head_dim": 8, "dim_model_base": 32},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "youtu": {"num_key_value_heads": 4, "head_dim": 8},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Where sizes have to suit one another, or would leave a kind of layer out."""
 LAYER_KINDS = ("layer_types", "mlp_layer_types")
 
 
@@ -150,7 +101,7 @@ def small_values(written: dict[str, Any]) -> dict[str, Any]:
     """Small values of those keys that a configuration has, and of the configurations in it, with all its kinds of
     layers.
     """
-    return {**_sizes(written), **CHANGES.get(written["model_type"], {})}
+    return {**_sizes(written), **look_up(written["model_type"]).tiny}
 
 
 def _sizes(written: dict[str, Any]) -> dict[str, Any]:
