@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.facts.model_files import read_config
-from cookbook.facts.model_types import how_to_measure, look_up
+from cookbook.facts.model_types import look_up, why_not
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_mup_width_multiplier")
@@ -58,12 +58,12 @@ def why_whole(config: Any) -> str | None:
     if text is config:
         return None
     facts = look_up(config.model_type)
-    if isinstance(facts.language_part, str):
+    if isinstance(facts.language_part, str):  # before what its part lacks
         return facts.language_part
     if look_up(text.model_type).computes_as is None and type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"transformers has no class for its language part alone ({text.model_type})"
-    if facts.language_part is None:
-        return f"its language part alone was not compared with it{how_to_measure(config.model_type)}"
+    if problem := why_not(config.model_type, facts.language_part, "its language part alone was not compared with it"):
+        return problem
     if (package := facts.needs) and find_spec(package) is None:
         return f"transformers builds its image tower with {package}, which is not installed (`pip install {package}`)"
     left_out = [key for key in changes_of_logits(text) if key not in facts.logits]

@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import Strategy
-from cookbook.facts.model_types import TYPES, how_to_measure, look_up
+from cookbook.facts.model_types import TYPES, look_up, why_not
 from cookbook.facts.packing import packing_problem, short_window
 from cookbook.system.console import several
 
@@ -34,14 +34,12 @@ def expert_problem(config: Any, size: int) -> str | None:
     """Why so many processes cannot share a model's experts, or None."""
     if size == 1:
         return None
-    count, is_compared = _size(config, *EXPERTS), look_up(config.model_type).ep is True
-    if count is None and (_is_whole(config) or not is_compared):
+    unknown = f"{config.model_type} is not among the architectures whose curve under expert parallel was compared"
+    count, problem = _size(config, *EXPERTS), why_not(config.model_type, look_up(config.model_type).ep, unknown)
+    if count is None and (_is_whole(config) or problem):
         return f"{config.model_type} has no experts; use fsdp2"
-    if not is_compared:
-        return (
-            f"{config.model_type} is not among the architectures whose curve under expert parallel was compared; use"
-            f" fsdp2 or zero3{how_to_measure(config.model_type)}"
-        )
+    if problem:
+        return f"{problem}; use fsdp2 or zero3"
     if count is None or count % size == 0:
         return None
     return f"{several(count, 'expert')} cannot be divided over ep_size {size}; use a divisor"
@@ -51,10 +49,10 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
     """Why a model cannot be cut into so many stages of so many ranges of layers, or None."""
     if num_stages == 1:
         return None
-    if look_up(config.model_type).pp is not True:
-        suited = ", ".join(name for name, facts in TYPES.items() if facts.pp is True)
-        problem = f"{config.model_type} is not one of the models that a pipeline is known to suit: {suited}"
-        return problem + how_to_measure(config.model_type)
+    suited = ", ".join(name for name, facts in TYPES.items() if facts.pp is True)
+    unknown = f"{config.model_type} is not one of the models that a pipeline is known to suit: {suited}"
+    if problem := why_not(config.model_type, look_up(config.model_type).pp, unknown):
+        return problem
     layers = _size(config, "num_hidden_layers")
     if layers is not None and layers < num_stages * chunks:
         each = f" x pp_chunks {chunks}" if chunks > 1 else ""
@@ -64,10 +62,8 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
 
 def tensor_problem(config: Any) -> str | None:
     """Why tensor parallel cannot train this model, or None."""
-    if look_up(config.model_type).tp is True:
-        return None
-    problem = f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
-    return problem + how_to_measure(config.model_type)
+    unknown = f"{config.model_type} is not among the architectures whose curve under tensor parallel was compared"
+    return why_not(config.model_type, look_up(config.model_type).tp, unknown)
 
 
 def _undivided(config: Any, size: int) -> str | None:
@@ -98,8 +94,9 @@ def sequence_problem(config: Any, size: int) -> str | None:
 
 def _meets_elsewhere(config: Any) -> str | None:
     """Why the tokens of a row would miss one another if only their heads were exchanged, or None."""
-    if look_up(config.model_type).sp is not True:
-        return packing_problem(config) or f"it is not known of {config.model_type}{how_to_measure(config.model_type)}"
+    unknown = f"it is not known of {config.model_type}"
+    if problem := why_not(config.model_type, look_up(config.model_type).sp, unknown):
+        return packing_problem(config) or problem
     if (window := short_window(config)) is not None:
         return f"its attention window is {window} tokens, less than a sample may have"
     return packing_problem(config)

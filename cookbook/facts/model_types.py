@@ -80,6 +80,15 @@ def look_up(model_type: str) -> ModelType:
     return TYPES.get(model_type, ModelType())
 
 
+def why_not(model_type: str, fact: Fact, unknown: str) -> str | None:
+    """Why a fact is not so, or None if it is.
+
+    Args:
+        unknown: what to say where nobody knows.
+    """
+    return unknown + how_to_measure(model_type) if fact is None else None if fact is True else fact
+
+
 def how_to_measure(model_type: str) -> str:
     """The end of a message that refuses or doubts a model type: how it gets its line, if it has none."""
     return "" if model_type in TYPES else f"; in a clone, `{COMMAND} --types {model_type}` measures it"

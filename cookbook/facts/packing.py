@@ -10,7 +10,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import language_values
 from cookbook.facts.model_files import CONFIG, values_of
-from cookbook.facts.model_types import how_to_measure, look_up
+from cookbook.facts.model_types import look_up, why_not
 from cookbook.facts.offline import known_model
 from cookbook.system.files import RecipeError
 
@@ -124,11 +124,8 @@ def packing_problem(config: Any) -> str | None:
     for key in ATTENTION_DROPOUT:
         if getattr(config, key, 0.0):
             return f"its {key} {getattr(config, key)} is not in the packed attention"
-    can_pack = look_up(config.model_type).packed
-    if can_pack is None:
-        unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
-        return unknown + how_to_measure(config.model_type)
-    return None if can_pack is True else can_pack
+    unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
+    return why_not(config.model_type, look_up(config.model_type).packed, unknown)
 
 
 def short_window(config: Any, max_length: int | None = None) -> int | None:
