@@ -3,10 +3,13 @@ train.py, under each kind of strategy, packed, with adapters, exported and forec
 
     python benchmarks/architectures.py
 
-Writes benchmarks/results/architectures.json, docs/architectures.md and cookbook/training/models/compared.txt, each type
-as soon as it is done. `--types llama gpt_oss` tries these and keeps the other rows, `--columns packed lora` only these
-ways to train; `--missing` tries types without a row, `--page` writes the page again from the results. `--quick` tries
-one architecture and writes nothing.
+Writes benchmarks/results/architectures.json, the facts of cookbook/facts/model_types.json and both as
+docs/architectures.md, each type as soon as it is done. `--types llama gpt_oss` tries these and keeps the other rows,
+`--columns packed lora` only these ways to train; `--missing` tries types without a row, `--page` writes the page again
+from the results. `--quick` tries one architecture and writes nothing.
+
+A way to train that the table refuses because nobody knows is tried, with the curve of one process as the judge. One
+that it refuses for a reason is not: take the text out of the line to have it tried again.
 """
 
 import argparse
@@ -29,14 +32,17 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs share the cores; before torch is imported
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import compiled_layers  # noqa: E402
-from benchmarks.architectures_page import COMPARED, PAGE, RESULTS, compared, is_served, page  # noqa: E402
+from benchmarks import compiled_layers, model_facts  # noqa: E402
+from benchmarks.architectures_page import LIMIT, PAGE, RESULTS, WAYS, faults, is_distant, is_served, page  # noqa: E402
 from benchmarks.records import differences, dump, processor  # noqa: E402
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model  # noqa: E402
 from cookbook.commands.cli import main as cookbook  # noqa: E402
@@ -49,20 +55,21 @@ from cookbook.facts.meshes import (  # noqa: E402
     sequence_problem,
     tensor_problem,
 )
+from cookbook.facts.model_types import COMMAND, TABLE, TYPES, ModelType, look_up  # noqa: E402
 from cookbook.facts.packing import packing_problem  # noqa: E402
 from cookbook.system.files import RecipeError  # noqa: E402
 from cookbook.training.adapters.insertion import quantization_options  # noqa: E402
 from cookbook.training.models.structure import not_served  # noqa: E402
 from tests.curves import Curve, Lab  # noqa: E402
 
-COMMAND = "python benchmarks/architectures.py"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 REFUSED = 2
 """The exit code of what no run takes."""
 STEPS = 4
 LIMIT_SECONDS = 120
 """For one run, of a few seconds."""
-TYPES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+CAUSAL = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+TOWERS = sorted(name for name, facts in TYPES.items() if facts.language_part is not None and name not in CAUSAL)
 
 LORA = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "1.0"}
 QLORA = {**LORA, "adapter": "{name: qlora, rank: 8}"}
@@ -79,6 +86,9 @@ COLUMNS: dict[str, tuple[str, dict[str, str]]] = {
     "lora": ("single", LORA),
     "qlora": ("single", QLORA),
 }
+TRAIN = ("train.py",)
+NAMES = sorted({*CAUSAL, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
+"""Model types that can be measured."""
 ALL = (*COLUMNS, "compiled", "plan")
 ADAPTERS = ("lora", "qlora")
 COMMON = {"run.max_steps": str(STEPS), "schedule.warmup_steps": "0", "optim.learning_rate": "0.02"}
@@ -119,7 +129,7 @@ def distance(curve: Curve, reference: Curve) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-def train(lab: Lab, folder: Path, column: str) -> tuple[Curve, str | None]:
+def train(lab: Lab, folder: Path, column: str, program: tuple[str, ...] = TRAIN) -> tuple[Curve, str | None]:
     """The run of a column, and the targets of its adapter where its refusal had to name them.
 
     Raises:
@@ -128,12 +138,12 @@ def train(lab: Lab, folder: Path, column: str) -> tuple[Curve, str | None]:
     strategy, settings = COLUMNS[column]
     settings = {**COMMON, "model": f"{{name_or_path: {folder}}}", **settings}
     result = folder.parent / f"{folder.name}-{column}"
-    code, output = start(lab, strategy, settings, result)
+    code, output = start(lab, strategy, settings, result, program)
     # Experts are no linear layers: the note on all-linear has their names, with which they get adapters too.
     named = re.search(r"write adapter\.targets: (\[.*\])", output)
     if named:
         settings["adapter"] = settings["adapter"].replace("}", f", targets: {named[1]}}}")
-        code, output = start(lab, strategy, settings, result)
+        code, output = start(lab, strategy, settings, result, program)
     if code == REFUSED:
         raise Refused(reason_of(output, folder))
     if code:
@@ -141,10 +151,13 @@ def train(lab: Lab, folder: Path, column: str) -> tuple[Curve, str | None]:
     return Curve(result), named[1] if named else None
 
 
-def start(lab: Lab, strategy: str, settings: dict[str, str], result: Path) -> tuple[int, str]:
+def start(
+    lab: Lab, strategy: str, settings: dict[str, str], result: Path, program: tuple[str, ...] = TRAIN
+) -> tuple[int, str]:
     """One run into a new folder: its exit code, and what it printed."""
     shutil.rmtree(result, ignore_errors=True)
-    done = lab.start(strategy, {**settings, "run.output_dir": str(result)}, limit=LIMIT_SECONDS)
+    asked = {**settings, "run.output_dir": str(result)}
+    done = lab.start(strategy, asked, program=program, limit=LIMIT_SECONDS)
     return done.returncode, done.stdout
 
 
@@ -167,7 +180,9 @@ def predicted(column: str, config: PreTrainedConfig) -> str | None:
     }.get(column, lambda: None)()
 
 
-def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tuple[dict[str, Any], float, Curve | None]:
+def try_column(
+    lab: Lab, folder: Path, column: str, plain: Curve | None, program: tuple[str, ...]
+) -> tuple[dict[str, Any], float, Curve | None]:
     """What became of one run; how far its export lies from its last evaluation; and its curve, if it has one.
 
     Args:
@@ -176,7 +191,7 @@ def try_column(lab: Lab, folder: Path, column: str, plain: Curve | None) -> tupl
     try:
         if problem := predicted(column, AutoConfig.from_pretrained(folder, trust_remote_code=False)):
             return {"refused": problem}, 0.0, None
-        curve, targets = train(lab, folder, column)
+        curve, targets = train(lab, folder, column, program)
         (_, first, _), (_, last, _) = curve.evaluations
         quantized = column == "qlora"
         export = abs(library_loss(lab, folder, curve.folder / "export", quantized) - last)
@@ -242,7 +257,9 @@ def without_run(model_type: str) -> dict[str, str] | None:
     return {"refused": problem} if problem else None
 
 
-def try_type(lab: Lab, model_type: str, columns: tuple[str, ...] = ALL) -> dict[str, Any]:
+def try_type(
+    lab: Lab, model_type: str, columns: tuple[str, ...] = ALL, program: tuple[str, ...] = TRAIN
+) -> dict[str, Any]:
     """A row of the record: what became of each column; that of one process is always there."""
     if not_run := without_run(model_type):
         return not_run
@@ -252,14 +269,14 @@ def try_type(lab: Lab, model_type: str, columns: tuple[str, ...] = ALL) -> dict[
     except Exception as why:
         return {"failed": f"no tiny model: {type(why).__name__}: {why}"[:400]}
     row, exports = dict[str, Any](), list[float]()
-    found, export, plain = try_column(lab, folder, "plain", None)
+    found, export, plain = try_column(lab, folder, "plain", None, program)
     if plain is None:
         return found
     row["plain"], exports = found, [export]
     for column in columns:
         if column in COLUMNS and column != "plain":
-            row[column], export, _ = try_column(lab, folder, column, plain)
-            exports.append(export)
+            row[column], export, _ = try_column(lab, folder, column, plain, program)
+            exports += [] if is_distant(row[column]) else [export]
     row["export"] = {"loss": max(exports)}
     if "compiled" in columns:
         row["compiled"] = compiled(folder)
@@ -268,6 +285,49 @@ def try_type(lab: Lab, model_type: str, columns: tuple[str, ...] = ALL) -> dict[
     for path in folder.parent.glob(f"{model_type}-*"):
         shutil.rmtree(path)
     return row
+
+
+def measure(lab: Lab, model_type: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A type's row of the record, which is empty if it is no causal type, and its line of the table."""
+    old, now = model_facts.read_lines().get(model_type, {}), version("transformers")
+    if has_part(default_config(model_type)):
+        line = model_facts.line_of(old, model_facts.of_tower(model_type), now)
+        with model_facts.assumed(model_type, **line):
+            return (without_run(model_type) or {}) if model_type in CAUSAL else {}, line
+    if not_run := without_run(model_type):
+        return not_run, model_facts.line_of(old, {}, now)
+    try:
+        facts = model_facts.of_causal(model_type)
+    except Exception as why:
+        return {"failed": f"no tiny model: {type(why).__name__}: {why}"[:400]}, old
+    tried = [way for way in WAYS if way in columns and getattr(look_up(model_type), way) is None]
+    draft = model_facts.line_of(old, facts | dict.fromkeys(tried, True), now)
+    with model_facts.assumed(model_type, **draft):
+        row = try_type(lab, model_type, columns, ("benchmarks/with_facts.py", model_type, json.dumps(draft)))
+    for way in tried:
+        facts[way] = fact_of(row.get(way, {}), way)
+        if isinstance(facts[way], str):
+            print(f"{model_type}, {way}: {row[way]}", flush=True)
+            row[way] = {"refused": facts[way]}
+    return row, model_facts.line_of(old, facts, now)
+
+
+def has_part(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is of more than a language model, and has one of its own for that."""
+    try:
+        return not config.is_encoder_decoder and config.get_text_config() is not config
+    except ValueError:  # there are several
+        return False
+
+
+def fact_of(cell: dict[str, Any], way: str) -> bool | str | None:
+    """What a run that was tried says of a type: true, why not, or nothing where it was refused for another reason."""
+    how = "in packed rows" if way == "packed" else f"under {COLUMNS[way][0]}"
+    if "failed" in cell:
+        return f"a run {how} ends with an error"
+    if "loss" not in cell:
+        return None
+    return cell["loss"] <= LIMIT or f"its losses {how} lay {cell['loss']:.0e} from those of one process"
 
 
 def make_model(lab: Lab, model_type: str, folder: Path) -> None:
@@ -294,25 +354,26 @@ def own_lab(folder: Path) -> Lab:
     return Lab(folder / str(os.getpid()))
 
 
-def try_in(folder: Path, model_type: str, columns: tuple[str, ...]) -> dict[str, Any]:
-    """`try_type` in a process that tries several."""
+def measure_in(folder: Path, model_type: str, columns: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`measure` in a process that measures several."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return try_type(own_lab(folder), model_type, columns)
+    return measure(own_lab(folder), model_type, columns)
 
 
-def try_all(
+def measure_all(
     folder: Path, types: list[str], columns: tuple[str, ...], workers: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows, each as soon as it is there."""
+) -> Iterator[tuple[str, tuple[dict[str, Any], dict[str, Any]]]]:
+    """Rows and lines, each as soon as it is there."""
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        asked = {pool.submit(try_in, folder, name, columns): name for name in types}
+        asked = {pool.submit(measure_in, folder, name, columns): name for name in types}
         for done in as_completed(asked):
             yield asked[done], done.result()
 
 
-def write(record: dict[str, Any]) -> None:
-    """Write record, page and the package's list; what is refused for its configuration is as the code has it now."""
+def write(record: dict[str, Any], lines: dict[str, Any]) -> None:
+    """Write record, table and page; what is refused for its configuration is as the code has it now."""
+    TYPES.update({name: ModelType(**line) for name, line in lines.items()})
     for name, row in record["rows"].items():
         if not_run := without_run(name):
             row.clear()
@@ -320,9 +381,9 @@ def write(record: dict[str, Any]) -> None:
         elif "plain" in row:
             config = tiny_config(name)
             row |= {column: {"refused": why} for column in COLUMNS if (why := predicted(column, config))}
-    texts = {RESULTS: dump(record), PAGE: page(record).rstrip(), COMPARED: "\n".join(compared(record))}
+    texts = {RESULTS: dump(record), PAGE: page(record).rstrip(), TABLE: model_facts.table(lines)}
     for path, text in texts.items():
-        if path.read_text(encoding="utf-8") != f"{text}\n":  # runs read the package's list
+        if path.read_text(encoding="utf-8") != f"{text}\n":  # runs read the table
             path.write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -330,7 +391,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="one architecture, in three ways; writes nothing")
     parser.add_argument("--page", action="store_true", help="write the page from the results")
-    parser.add_argument("--types", nargs="*", default=TYPES, choices=TYPES, metavar="TYPE", help="the other rows stay")
+    parser.add_argument(
+        "--types", nargs="*", default=[*CAUSAL, *TOWERS], choices=NAMES, metavar="TYPE", help="the other rows stay"
+    )
     parser.add_argument("--columns", nargs="*", default=ALL, choices=ALL, metavar="COLUMN", help="the other cells stay")
     parser.add_argument("--missing", action="store_true", help="only types without a row of these versions")
     parser.add_argument("--workers", type=int, default=2, help="types that are tried at once")
@@ -338,7 +401,7 @@ def main() -> None:
     now = {"machine": machine(), "versions": {name: version(name) for name in PACKAGES}}
     record = json.loads(RESULTS.read_text(encoding="utf-8"))
     if arguments.page:
-        write(record)
+        write(record, model_facts.read_lines())
         return
     with tempfile.TemporaryDirectory() as made:
         if arguments.quick:
@@ -347,17 +410,21 @@ def main() -> None:
             lab.close()
             return
         columns = tuple(arguments.columns)
-        is_whole = arguments.types == TYPES and columns == ALL and not arguments.missing
+        is_whole = arguments.types == [*CAUSAL, *TOWERS] and columns == ALL and not arguments.missing
         another = [] if is_whole else differences(record, now, now)
         if another:
             print(f"Some rows cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
-        record = {"command": COMMAND, **now, "rows": {} if is_whole else record["rows"]}
-        types = [name for name in arguments.types if not (arguments.missing and name in record["rows"])]
-        for name, row in try_all(Path(made), types, columns, arguments.workers):
-            record["rows"] = dict(sorted({**record["rows"], name: joined(record["rows"].get(name, {}), row)}.items()))
-            print(name, json.dumps(row), flush=True)
-            if not another:
-                write(record)
+        else:
+            record = {"command": COMMAND, **now, "rows": {} if is_whole else record["rows"]}
+        types = [name for name in arguments.types if not (arguments.missing and name in {**record["rows"], **TYPES})]
+        for name, (row, line) in measure_all(Path(made), types, columns, arguments.workers):
+            print(name, json.dumps(row), json.dumps(line), flush=True)
+            if row and not another:
+                row = joined(record["rows"].get(name, {}), row)
+                record["rows"] = dict(sorted({**record["rows"], name: row}.items()))
+            if found := faults(row):
+                print(f"{name} gets no line: {'; '.join(found)}", flush=True)
+            write(record, model_facts.read_lines() | ({} if found else {name: line}))
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

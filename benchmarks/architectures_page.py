@@ -1,4 +1,4 @@
-"""docs/architectures.md and the package's list of compared model types, from the record of architectures.py."""
+"""docs/architectures.md, from the record of architectures.py and the table of model types."""
 
 import re
 from collections import Counter
@@ -6,15 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cookbook.facts.model_types import TYPES, ModelType
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
 PAGE = ROOT / "docs" / "architectures.md"
-COMPARED = ROOT / "cookbook" / "training" / "models" / "compared.txt"
 LIMIT = 2e-6
 """Largest error of a loss: SGD_LOSS of tests/test_equivalence.py."""
 GRADIENT_LIMIT = 1e-5
 """Largest distance of all gradients, relative to their norm, with sums of float32 in another order."""
 
+WAYS = ("packed", "tp", "sp", "pp", "ep")
+"""Columns that are facts of the table too."""
 HEADINGS = {
     "plain": "one process",
     "ddp": "`ddp`",
@@ -34,9 +37,10 @@ HEADINGS = {
 TEXT = """\
 # Architectures
 
-What each architecture was seen to do, and what is refused. Written by `{command}`, in parts
-(`--types`, `--columns`), from its record, `benchmarks/results/architectures.json`; tests compare them, and try a
-twentieth of the rows by turn. A run of a model type that is not in the tables notes that at its start.
+What each architecture was seen to do, and what is refused: the table of the package, `cookbook/facts/model_types.json`,
+with the figures behind it, `benchmarks/results/architectures.json`. `{command}` writes all three, in parts (`--types`,
+`--columns`); tests compare them, and try a twentieth of the rows by turn. A run of a model type that is not in the
+tables notes that at its start.
 
 {counts}
 
@@ -73,6 +77,21 @@ and is compiled in parts. A run says after its first steps what is not compiled.
 
 {reasons}
 
+## Layers, logits and adapters
+
+| model type | what its code does |
+|---|---|
+{notes}
+
+## Towers
+
+Model types with an image or audio tower, of which [the language part](recipes.md#a-model-with-an-image-or-audio-tower)
+is trained, if the logits of text are its own alone.
+
+| model type | its language part |
+|---|---|
+{towers}
+
 ## Refused
 
 | why | how many | model types |
@@ -108,11 +127,6 @@ def is_distant(found: dict[str, Any]) -> bool:
     return found.get("loss", 0.0) > LIMIT or found.get("gradient", 0.0) > GRADIENT_LIMIT
 
 
-def compared(record: dict[str, Any]) -> list[str]:
-    """The model types that are trained with equal curves, or refused."""
-    return sorted(name for name, row in record["rows"].items() if row and not faults(row))
-
-
 def page(record: dict[str, Any]) -> str:
     """docs/architectures.md."""
     rows, reasons = record["rows"], dict[str, int]()
@@ -141,8 +155,35 @@ def page(record: dict[str, Any]) -> str:
         dash=DASH if any("-" in words for words in cells.values()) else "",
         footnote=FOOTNOTE if any(" *" in word for words in cells.values() for word in words) else "",
         reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
+        notes="\n".join(f"| `{name}` | {words} |" for name, facts in TYPES.items() if (words := notes(facts))),
+        towers="\n".join(f"| `{name}` | {words} |" for name, facts in TYPES.items() if (words := part(facts))),
         refused="\n".join(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in refused),
     )
+
+
+def notes(facts: ModelType) -> str:
+    """What else a line of the table says of a type that is trained."""
+    words = {
+        "layers that carry a state": facts.has_state,
+        "a loop over tokens without kernels": facts.loops_over_tokens,
+        "sinks in its attention": facts.has_sinks,
+        "layers that share weights": facts.shares_layers,
+        f"logits: {', '.join(f'{how} `{key}`' for key, how in facts.logits.items())}": facts.logits,
+        f"no adapter on {', '.join(f'`{name}`' for name in facts.reads_weights)}": facts.reads_weights,
+        "whose layers are called in 4 bits": facts.calls_in_4_bits,
+    }
+    return "" if facts.language_part else "; ".join(word for word, is_so in words.items() if is_so)
+
+
+def part(facts: ModelType) -> str:
+    """What a line says of a type with a tower, or of a language part alone."""
+    if facts.computes_as:
+        return f"trained as `{facts.computes_as}`"
+    needs = f", where `{facts.needs}` is installed" if facts.needs else ""
+    caps = f"; logits: {', '.join(f'{how} `{key}`' for key, how in facts.logits.items())}" if facts.logits else ""
+    if facts.language_part is None:
+        return ""
+    return f"trained{needs}{caps}" if facts.language_part is True else f"refused: {facts.language_part}"
 
 
 def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
@@ -158,6 +199,12 @@ def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
     ]
     listed = ", ".join(f"`{name}` (`{part}`)" for name, part in parts.items())
     words.append(f"\n\n[By their language part](recipes.md#a-model-with-an-image-or-audio-tower): {listed}.")
+    others = [
+        f"`{name}` ({facts.transformers}: {', '.join(way for way in WAYS if getattr(facts, way) is True) or 'refused'})"
+        for name, facts in TYPES.items()
+        if facts.transformers != record["versions"]["transformers"]
+    ]
+    words += [f"\n\nMeasured with another version of transformers: {', '.join(others)}."] if others else []
     for what, names in (
         ("Not tried, since a run of transformers' own code for its layers takes minutes at this size", untried),
         ("Differ or fail", faulty),

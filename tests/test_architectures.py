@@ -4,7 +4,6 @@ python -m pytest -q -m "slow or not slow" tests/test_architectures.py
 """
 
 import contextlib
-import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,28 +11,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks import architectures, architectures_page
+from benchmarks import architectures, architectures_page, model_facts
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.export import merge_adapter
+from cookbook.facts.meshes import pipeline_problem, sequence_problem, tensor_problem
 from cookbook.facts.model_types import TYPES
+from cookbook.facts.packing import packing_problem
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models.language_model import load_config
-from cookbook.training.models.loss import add_loss
 from cookbook.training.models.structure import (
     comparison_notes,
     logit_transform,
     not_served,
 )
 from tests.curves import Lab
-from tests.target_grid import from_grid
 from tests.test_equivalence import SGD_LOSS
-from tests.turns import others_by_turn
+from tests.turns import FAMILIES, others_by_turn
 
 RECORD = json.loads(architectures.RESULTS.read_text())
 REFUSED = [name for name, facts in TYPES.items() if facts.refused]
@@ -50,7 +48,7 @@ def folder_of(lab: Lab, model_type: str) -> str:
 
 def test_page_and_package_say_what_the_record_says():
     assert architectures.PAGE.read_text() == architectures_page.page(RECORD)
-    assert architectures.COMPARED.read_text().split() == architectures_page.compared(RECORD)
+    assert architectures.TABLE.read_text() == f"{model_facts.table(model_facts.read_lines())}\n"
 
 
 def test_the_record_has_every_causal_type_and_no_error():
@@ -222,34 +220,16 @@ def test_what_a_configuration_does_not_reveal_is_refused(model_type: str, tmp_pa
 def test_a_type_that_trains_otherwise_than_transformers_would_be_found(lab: Lab, monkeypatch: pytest.MonkeyPatch):
     """XLM's attention looks ahead, and so into the padding."""
     monkeypatch.setattr(architectures, "without_run", lambda model_type: None)
-    serving_all = functools.partial(lab.start, program=("tests/sabotage.py", "every_model_is_served"))
-    monkeypatch.setattr(lab, "start", serving_all)
-    row = architectures.try_type(lab, "xlm", ())
+    row = architectures.try_type(lab, "xlm", (), ("tests/sabotage.py", "every_model_is_served"))
     assert row["plain"]["loss"] > 0.1
     assert len(architectures_page.faults(row)) == 2
 
 
-@torch.no_grad()
-def error_of_padded_samples(config: PreTrainedConfig) -> float:
-    """The largest difference of a token's loss, of models with large random weights, between our loss of padded samples
-    and each alone through transformers' own model.
-    """
-    model, generator = tiny_model(config).eval(), torch.Generator().manual_seed(1)
-    samples = [torch.randint(3, 512, (length + 1,), generator=generator) for length in (7, 1, 12, 3, 9, 40)]
-    logits = [model(input_ids=sample[None, :-1]).logits[0].float() for sample in samples]
-    alone = [F.cross_entropy(*one, reduction="none") for one in zip(logits, (s[1:] for s in samples), strict=True)]
-    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    ids, targets = pad([s[:-1] for s in samples]), pad([s[1:] for s in samples], padding_value=-100)
-    add_loss(model)
-    return float((model(input_ids=ids, **from_grid(targets)) - torch.cat(alone)).abs().max())
-
-
 def test_a_transformation_of_the_logits_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("cookbook.training.models.structure.changes_of_logits", lambda text: {})  # as of an unknown key
-    assert error_of_padded_samples(tiny_config("granite")) > 1
+    assert model_facts.error_of_padded_samples(tiny_config("granite")) > 1
 
 
-ODD = {"cap": 2.0, "times": 0.3, "over": 1.7}
 TRANSFORMED = [
     (key, how, name)
     for name, facts in TYPES.items()
@@ -265,11 +245,11 @@ TRANSFORMED = [
 def test_a_model_type_does_to_its_logits_what_the_table_says(key, how, model_type, monkeypatch: pytest.MonkeyPatch):
     config = tiny_config(model_type)
     if model_type != "minicpm3":  # whose scale is its width over dim_model_base
-        setattr(config, key, ODD[how])
+        setattr(config, key, model_facts.ODD[how])
     assert logit_transform(config) is not None
-    assert error_of_padded_samples(config) < 1e-4
+    assert model_facts.error_of_padded_samples(config) < 1e-4
     monkeypatch.setattr("cookbook.training.models.loss.logit_transform", lambda _: None)
-    assert error_of_padded_samples(config) > 0.1
+    assert model_facts.error_of_padded_samples(config) > 0.1
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
@@ -292,6 +272,64 @@ def test_tensor_parallel_is_refused_where_no_curve_was_compared(lab: Lab, model_
     result, output = lab.attempt("tp", {"model": f"{{name_or_path: {folder_of(lab, model_type)}}}"})
     assert (result / "exit_code").read_text() == "2"
     assert f"{model_type} is not among" in output and "use fsdp2 or zero3" in output and "Traceback" not in output
+
+
+MEASURED = (
+    "has_state",
+    "loops_over_tokens",
+    "has_sinks",
+    "shares_layers",
+    "logits",
+    "reads_weights",
+    "calls_in_4_bits",
+)
+TRAINED = [name for name, row in RECORD["rows"].items() if architectures_page.is_served(row)]
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, FAMILIES))
+def test_a_line_has_the_facts_that_a_tiny_model_shows(model_type: str):
+    line = model_facts.read_lines()[model_type]
+    others = {key: value for key, value in line.items() if key not in MEASURED}
+    assert model_facts.line_of(others, model_facts.of_causal(model_type), line["transformers"]) == line
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "hyperclovax_vision_v2"])
+def test_a_line_of_a_tower_has_the_facts_that_a_tiny_model_shows(model_type: str):
+    line = model_facts.read_lines()[model_type]
+    assert model_facts.of_tower(model_type) == {"logits": {}} | {
+        key: of for key, of in line.items() if key != "transformers"
+    }
+
+
+def test_a_tower_that_does_something_else_to_its_logits_would_be_found():
+    """Aya's own class leaves out the scale of its language part."""
+    assert model_facts.of_tower("aya_vision")["language_part"] is not True
+
+
+@pytest.mark.slow
+def test_a_new_type_gets_the_line_that_runs_earn_it(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    """As if Apertus had no line: packed rows and a pipeline have its curve, tensor parallel has another."""
+    monkeypatch.delitem(TYPES, "apertus")
+    lines = model_facts.read_lines()
+    monkeypatch.setattr(
+        model_facts, "read_lines", lambda: {name: of for name, of in lines.items() if name != "apertus"}
+    )
+    row, line = architectures.measure(lab, "apertus", ("packed", "tp", "sp"))
+    assert architectures_page.faults(row) == [] and row["tp"] == {"refused": line["tp"]}
+    assert "its losses under tp lay" in line.pop("tp") and line == lines["apertus"]
+
+
+def test_a_type_without_a_line_is_refused_with_the_command_that_measures_it():
+    config = tiny_config("llama")
+    config.model_type = "of_next_year"
+    problems = [
+        packing_problem(config),
+        tensor_problem(config),
+        sequence_problem(config, 2),
+        pipeline_problem(config, 2),
+    ]
+    assert all(f"`{architectures.COMMAND} --types of_next_year` measures it" in str(problem) for problem in problems)
+    assert "measures it" not in str(tensor_problem(tiny_config("gpt2")))
 
 
 @pytest.mark.slow
@@ -344,13 +382,14 @@ def test_fsdp1_shards_the_layers_that_a_model_has(lab: Lab, model_type: str):
 
 @pytest.mark.parametrize("is_same", [False, True])
 def test_a_row_joins_those_of_the_same_versions_only(is_same, tmp_path, monkeypatch, capsys):
-    for name in ("RESULTS", "PAGE", "COMPARED"):
+    for name in ("RESULTS", "PAGE", "TABLE"):
         (tmp_path / name).write_text(getattr(architectures, name).read_text(encoding="utf-8"), encoding="utf-8")
         monkeypatch.setattr(architectures, name, tmp_path / name)
     monkeypatch.setattr(architectures, "version", lambda name: RECORD["versions"][name] if is_same else "1.0")
     monkeypatch.setattr(architectures, "machine", lambda: RECORD["machine"])
     row = RECORD["rows"]["llama"] | {"plain": {"loss": 0.125}}
-    monkeypatch.setattr(architectures, "try_all", lambda folder, types, *_: [(name, row) for name in types])
+    line = model_facts.read_lines()["llama"]
+    monkeypatch.setattr(architectures, "measure_all", lambda folder, types, *_: [(name, (row, line)) for name in types])
     monkeypatch.setattr("sys.argv", ["architectures.py", "--types", "llama"])
     architectures.main()
     said, written = capsys.readouterr().out, json.loads(architectures.RESULTS.read_text(encoding="utf-8"))
