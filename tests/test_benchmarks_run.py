@@ -40,8 +40,9 @@ LED = {
     "peers/with_accelerate",
     "peers/with_trainer",
     "peers/with_trl",
+    "with_facts",
 }
-"""Programs that gpu_node and vs_peers start."""
+"""Programs that gpu_node, vs_peers and architectures start."""
 
 
 @pytest.fixture
