@@ -111,6 +111,11 @@ def _sizes(written: dict[str, Any]) -> dict[str, Any]:
         for key, value in SIZES.items()
         if written.get(key) is not None or (key == "head_dim" and key in written)
     }
+    if written.get("kv_lora_rank") is not None:  # latent attention has keys for each head, of which a part is rotated
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
+        sizes |= (
+            {"head_dim": SIZES["qk_rope_head_dim"]} if written.get("head_dim") == written["qk_rope_head_dim"] else {}
+        )
     kinds = {key: list(dict.fromkeys(written[key])) for key in LAYER_KINDS if written.get(key)}
     if kinds:
         sizes["num_hidden_layers"] = count = max(2, *map(len, kinds.values()))
