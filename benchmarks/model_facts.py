@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.facts.language_part import CAPS, SCALES, open_options
 from cookbook.facts.model_types import TABLE, TYPES, look_up
-from cookbook.training.adapters import LINEAR
+from cookbook.training.adapters.adapted_layers import LINEAR
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
 from tests.target_grid import from_grid

@@ -15,11 +15,11 @@ from cookbook.config.sections import ALL_LINEAR, AdapterSection
 from cookbook.facts.model_types import look_up
 from cookbook.facts.score_head import HEAD, head_of, is_scored
 from cookbook.system.files import RecipeError
+from cookbook.training.adapters.base_model import NO_ROWS, Base
 from cookbook.training.adapters.four_bit_experts import is_in_4_bits
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-from cookbook.training.adapters.base_model import NO_ROWS, Base
 
 LINEAR = (torch.nn.Linear, Conv1D)
 """Classes that peft takes for linear layers: GPT-2's have their weight the other way round."""
