@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.system.files import RecipeError
-from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.ahead import Prefetcher
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_SECONDS = 60
@@ -35,14 +35,14 @@ def threads() -> list[threading.Thread]:
 
 
 def test_the_items_are_the_same_in_the_same_order_and_end_where_they_end():
-    with Ahead(iter(range(100))) as ahead:
+    with Prefetcher(iter(range(100))) as ahead:
         assert list(ahead) == list(range(100))
         assert next(ahead, "nothing") == "nothing"
 
 
 def test_the_next_item_is_made_while_one_is_used_and_no_further_one():
     counted = Counted()
-    with Ahead(iter(counted)) as ahead:
+    with Prefetcher(iter(counted)) as ahead:
         assert not counted.made[0].is_set()
         assert next(ahead) == 0
         assert counted.made[1].wait(PATIENCE_SECONDS), "nobody asked for it yet"
@@ -57,7 +57,7 @@ def test_an_error_is_raised_where_its_item_is_asked_for_and_not_before():
         yield 0
         raise RecipeError(["rows.jsonl:7: empty text"])
 
-    with Ahead(items()) as ahead:
+    with Prefetcher(items()) as ahead:
         assert next(ahead) == 0
         for thread in threads():
             thread.join()
@@ -69,7 +69,7 @@ def test_an_error_is_raised_where_its_item_is_asked_for_and_not_before():
 @pytest.mark.parametrize("error", [None, KeyError], ids=["at the end", "after an error"])
 def test_no_thread_is_left_behind(error):
     try:
-        with Ahead(itertools.count()) as ahead:
+        with Prefetcher(itertools.count()) as ahead:
             next(ahead)
             if error is not None:
                 raise error
@@ -80,14 +80,14 @@ def test_no_thread_is_left_behind(error):
 
 WAITING = """
 import time
-from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.ahead import Prefetcher
 
 def items():
     yield 0
     print("waits", flush=True)
     time.sleep(3600)
 
-with Ahead(items()) as ahead:
+with Prefetcher(items()) as ahead:
     next(ahead)
     time.sleep(0.5)
 print("left", flush=True)

@@ -22,7 +22,7 @@ from small_data import ROOT, chat, make_tokenizer, messages, rows_of, run_tokeni
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
 from cookbook.rows.row_columns import kinds_of
-from cookbook.rows.row_kinds import MadeUp, kinds
+from cookbook.rows.row_kinds import TextGenerator, kinds
 from cookbook.system.files import RecipeError
 from cookbook.training.data import rows as reading
 from cookbook.training.data import stdlib
@@ -657,7 +657,7 @@ def test_log_probabilities_that_are_not_those_of_the_tokens_are_bad_rows(tmp_pat
 
 @pytest.mark.parametrize("kind", kinds().values(), ids=lambda kind: kind.name)
 def test_a_made_up_row_is_a_good_one_of_its_kind(kind):
-    row = kind.check(kind.made_up(MadeUp(random.Random(0), ["a", "b"])))
+    row = kind.check(kind.made_up(TextGenerator(random.Random(0), ["a", "b"])))
     assert kind.check(row) == row and kind.matches(row)
     assert sum(way is not None for way in (kind.texts, kind.chats, kind.tokens)) == 1
 

@@ -38,12 +38,12 @@ def from_json(value: Any) -> Any:
     Raises:
         BadRow: an object in the text has a key twice.
     """
-    found = json_value(value) if isinstance(value, str) else value
-    if not isinstance(found, BadRow):
-        return found
-    if found.reason == NO_JSON:
+    parsed = json_value(value) if isinstance(value, str) else value
+    if not isinstance(parsed, BadRow):
+        return parsed
+    if parsed.reason == NO_JSON:
         return value
-    raise BadRow(found.reason, f"in a JSON text: {found.seen}")
+    raise BadRow(parsed.reason, f"in a JSON text: {parsed.seen}")
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ CALL_ROLES = ("function_call", "tool_call")
 """Roles of messages that are tool calls of the assistant, each with one call or a list of them for its content."""
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""What comes before an assistant's answer; read as `reasoning_content`."""
+"""Keys of the reasoning before an assistant's answer; read as `reasoning_content`."""
 LOSS_MARKS = ("train", "training", "loss", "loss_mask", "weight", "loss_weight", "mask", "masked")
-"""Whether a message carries loss: true, false, 1 or 0; `masked` is the opposite."""
+"""Keys that say if a message carries loss: true, false, 1 or 0; `masked` is the opposite."""
 WRITES_CALLS = ("assistant", "tool")
 """Roles of a message before a tool's result, where the calls are text."""
 IN_MESSAGES = "messages."
@@ -69,7 +69,7 @@ CALL_KEYS = FUNCTION_KEYS | {"id", "type", "function"}
 
 
 def is_foreign(messages: Any) -> bool:
-    """Whether messages have ShareGPT's keys."""
+    """Return whether messages have ShareGPT's keys."""
     first = messages[0] if isinstance(messages, list) and messages else messages
     return isinstance(first, dict) and "from" in first and "role" not in first
 
@@ -111,20 +111,20 @@ def read_messages(messages: Any, name: str = "") -> Chat:
     has_calls = False
     for number, message in enumerate(messages, start=1):
         try:
-            one = _read_message(message)
-            if "tool_calls" in one:
+            turn = _read_message(message)
+            if "tool_calls" in turn:
                 if has_calls and _is_call_role(message) and _is_call_role(messages[number - 2]):
                     before = checked[-1]  # calls of one turn, each in a message of its own
-                    if before == one | {"tool_calls": before["tool_calls"]}:
-                        before["tool_calls"] += one["tool_calls"]
+                    if before == turn | {"tool_calls": before["tool_calls"]}:
+                        before["tool_calls"] += turn["tool_calls"]
                         continue
                 has_calls = True
-            elif one["role"] == "tool" and not (has_calls or (checked[-1:] and checked[-1]["role"] in WRITES_CALLS)):
+            elif turn["role"] == "tool" and not (has_calls or (checked[-1:] and checked[-1]["role"] in WRITES_CALLS)):
                 raise BadRow("tool result without a call", "has the role tool; no message before it has `tool_calls`")
         except BadRow as bad:
             which = f"message {number}" + (f" of `{name}`" if name else "")
             raise BadRow(bad.reason, f"{which} {bad.seen}") from None
-        checked.append(one)
+        checked.append(turn)
     return checked
 
 
@@ -154,22 +154,22 @@ def _read_message(message: Any) -> dict[str, Any]:
         message = message | {"content": "", "function_call": message.get("content")}
     for key in MEANT_KEYS.keys() & message.keys():
         _refuse_key(key, message[key], MEANT_KEYS[key], way_out=f"{IN_MESSAGES}{key}")
-    return _checked(message, role)
+    return _check_content(message, role)
 
 
 _ROLES_IN_WORDS = "a role is system, user, assistant or tool, or one of their other names (docs/recipes.md)"
 
 
-def _checked(message: dict[str, Any], role: str) -> dict[str, Any]:
-    content, reasoning, calls = _parts(message.get("content"))
-    calls = [*_calls_of(message), *calls]
+def _check_content(message: dict[str, Any], role: str) -> dict[str, Any]:
+    content, reasoning, calls = _split_parts(message.get("content"))
+    calls = [*_find_calls(message), *calls]
     reasonings = {check_text(message[key], key) for key in REASONING_KEYS if message.get(key)} | set(reasoning)
     if len(reasonings) > 1:
         raise BadRow("two reasonings in one message", f"has {' and '.join(map(ascii, sorted(reasonings)))[:120]}")
     checked: dict[str, Any] = {"role": role, "content": ""}
     for key, value in (("tool_calls", calls), ("reasoning_content", next(iter(reasonings), None))):
         if value and role != "assistant":
-            named = next((one for one in (*REASONING_KEYS, "function_call") if message.get(one)), key)
+            named = next((name for name in (*REASONING_KEYS, "function_call") if message.get(name)), key)
             raise BadRow("message with more than text", f"has `{named}`, but its role is {role}")
         if value:
             checked[key] = value
@@ -188,8 +188,8 @@ def _checked(message: dict[str, Any], role: str) -> dict[str, Any]:
 
 
 def _loss_mark(message: Mapping[str, Any], role: str) -> bool | None:
-    """Whether the message says that it carries loss; None if it says nothing."""
-    found: bool | None = None
+    """Return whether the message says that it carries loss; None if it says nothing."""
+    mark: bool | None = None
     for key in LOSS_MARKS:
         if (value := message.get(key)) is None:
             continue
@@ -206,13 +206,13 @@ def _loss_mark(message: Mapping[str, Any], role: str) -> bool | None:
                 f"{key}: true of another role",
                 f"{shown}; only the assistant's messages carry loss (all tokens do with objective.train_on: all)",
             )
-        if found is not None and found != carries:
+        if mark is not None and mark != carries:
             raise BadRow("loss marks that disagree", f"{shown}, and another mark says the opposite")
-        found = carries
-    return found
+        mark = carries
+    return mark
 
 
-def _parts(content: Any) -> tuple[Any, list[str], list[dict[str, Any]]]:
+def _split_parts(content: Any) -> tuple[Any, list[str], list[dict[str, Any]]]:
     """The text of a list of parts, its reasoning and its tool calls; anything else as it is."""
     if not isinstance(content, list):
         return content, [], []
@@ -242,17 +242,17 @@ def _parts(content: Any) -> tuple[Any, list[str], list[dict[str, Any]]]:
 def _part_text(part: Any, kind: Any) -> str | None:
     if not isinstance(part, dict) or not (kind is None or kind in PART_TEXTS or kind in PART_REASONING):
         return None
-    found = [part[key] for key in ("text", "value", *PART_REASONING) if part.get(key) is not None]
-    if sum(one not in ("", []) for one in found) > 1:
+    values = [part[key] for key in ("text", "value", *PART_REASONING) if part.get(key) is not None]
+    if sum(value not in ("", []) for value in values) > 1:
         raise BadRow("two texts in one part", f"content has {kind_in_words(part)}; write a part for each text")
-    text = next((one for one in found if one), found[0] if found else None)
+    text = next((value for value in values if value), values[0] if values else None)
     if isinstance(text, list):  # reasoning in parts of its own
-        texts = [_part_text(one, one.get("type")) if isinstance(one, dict) else None for one in text]
+        texts = [_part_text(item, item.get("type")) if isinstance(item, dict) else None for item in text]
         text = "".join(map(str, texts)) if None not in texts else None
     return text if isinstance(text, str) else None
 
 
-def _calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _find_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls, call = message.get("tool_calls"), message.get("function_call")
     if calls and call:
         raise BadRow("not a tool call", "has both `tool_calls` and `function_call`")
@@ -277,7 +277,7 @@ def _check_call(call: Any) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, dict) else None
     places = () if not name else (call,) if function is call else (function, call)
     given = [from_json(place[key]) for place in places for key in ARGUMENTS if key in place]
-    given = [one for one in given if one not in (None, "", {})]
+    given = [value for value in given if value not in (None, "", {})]
     if len(given) > 1 or (name and call.get("name") not in (None, "", name)):
         raise BadRow("not a tool call", f"has {ascii(call)[:80]}; it needs one name, and its arguments once")
     arguments = given[0] if given else {}
@@ -314,20 +314,20 @@ def unread_keys(messages: Any) -> Iterator[str]:
         if message.keys() <= PLAIN_KEYS and type(content) is str:
             continue
         read = READ_KEYS if message.get("role") is not None else READ_KEYS | FOREIGN_KEYS.keys()
-        yield from _left(message, read | MEANT_KEYS.keys(), "")
+        yield from _list_unread(message, read | MEANT_KEYS.keys(), "")
         for part in _objects(content if content is not None else message.get("value")):
-            yield from _left(part, PART_KEYS | MEANT_KEYS.keys(), "content.")
+            yield from _list_unread(part, PART_KEYS | MEANT_KEYS.keys(), "content.")
         for call in _objects(message.get("tool_calls")):
-            yield from _left(call, CALL_KEYS, "tool_calls.")
+            yield from _list_unread(call, CALL_KEYS, "tool_calls.")
             if isinstance(function := call.get("function"), dict):
-                yield from _left(function, FUNCTION_KEYS, "tool_calls.function.")
+                yield from _list_unread(function, FUNCTION_KEYS, "tool_calls.function.")
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _left(value: Mapping[str, Any], read: Any, place: str) -> Iterator[str]:
+def _list_unread(value: Mapping[str, Any], read: Any, place: str) -> Iterator[str]:
     for key in value.keys() - read:
         if value[key] not in (None, "", [], {}):
             yield f"{IN_MESSAGES}{place}{key}"
@@ -347,7 +347,7 @@ def check_tools(tools: Any, wrap: Callable[[dict[str, Any]], dict[str, Any]] = d
 
 def check_parts(text: Any, name: str) -> str:
     """A text, or a list of parts of it."""
-    text, *others = _parts(text)
+    text, *others = _split_parts(text)
     if any(others):
         raise BadRow("not text", f"{name} has a part that is no text")
     return check_text(text, name)

@@ -1,4 +1,4 @@
-"""How a row of each kind is checked, and what is kept of it. No torch."""
+"""Checks of the rows of each kind, and what is kept of a row. No torch."""
 
 import json
 import math
@@ -37,14 +37,14 @@ LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0
 
 
 def is_empty(value: Any) -> bool:
-    """Whether the value of an optional key asks for nothing."""
+    """Return whether the value of an optional key asks for nothing."""
     if isinstance(value, list):
         return all(map(is_empty, value))
     return value is None or value in ("", {}) or (isinstance(value, str) and not value.strip())
 
 
 PRINTED = re.compile(r"\[?\s*\{\s*'(role|from|content|value)'\s*:")
-"""How messages begin that Python printed, as pandas writes them into a table of cells."""
+"""Beginning of messages that Python printed, as pandas writes them into a table of cells."""
 
 
 def with_messages(row: Any) -> Any:
@@ -52,22 +52,26 @@ def with_messages(row: Any) -> Any:
     for value in row.values() if isinstance(row, dict) else ():
         if type(value) is str and value.startswith("["):
             try:
-                return {key: _messages_in(one) for key, one in row.items()}
+                return {key: _parse_messages(value) for key, value in row.items()}
             except BadRow as bad:
                 return bad
     return row
 
 
-def _messages_in(value: Any) -> Any:
+def _parse_messages(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("["):
         return value
     try:
-        found = from_json(value)
+        parsed = from_json(value)
     except BadRow:
         if '"role"' in value or '"from"' in value:
             raise
         return value
-    return found if isinstance(found, list) and found and all(role_of(one) in OTHER_ROLES for one in found) else value
+    return (
+        parsed
+        if isinstance(parsed, list) and parsed and all(role_of(message) in OTHER_ROLES for message in parsed)
+        else value
+    )
 
 
 def refuse_printed(row: Row) -> None:
@@ -90,15 +94,15 @@ def texts_in(row: Row) -> Iterator[str]:
 
 
 def _texts_of_list(items: list[Any]) -> Iterator[str]:
-    for one in items:
-        if isinstance(one, str):
-            yield one
+    for entry in items:
+        if isinstance(entry, str):
+            yield entry
             continue
-        if isinstance(one, list):
-            yield from _texts_of_list(one)
+        if isinstance(entry, list):
+            yield from _texts_of_list(entry)
             continue
-        yield one.get("content", "")
-        if more := {key: item for key, item in one.items() if key not in ("role", "content", "train")}:
+        yield entry.get("content", "")
+        if more := {key: item for key, item in entry.items() if key not in ("role", "content", "train")}:
             yield json.dumps(more, ensure_ascii=False)
 
 
@@ -137,10 +141,10 @@ def _split_prompt(chosen: str, rejected: str) -> Row:
 def check_asked(raw: Row, *answers: str) -> Row:
     """The texts of a prompt, with its context, and of the answers to it."""
     row = check_texts("prompt", *answers)(raw)
-    return row if is_empty(raw.get("context")) else row | {"prompt": _with_context(row["prompt"], raw["context"])}
+    return row if is_empty(raw.get("context")) else row | {"prompt": _add_context(row["prompt"], raw["context"])}
 
 
-def _with_context(prompt: str, context: Any) -> str:
+def _add_context(prompt: str, context: Any) -> str:
     """The prompt and, after an empty line, its context, unless the prompt has it already."""
     context = check_text(context, "`context`")
     return prompt if context in prompt else f"{prompt}\n\n{context}"
@@ -157,15 +161,15 @@ OF_THE_ENCODER = (
 """Keys of `apply_chat_template` that are not a row's to set."""
 
 
-def _for_template(raw: Row) -> Row:
+def _template_keys(raw: Row) -> Row:
     """The tools of a chat and the keys that its row gives to the template, if any."""
     kept: Row = {}
-    found = [key for key in ("tools", "functions") if not is_empty(from_json(raw.get(key)))]
-    if len(found) > 1:
+    keys = [key for key in ("tools", "functions") if not is_empty(from_json(raw.get(key)))]
+    if len(keys) > 1:
         raise BadRow("tools given twice", "as `tools` and as `functions`")
-    if found:
-        wrap = _as_tool if found == ["functions"] else dict
-        if tools := check_tools(raw[found[0]], wrap):
+    if keys:
+        wrap = _as_tool if keys == ["functions"] else dict
+        if tools := check_tools(raw[keys[0]], wrap):
             kept["tools"] = tools
     kwargs = from_json(raw.get("chat_template_kwargs"))
     if not is_empty(kwargs):
@@ -185,7 +189,7 @@ def _check_history(history: Any) -> Chat:
     """Earlier turns: messages, or pairs of a question and its answer."""
     history = from_json(history)
     pairs = history if isinstance(history, list) else [None]
-    if any(isinstance(one, dict) for one in pairs):
+    if any(isinstance(pair, dict) for pair in pairs):
         return check_messages(history, "history")
     turns: Chat = []
     for number, pair in enumerate(pairs, start=1):
@@ -196,7 +200,7 @@ def _check_history(history: Any) -> Chat:
     return turns
 
 
-def _begun(raw: Row, chat: Chat) -> Chat:
+def _prepend_turns(raw: Row, chat: Chat) -> Chat:
     """The chat after the row's system message and earlier turns, if it has any."""
     system, history = ([] if is_empty(raw.get(key)) else [raw[key]] for key in ("system", "history"))
     if not system and not history:
@@ -206,25 +210,25 @@ def _begun(raw: Row, chat: Chat) -> Chat:
         if start and start[0]["content"] != chat[0]["content"]:
             raise BadRow("two system messages", "`system`, and the first message; write one of them")
         start, chat = chat[:1], chat[1:]
-    return [*start, *(turn for one in history for turn in _check_history(one)), *chat]
+    return [*start, *(turn for exchange in history for turn in _check_history(exchange)), *chat]
 
 
 def check_chat(raw: Row) -> Row:
     chat = read_messages(raw["messages"])
     for key in ("loss_mask", "mask"):
         if not is_empty(raw.get(key)):
-            chat = _masked(chat, key, from_json(raw[key]))
-    chat = _begun(raw, chat)
+            chat = _apply_mask(chat, key, from_json(raw[key]))
+    chat = _prepend_turns(raw, chat)
     if all(message["role"] != "assistant" for message in chat):
         raise BadRow("no assistant turn")
-    return {"messages": chat} | _for_template(raw)
+    return {"messages": chat} | _template_keys(raw)
 
 
-def _masked(chat: Chat, key: str, mask: Any) -> Chat:
+def _apply_mask(chat: Chat, key: str, mask: Any) -> Chat:
     """The chat with `train: false` in the assistant's messages whose value in the mask is 0."""
     if key == "mask" and isinstance(mask, str) and ROLES.get(mask.lower()) == "user":
         return chat  # NeMo names the role without loss
-    if not isinstance(mask, list) or any(isinstance(one, str) or one not in (0, 1) for one in mask):
+    if not isinstance(mask, list) or any(isinstance(mark, str) or mark not in (0, 1) for mark in mask):
         raise BadRow("loss mask is not a list of 0 and 1", f"`{key}` is {kind_in_words(mask)}")
     if len(mask) != len(chat):
         seen = f"`{key}` has {len(mask)} values for {len(chat)} messages; loss is on whole messages"
@@ -252,7 +256,7 @@ def check_exchange(raw: Row) -> Row:
     row = check_texts(*(key for key in keys if key not in optional))(raw)
     if not is_empty(raw.get("history")):
         row["history"] = _check_history(raw["history"])
-    return row | _for_template(raw)
+    return row | _template_keys(raw)
 
 
 def chat_of_exchange(row: Row) -> Chat:
@@ -270,8 +274,8 @@ def chat_of_exchange(row: Row) -> Chat:
 def check_chat_preference(raw: Row) -> Row:
     """Splits two conversations into their common beginning and the two ends that differ."""
     _check_same_form(raw)
-    raw = _of_request(raw)
-    chosen, rejected = (_begun(raw, _conversation(raw, key)) for key in ("chosen", "rejected"))
+    raw = _unpack_request(raw)
+    chosen, rejected = (_prepend_turns(raw, _join_conversation(raw, key)) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
     shared = 0
@@ -283,10 +287,10 @@ def check_chat_preference(raw: Row) -> Row:
         raise BadRow("chosen and rejected do not answer the same prompt", f"message {shared + 1}; {seen}")
     if not shared:
         raise BadRow("no prompt", "`prompt` is missing, and `chosen` and `rejected` share no beginning")
-    return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]} | _for_template(raw)
+    return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]} | _template_keys(raw)
 
 
-def _of_request(raw: Row) -> Row:
+def _unpack_request(raw: Row) -> Row:
     """The row with the messages and tools of a prompt that is a request, as OpenAI has it."""
     prompt = raw.get("prompt")
     if not isinstance(prompt, dict) or "messages" not in prompt:
@@ -298,7 +302,7 @@ def _of_request(raw: Row) -> Row:
 
 
 def is_rating(value: Any) -> bool:
-    """Whether a label says good or bad, and does not name a class."""
+    """Return whether a label says good or bad, and does not name a class."""
     return str(value).strip().lower() in LABELS
 
 
@@ -321,26 +325,26 @@ def check_class(raw: Row) -> str | float:
 
 def check_labelled_chat(raw: Row) -> Row:
     """A chat that need not have an answer in it."""
-    chat = _begun(raw, read_messages(raw["messages"]))
-    return {"messages": chat, "label": check_class(raw)} | _for_template(raw)
+    chat = _prepend_turns(raw, read_messages(raw["messages"]))
+    return {"messages": chat, "label": check_class(raw)} | _template_keys(raw)
 
 
 def check_chat_completion(raw: Row) -> Row:
     """A prompt of messages, or of one user's text, and the answer to it."""
-    answer = _answer(raw["completion"])
+    answer = _read_answer(raw["completion"])
     if not isinstance(answer, list) or not answer or role_of(answer[0]) != "assistant":
         raise BadRow("completion is not an answer", "its first message must be the assistant's")
     num_answered = len(check_messages(answer, "completion"))
-    whole = _begun(raw, _conversation(raw, "completion"))
-    return {"prompt": whole[:-num_answered], "completion": whole[-num_answered:]} | _for_template(raw)
+    chat = _prepend_turns(raw, _join_conversation(raw, "completion"))
+    return {"prompt": chat[:-num_answered], "completion": chat[-num_answered:]} | _template_keys(raw)
 
 
-def _answer(value: Any) -> Any:
+def _read_answer(value: Any) -> Any:
     """The messages of an answer; a text that is not the JSON of a message is the assistant's."""
     if not isinstance(value, str):
         return [value] if isinstance(value, dict) else value
-    found = _messages_in(value if value.startswith("[") else f"[{value}]")
-    return found if isinstance(found, list) else [{"role": "assistant", "content": value}]
+    messages = _parse_messages(value if value.startswith("[") else f"[{value}]")
+    return messages if isinstance(messages, list) else [{"role": "assistant", "content": value}]
 
 
 def check_chat_judgement(raw: Row) -> Row:
@@ -367,18 +371,18 @@ def _logprobs(value: Any, name: str, count: int) -> list[list[float]]:
     if not isinstance(value, list) or len(value) != count:
         seen = f"{len(value)} lists" if isinstance(value, list) else kind_in_words(value)
         raise BadRow("logprobs of another length", f"`{name}` is {seen} for {count} completions")
-    found = [_numbers(one, f"`{name}` {i}") for i, one in enumerate(value, start=1)]
-    if any(logp > 0 for one in found for logp in one):
+    lists = [_numbers(item, f"`{name}` {i}") for i, item in enumerate(value, start=1)]
+    if any(logp > 0 for logps in lists for logp in logps):
         raise BadRow("logprobs above 0", "a log-probability is at most 0")
-    return found
+    return lists
 
 
 def _numbers(value: Any, name: str, count: int | None = None) -> list[float]:
     if not isinstance(value, list):
         raise BadRow("not a list of numbers", f"{name} is {kind_in_words(value)}")
-    for one in value:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
-            raise BadRow("not a finite number", f"{name} has {ascii(one)[:40]}")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise BadRow("not a finite number", f"{name} has {ascii(number)[:40]}")
     if count is not None and len(value) != count:
         raise BadRow("rewards of another length", f"{name} has {len(value)} for {count} completions")
     return list(map(float, value))
@@ -386,19 +390,19 @@ def _numbers(value: Any, name: str, count: int | None = None) -> list[float]:
 
 def check_text_group(raw: Row) -> Row:
     answers, numbers = _check_group(raw)
-    texts = [check_text(one, f"completion {i}") for i, one in enumerate(answers, start=1)]
+    texts = [check_text(answer, f"completion {i}") for i, answer in enumerate(answers, start=1)]
     return {**check_asked(raw), "completions": texts, **numbers}
 
 
 def check_chat_group(raw: Row) -> Row:
     answers, numbers = _check_group(raw)
     checked = []
-    for i, one in enumerate(answers, start=1):
+    for i, answer in enumerate(answers, start=1):
         try:
-            checked.append(check_chat_completion(raw | {"completion": one}))
+            checked.append(check_chat_completion(raw | {"completion": answer}))
         except BadRow as bad:
             raise BadRow(bad.reason, f"completion {i}: {bad.seen}") from None
-    prompts, ends = zip(*((one.pop("prompt"), one.pop("completion")) for one in checked), strict=True)
+    prompts, ends = zip(*((row.pop("prompt"), row.pop("completion")) for row in checked), strict=True)
     return {"prompt": prompts[0], "completions": list(ends), **numbers, **checked[0]}
 
 
@@ -416,16 +420,16 @@ def check_sampled(raw: Row) -> Row:
 
 def _check_tokens(raw: Row, answers: list[Any]) -> Row:
     asked = _token_ids(from_json(raw["prompt_ids"]), "`prompt_ids`")
-    sampled = [_token_ids(one, f"`completion_ids` {i}") for i, one in enumerate(answers, start=1)]
+    sampled = [_token_ids(answer, f"`completion_ids` {i}") for i, answer in enumerate(answers, start=1)]
     return {"prompt_ids": asked, "completion_ids": sampled}
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list) or not value:
         raise BadRow("not a list of tokens", f"{name} is {kind_in_words(value) if value != [] else 'empty'}")
-    for one in value:
-        if type(one) is not int or not 0 <= one < 2**31:
-            raise BadRow("not a token", f"{name} has {ascii(one)[:40]}; write ids, from 0 on")
+    for token in value:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise BadRow("not a token", f"{name} has {ascii(token)[:40]}; write ids, from 0 on")
     return value
 
 
@@ -434,9 +438,9 @@ def is_chat_group(raw: Row) -> bool:
     return are_messages(raw.get("prompt")) or (isinstance(answers, list) and any(map(are_messages, answers)))
 
 
-def _conversation(raw: Row, name: str) -> Chat:
+def _join_conversation(raw: Row, name: str) -> Chat:
     """The whole conversation of a prompt (a text, messages or None) and an answer that may repeat the prompt."""
-    prompt, answer = raw.get("prompt"), _answer(raw[name])
+    prompt, answer = raw.get("prompt"), _read_answer(raw[name])
     context = None if is_empty(raw.get("context")) else raw["context"]
     is_answer_only = isinstance(answer, list) and bool(answer) and role_of(answer[0]) == "assistant"
     if context is not None and not (isinstance(prompt, str) and is_answer_only):
@@ -445,21 +449,21 @@ def _conversation(raw: Row, name: str) -> Chat:
         return check_messages(answer, name)
     if isinstance(prompt, str):
         text = check_text(prompt, "`prompt`")
-        asked = [{"role": "user", "content": text if context is None else _with_context(text, context)}]
+        asked = [{"role": "user", "content": text if context is None else _add_context(text, context)}]
     elif isinstance(prompt, list | dict):
         asked = read_messages(prompt, "prompt")
     else:
         raise BadRow("messages not a list", f"`prompt` is {kind_in_words(prompt)}")
-    whole = check_messages(answer, name)
+    chat = check_messages(answer, name)
     if isinstance(raw[name], str) and asked[-1]["role"] == "assistant":
         raise BadRow("prompt ends with an answer", f"`{name}` is a text, which would be a second one")
     if is_answer_only:
-        return [*asked, *whole]
-    if isinstance(prompt, str) and asked[0] not in whole:  # a system message or earlier turns may precede it
+        return [*asked, *chat]
+    if isinstance(prompt, str) and asked[0] not in chat:  # a system message or earlier turns may precede it
         raise BadRow("prompt is not in the conversation", f"no user message of `{name}` is the `prompt`")
-    if not isinstance(prompt, str) and whole[: len(asked)] != asked:
+    if not isinstance(prompt, str) and chat[: len(asked)] != asked:
         raise BadRow("prompt is not in the conversation", f"`{name}` does not begin with the messages of `prompt`")
-    return whole
+    return chat
 
 
 def num_turns(chat: Chat) -> int:

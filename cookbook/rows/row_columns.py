@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from cookbook.rows.json_text import BadRow, from_json
 from cookbook.rows.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
 from cookbook.rows.row_checks import FOR_TEMPLATE, Row, is_empty, is_rating
-from cookbook.rows.row_kinds import MadeUp, Naming, RowKind, columns, kinds
+from cookbook.rows.row_kinds import Naming, RowKind, TextGenerator, columns, kinds
 from cookbook.system.files import closest
 
 OTHER_NAMES = {"system_prompt": "system", "system_message": "system", "article": "context"}
@@ -77,9 +77,9 @@ def rename(row: Row, columns: Mapping[str, str]) -> Row:
 def _rename_messages(value: Any, names: Mapping[str, str]) -> Any:
     """Messages with other names for their keys; a message's key that has such a name already is left out."""
     items = _items(value)
-    if not any(isinstance(one, dict) and names.keys() & one.keys() for one in items):
+    if not any(isinstance(item, dict) and names.keys() & item.keys() for item in items):
         return value
-    return [_rename_keys(one, names) if isinstance(one, dict) else one for one in items]
+    return [_rename_keys(item, names) if isinstance(item, dict) else item for item in items]
 
 
 def _rename_keys(message: Row, names: Mapping[str, str]) -> Row:
@@ -87,7 +87,7 @@ def _rename_keys(message: Row, names: Mapping[str, str]) -> Row:
     return {key: item for key, item in message.items() if key not in names and key not in renamed} | renamed
 
 
-def renamed_over(row: Row, columns: Mapping[str, str]) -> set[str]:
+def overwritten_keys(row: Row, columns: Mapping[str, str]) -> set[str]:
     """The keys of messages that `rename` leaves out, each as `messages.KEY`."""
     others = {f"{IN_MESSAGES}{key}" for key in MESSAGE_KEYS if columns.get(key, key) != key}
     others -= {f"{IN_MESSAGES}{column}" for column in columns.values()}
@@ -99,16 +99,16 @@ def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
 
     By a name that is almost right (`ouput`) if one is, else by the types of the values.
     """
-    if found := misspelt(row):
-        column, near = found
+    if suggestion := find_misspelt(row):
+        column, near = suggestion
         renamed = {near if key == column else key: value for key, value in row.items()}
-        for one in readings(renamed.keys(), names):
-            if one.kind.name in names and one.kind.matches(one.of(renamed)):
-                return {key: column if own == near else own for key, own in one.columns.items()}
+        for reading in readings(renamed.keys(), names):
+            if reading.kind.name in names and reading.kind.matches(reading.of(renamed)):
+                return {key: column if own == near else own for key, own in reading.columns.items()}
     for name in names:
         kind = kinds()[name]
         chosen: dict[str, str] = {}
-        example = kind.made_up(MadeUp(random.Random(0), ["a"]))
+        example = kind.made_up(TextGenerator(random.Random(0), ["a"]))
         for key in kind.keys:
             left = [column for column, value in row.items() if column not in chosen.values() and value is not None]
             fitting = [column for column in left if type(row[column]) is type(example[key])]
@@ -120,7 +120,7 @@ def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def misspelt(row: Row) -> tuple[str, str] | None:
+def find_misspelt(row: Row) -> tuple[str, str] | None:
     """A column that would make the row readable under the nearest known name, and that name."""
     known = columns()
     for column in row:
@@ -141,15 +141,15 @@ def _suggested_message_keys(messages: Any) -> dict[str, str]:
 
 
 def asks_for_something(column: str, value: Any) -> bool:
-    """Whether a column with a meaning has a value that would be missed."""
+    """Return whether a column with a meaning has a value that would be missed."""
     value = value if column in TEXTS else from_json(value)  # "[]" in a cell of a table
     return not is_empty(value) and not (column in WEIGHTS and value == 1)
 
 
 def keys_in_messages(row: Row) -> set[str]:
     """The keys of a row's messages, in whatever column they are, each as `messages.KEY`."""
-    messages = (one for value in row.values() for one in _items(value) if isinstance(one, dict))
-    return {f"{IN_MESSAGES}{key}" for one in messages for key in one}
+    messages = (item for value in row.values() for item in _items(value) if isinstance(item, dict))
+    return {f"{IN_MESSAGES}{key}" for message in messages for key in message}
 
 
 def _items(value: Any) -> list[Any]:
@@ -161,16 +161,18 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def without(row: Row, ignored: Sequence[str]) -> Row:
+def drop_columns(row: Row, ignored: Sequence[str]) -> Row:
     """The row without these columns; `messages.KEY` is a key of messages, in whatever column they are."""
     in_messages = {name.removeprefix(IN_MESSAGES) for name in ignored if name.startswith(IN_MESSAGES)}
     row = {column: value for column, value in row.items() if column not in ignored}
     for column, value in row.items() if in_messages else ():
         items = _items(value)
-        if any(in_messages & one.keys() for one in items if isinstance(one, dict)):
+        if any(in_messages & message.keys() for message in items if isinstance(message, dict)):
             row[column] = [
-                {key: item for key, item in one.items() if key not in in_messages} if isinstance(one, dict) else one
-                for one in items
+                {key: item for key, item in message.items() if key not in in_messages}
+                if isinstance(message, dict)
+                else message
+                for message in items
             ]
     return row
 
@@ -185,7 +187,7 @@ class Reading(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether the row has the kind's own names for all required keys, and no other kind comes first."""
+        """True if the row has the kind's own names for all required keys, and no other kind comes first."""
         return not self.kind.yields and all(self.columns[key] == key for key in self.kind.keys)
 
     @property
@@ -198,11 +200,11 @@ class Reading(NamedTuple):
         return {key: raw[column] for key, column in self.columns.items()}
 
     def words(self, raw: Row) -> str:
-        """What was renamed in a row, for the user; empty if nothing was."""
+        """List the columns that are renamed in a row, for the user; empty if none is."""
         renamed = [f"{column} -> {key}" for key, column in self.columns.items() if column != key]
         name = self.name
         if any(is_foreign(raw[column]) for column in self.columns.values()):
-            name, renamed = "ShareGPT", renamed + [f"{theirs} -> {own}" for theirs, own in FOREIGN_KEYS.items()]
+            name, renamed = "ShareGPT", renamed + [f"{foreign} -> {own}" for foreign, own in FOREIGN_KEYS.items()]
         return f"rows look like {name or 'this'}: {', '.join(renamed)}" if renamed else ""
 
 
@@ -212,7 +214,7 @@ def readings(present: Set[str], asked_for: Sequence[str] = ()) -> list[Reading]:
     Args:
         asked_for: kinds of the objective; others of `RowKind.is_asked_for` are left out.
     """
-    found = []
+    kept = []
     for kind in kinds().values():
         if kind.is_asked_for and kind.name not in asked_for:
             continue
@@ -229,8 +231,8 @@ def readings(present: Set[str], asked_for: Sequence[str] = ()) -> list[Reading]:
             if used.keys() >= set(kind.keys) and all(used != way.columns for way in ways):
                 ways.append(Reading(kind, used, naming.name))
         taken = [{*way.columns.values()} for way in ways]
-        found += [way for way, its in zip(ways, taken, strict=True) if not any(its < other for other in taken)]
-    return found
+        kept += [way for way, columns in zip(ways, taken, strict=True) if not any(columns < other for other in taken)]
+    return kept
 
 
 def kinds_of(raw: Row, asked_for: Sequence[str] = ()) -> set[str]:
@@ -239,21 +241,21 @@ def kinds_of(raw: Row, asked_for: Sequence[str] = ()) -> set[str]:
     Args:
         asked_for: as of `readings`.
     """
-    found = readings({key for key, value in raw.items() if value is not None}, asked_for)
-    found = [one for one in found if one.kind.matches(one.of(raw))]
+    candidates = readings({key for key, value in raw.items() if value is not None}, asked_for)
+    candidates = [reading for reading in candidates if reading.kind.matches(reading.of(raw))]
     rated_so = [
-        one
-        for one in found
-        if one.kind.is_asked_for or RATING not in one.columns or is_rating(raw[one.columns[RATING]])
+        reading
+        for reading in candidates
+        if reading.kind.is_asked_for or RATING not in reading.columns or is_rating(raw[reading.columns[RATING]])
     ]
-    return {one.kind.name for one in by_own_names(rated_so or found)}
+    return {reading.kind.name for reading in prefer_own_names(rated_so or candidates)}
 
 
-def by_own_names(found: Iterable[Reading]) -> list[Reading]:
+def prefer_own_names(choices: Iterable[Reading]) -> list[Reading]:
     """The ways to read a row by this project's own names, if these decide it; else all.
 
     A row in a shape of this project is read by it, whatever other columns it has.
     """
-    found = list(found)
-    own = [one for one in found if one.is_own]
-    return own if any(not one.kind.is_rendered for one in own) else found
+    choices = list(choices)
+    own = [reading for reading in choices if reading.is_own]
+    return own if any(not reading.kind.is_rendered for reading in own) else choices

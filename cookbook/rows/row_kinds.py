@@ -49,10 +49,13 @@ class Naming(NamedTuple):
     columns: Mapping[str, str]
     """A kind's key -> column. Keys that are not here have their own names; columns of optional keys may be absent."""
     name: str = ""
-    """What the field calls rows of this shape."""
+    """Usual name of rows of this shape, such as Alpaca."""
 
     def renames_beside(self, present: Set[str], kind: "RowKind") -> bool:
-        """Whether it takes another column for an optional key of rows that have this kind's own names, and the key."""
+        """Return whether it reads an optional key that the rows have from another column.
+
+        Only a naming with the kind's own names for all required keys does.
+        """
         is_own = all(self.columns.get(key, key) == key for key in kind.keys)
         return is_own and any(key != column and key in present for key, column in self.columns.items())
 
@@ -67,7 +70,7 @@ class RowKind:
     """Required keys."""
     check: Callable[[Row], Row]
     """Validates a row with these keys and returns what is kept of it (a valid row again); raises BadRow."""
-    made_up: Callable[["MadeUp"], Row]
+    made_up: Callable[["TextGenerator"], Row]
     """Generates a row for a rehearsal without network."""
     texts: Callable[[Row], tuple[str | None, tuple[str, ...]]] | None = None
     """The prompt, if any, and the text that follows it in each sequence; tokenized without a template."""
@@ -76,31 +79,31 @@ class RowKind:
     tokens: Callable[[Row], tuple[list[int], list[list[int]]]] | None = None
     """The token ids of the prompt, without loss, and those that follow it in each sequence; nothing is added."""
     prompt_may_train: bool = False
-    """Whether the objective decides if prompts, or all tokens of a chat, carry loss."""
+    """True if the objective decides whether prompts, or all tokens of a chat, carry loss."""
     value: Callable[[Row], float] | None = None
     """A number per row that the objective finds in `batch["values"]`."""
     values: Callable[[Row], Sequence[float]] | None = None
-    """The same for rows of any number of sequences, each of which is a sample: a number for each."""
+    """A number per sequence, for rows of any number of sequences, each of which is a sample."""
     logps: tuple[str, ...] = ()
-    """Which of `LOGPROBS` its rows may have: a list for the labelled tokens of each of these sequences."""
+    """Keys of `LOGPROBS` that its rows may have: a list for the labelled tokens of each of these sequences."""
     other_keys: tuple[str, ...] = ()
     """Optional keys."""
     namings: tuple[Naming, ...] = ()
     """Other names of the keys. Rows with a kind's own names are read by these alone."""
     is_rendered: bool = False
-    """Whether its rows may be what another project rendered from their other columns. Rows in another shape besides are
+    """True if its rows may be what another project rendered from their other columns. Rows in another shape besides are
     then a question to the user, even if they have this kind's own names."""
     is_asked_for: bool = False
-    """Whether only an objective that trains on this kind sees it; for others its rows are of the kind that they are
+    """True if only an objective that trains on this kind sees it; for others its rows are of the kind that they are
     without the keys that it adds."""
     has_end: bool = True
-    """Whether an end-of-sequence token is added to a text."""
+    """True if an end-of-sequence token is added to a text."""
     yields: bool = False
-    """Whether its own names count like other names, since rows of other kinds may have them too."""
+    """True if its own names count like other names, since rows of other kinds may have them too."""
     matches: Callable[[Row], bool] = lambda row: True
     """Distinguishes kinds with the same keys."""
     form: str = ""
-    """The same distinction in words, for messages."""
+    """The distinction of `matches` in words, for messages."""
 
     @property
     def keys_in_words(self) -> str:
@@ -114,7 +117,7 @@ class RowKind:
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class TextGenerator:
     """A generator of random texts."""
 
     chance: random.Random
@@ -155,17 +158,17 @@ def shapes(asked_for: Sequence[str] = ()) -> str:
     return f"{', '.join(some)}, or {last}"
 
 
-def _made_up_group(some: "MadeUp", prompt: Any, answer: Callable[[], Any]) -> Row:
+def _make_up_group(some: "TextGenerator", prompt: Any, answer: Callable[[], Any]) -> Row:
     count = some.chance.randint(2, 4)
     rewards = [some.chance.random() for _ in range(count)]
     return {"prompt": prompt, "completions": [answer() for _ in range(count)], "rewards": rewards}
 
 
-def _made_up_tokens(some: "MadeUp") -> Row:
+def _make_up_tokens(some: "TextGenerator") -> Row:
     def ids() -> list[int]:
         return [some.chance.randrange(100) for _ in range(some.chance.randint(2, 10))]
 
-    group = _made_up_group(some, ids(), ids)
+    group = _make_up_group(some, ids(), ids)
     return {"prompt_ids": group["prompt"], "completion_ids": group["completions"], "rewards": group["rewards"]}
 
 
@@ -186,7 +189,7 @@ EXCHANGES = (
 PROMPTS = ("instruction", "question", "query", "input")
 """Columns that hold the prompt of a preference."""
 CHAT_PROMPTS = ("conversations", "messages", *PROMPTS)
-"""The same where the answers are messages."""
+"""Columns that hold the prompt of a preference whose answers are messages."""
 CHOSEN_RESPONSE = {"chosen": "chosen_response", "rejected": "rejected_response"}
 CHATS = ("conversations", "conversation", "dialogue", "dialog")
 """Columns that hold messages."""
@@ -355,10 +358,10 @@ for _kind in (
         matches=is_chat_group,
         form=" of messages",
         check=check_chat_group,
-        chats=lambda row: [(row["prompt"] + one, num_turns(row["prompt"])) for one in row["completions"]],
+        chats=lambda row: [(row["prompt"] + answer, num_turns(row["prompt"])) for answer in row["completions"]],
         values=lambda row: row["rewards"],
         logps=tuple(LOGPROBS),
-        made_up=lambda some: _made_up_group(some, some.chat("user"), lambda: some.chat("assistant")),
+        made_up=lambda some: _make_up_group(some, some.chat("user"), lambda: some.chat("assistant")),
     ),
     RowKind(
         name="group",
@@ -369,7 +372,7 @@ for _kind in (
         texts=lambda row: (row["prompt"], tuple(row["completions"])),
         values=lambda row: row["rewards"],
         logps=tuple(LOGPROBS),
-        made_up=lambda some: _made_up_group(some, some.text(), some.text),
+        made_up=lambda some: _make_up_group(some, some.text(), some.text),
     ),
     RowKind(
         name="sampled_group",
@@ -379,7 +382,7 @@ for _kind in (
         tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
         values=lambda row: row["rewards"],
         logps=tuple(LOGPROBS),
-        made_up=_made_up_tokens,
+        made_up=_make_up_tokens,
     ),
     RowKind(
         name="sampled",
@@ -387,7 +390,7 @@ for _kind in (
         matches=lambda raw: "rewards" not in raw,
         check=check_sampled,
         tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
-        made_up=lambda some: {key: _made_up_tokens(some)[key] for key in TOKENS},
+        made_up=lambda some: {key: _make_up_tokens(some)[key] for key in TOKENS},
     ),
 ):
     registry.register(_kind)

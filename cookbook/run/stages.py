@@ -40,7 +40,7 @@ from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.data import batches
-from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.ahead import Prefetcher
 from cookbook.training.data.reference import with_reference
 from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
@@ -65,11 +65,11 @@ class Inputs:
     base: str
     """The model's folder."""
     folder: str
-    """Where it is loaded from: that folder, or its copy with `new_tokens` or `head`."""
+    """The folder that it is loaded from: `base`, or its copy with `new_tokens` or `head`."""
     new_tokens: dict[str, int]
     """`model.new_tokens` with their ids, which are consecutive."""
     head: ScoreHead | None
-    """That for sequences, if the objective has one."""
+    """The head for sequences, if the objective has one."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: TokenSets
@@ -94,9 +94,9 @@ class Progress:
     num_skipped: int = 0
     """Steps skipped because loss or gradient was not finite."""
     is_evaluated: bool = False
-    """Whether the evaluation after this step is done."""
+    """True if the evaluation after this step is done."""
     is_sampled: bool = False
-    """Whether the continuations after this step are written."""
+    """True if the continuations after this step are written."""
     eval_loss: float | None = None
     """Loss on the first evaluation set after this step."""
     stream_digest: str | None = None
@@ -142,21 +142,21 @@ class Run:
     checkpoint: Checkpoint | None
     """The one that the run resumes from."""
     progress: Progress
-    steps: Ahead[batches.StepBatch]
+    steps: Prefetcher[batches.StepBatch]
     """The remaining steps."""
     layout: batches.Layout
     eval_sets: dict[str, Callable[[], Iterable[Batch]]]
-    """By name; each call iterates over a set once."""
+    """Evaluation sets by name; each call iterates over a set once."""
 
     @property
     def stops_early(self) -> bool:
-        """Whether the held-out loss has not fallen for too long, alike on all ranks: each sums the same numbers."""
+        """Return whether the held-out loss has not fallen for too long, alike on all ranks, as each sums the same."""
         patience = self.recipe.run.early_stopping_patience
         return patience is not None and self.progress.num_worse >= patience
 
     @property
     def is_over(self) -> bool:
-        """Whether this was the last step."""
+        """Return whether this was the last step."""
         return self.progress.step == self.inputs.max_steps or self.stops_early
 
     @property
@@ -247,8 +247,8 @@ def load_inputs(
     if (asked := recipe.objective.asks) is not None:
         from cookbook.run.teacher import KEY, find_teacher
 
-        theirs = model_source.fetch_model(asked.teacher, None, key=KEY)
-        teacher = find_teacher(asked, theirs, tokenizer, facts.num_embeddings, recipe.data.max_length)
+        teacher_folder = model_source.fetch_model(asked.teacher, None, key=KEY)
+        teacher = find_teacher(asked, teacher_folder, tokenizer, facts.num_embeddings, recipe.data.max_length)
     steps_per_epoch = batches.steps_per_epoch(data.train, recipe.batch.global_batch_size)
     return Inputs(
         base=base,
@@ -308,7 +308,7 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
     deadline = time.monotonic() + SIGHT_SECONDS
     while not (sees := lock.signature(folder) == signature) and time.monotonic() < deadline:
         time.sleep(0.5)
-    blind = [rank for rank, found in enumerate(engine.collectives.all_gather(sees)[:, 0]) if not found]
+    blind = [rank for rank, has_it in enumerate(engine.collectives.all_gather(sees)[:, 0]) if not has_it]
     if blind:
         engine.close()
         ranks = f"rank{'s' * (len(blind) > 1)} {', '.join(map(str, blind))}"
@@ -329,10 +329,10 @@ def _check_auto(recipe: Recipe, engine: Engine) -> None:
         return
     values = {MICRO_BATCH: recipe.batch.micro_batch_size, CHECKPOINTING: recipe.model.gradient_checkpointing}
     own = ", ".join(f"{key}={str(value).lower()}" for key, value in values.items())
-    found = engine.collectives.gather_texts(own)
-    if len(set(found)) > 1:
+    texts = engine.collectives.gather_texts(own)
+    if len(set(texts)) > 1:
         engine.close()
-        of_each = "; ".join(f"rank {found.index(text)} has {text}" for text in sorted({*found}, key=found.index))
+        of_each = "; ".join(f"rank {texts.index(text)} has {text}" for text in sorted({*texts}, key=texts.index))
         raise RecipeError(f"machines differ: {of_each}; write these keys with --set, the same on each machine")
 
 
@@ -343,20 +343,20 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
     Raises:
         RecipeError: on every rank: an adapter to begin with that was trained on another model.
     """
-    found = {}
+    digests = {}
     if engine.is_main:
-        found["data"] = inputs.data.fingerprint(cache)
-        found["model"] = model_source.weights_digest(Path(inputs.base), cache=cache)
+        digests["data"] = inputs.data.fingerprint(cache)
+        digests["model"] = model_source.weights_digest(Path(inputs.base), cache=cache)
         if inputs.teacher is not None:
-            found["teacher"] = model_source.weights_digest(Path(inputs.teacher.folder), cache=cache)
+            digests["teacher"] = model_source.weights_digest(Path(inputs.teacher.folder), cache=cache)
         if recipe.adapter is not None and recipe.adapter.path is not None:
-            found["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
+            digests["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
-            found["plugins"] = plugins.digest(recipe.plugins)
-    found = json.loads(engine.collectives.broadcast_text(json.dumps(found)))
+            digests["plugins"] = plugins.digest(recipe.plugins)
+    digests = json.loads(engine.collectives.broadcast_text(json.dumps(digests)))
     if recipe.adapter is not None:
-        base_model.check_base(recipe.adapter, found["model"])
-    return found
+        base_model.check_base(recipe.adapter, digests["model"])
+    return digests
 
 
 def choose_packing(recipe: Recipe, inputs: Inputs, checkpoint: Checkpoint | None) -> Packing:
@@ -411,10 +411,10 @@ def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool
 def _reference_of(engine: Engine, objective: Objective, tokens: TokenSet, layout: batches.Layout) -> np.ndarray:
     """See `with_reference`. Collective."""
     if objective.reference_of == "tokens":
-        found, size = batches.batches_of_targets(tokens, layout), int(tokens.num_targets.sum())
-        return engine.collect(target_logps, found, size, what="reference")
-    found = batches.indexed_batches(tokens, layout)
-    return engine.collect(sequence_logps, found, len(tokens.lengths), what="reference")
+        indexed, size = batches.batches_of_targets(tokens, layout), int(tokens.num_targets.sum())
+        return engine.collect(target_logps, indexed, size, what="reference")
+    indexed = batches.indexed_batches(tokens, layout)
+    return engine.collect(sequence_logps, indexed, len(tokens.lengths), what="reference")
 
 
 def make_run(
@@ -476,7 +476,7 @@ def make_run(
         engine=engine,
         checkpoint=checkpoint,
         progress=progress,
-        steps=Ahead(islice(steps, inputs.max_steps - progress.step)),
+        steps=Prefetcher(islice(steps, inputs.max_steps - progress.step)),
         layout=layout,
         eval_sets={name: partial(batches.eval_batches, tokens, layout) for name, tokens in data.eval.items()},
     )

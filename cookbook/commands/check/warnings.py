@@ -10,7 +10,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import peak_learning_rate, short_run
 from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.facts.packing import known_config
-from cookbook.rows.row_columns import kinds_of, rename, without
+from cookbook.rows.row_columns import drop_columns, kinds_of, rename
 from cookbook.rows.row_kinds import kinds
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.training.data.rows import Rows, read_rows
@@ -73,7 +73,9 @@ def _kinds_here(source: Source) -> set[str]:
         seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     except RecipeError:  # reported by whoever reads the rows
         return set()
-    return set().union(*(kinds_of(rename(without(raw, source.ignore or ()), source.columns or {})) for raw in seen))
+    return set().union(
+        *(kinds_of(rename(drop_columns(raw, source.ignore or ()), source.columns or {})) for raw in seen)
+    )
 
 
 def read_all(recipe: Recipe) -> Iterator[str]:

@@ -17,8 +17,8 @@ from cookbook.facts.attention_layers import attention_layers
 from cookbook.facts.meshes import EXPERTS
 from cookbook.facts.model_files import read_tokenizer, why_not
 from cookbook.facts.offline import hub_answers, known_kind, known_model
-from cookbook.rows.row_columns import MEANT, without
-from cookbook.rows.row_kinds import BadRow, MadeUp, columns, kinds
+from cookbook.rows.row_columns import MEANT, drop_columns
+from cookbook.rows.row_kinds import BadRow, TextGenerator, columns, kinds
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.rows import Rows, read_rows, texts
 from cookbook.training.data.sources import raw_rows
@@ -48,7 +48,7 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
             if hub_answers():
                 raw = (row for _, row in islice(raw_rows(source, streaming=True), num_rows))
                 read = {*columns(), *MEANT, *(source.columns or {}).values()}
-                good = (without(row, source.ignore or ()) for row in raw if not isinstance(row, BadRow))
+                good = (drop_columns(row, source.ignore or ()) for row in raw if not isinstance(row, BadRow))
                 rows = [{key: value for key, value in row.items() if key in read} for row in good]
                 small = Source(path=str(path), weight=source.weight, columns=source.columns)
             else:
@@ -71,7 +71,7 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
 
 def synthetic_rows(kind: str, count: int) -> list[dict[str, Any]]:
     """Made-up rows of a kind, the same at each call."""
-    some = MadeUp(random.Random(0), WORDS.split())
+    some = TextGenerator(random.Random(0), WORDS.split())
     return [kinds()[kind].made_up(some) for _ in range(count)]
 
 

@@ -12,7 +12,7 @@ from cookbook.config.sections import DataSection, RoundsSection, Source
 from cookbook.rows.json_text import BadRow
 from cookbook.rows.messages import Chat, check_text, read_messages
 from cookbook.rows.row_checks import CHAT_KEYS, is_empty
-from cookbook.rows.row_columns import without
+from cookbook.rows.row_columns import drop_columns
 from cookbook.system.files import RecipeError, kind_in_words
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
@@ -56,7 +56,7 @@ def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
         raise raw
     if not isinstance(raw, dict):
         raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with `prompt`")
-    columns, name = without(raw, source.ignore or ()), (source.columns or {}).get("prompt", "prompt")
+    columns, name = drop_columns(raw, source.ignore or ()), (source.columns or {}).get("prompt", "prompt")
     if name not in columns:
         seen = ", ".join(map(ascii, columns))[:200] or "none"
         raise BadRow(

@@ -11,7 +11,7 @@ LEAVE_SECONDS = 2.0
 """Limit of the wait for the thread at the end: a batch takes milliseconds, and a network is not worth waiting for."""
 
 
-class Ahead(Iterator[Item], Generic[Item]):
+class Prefetcher(Iterator[Item], Generic[Item]):
     """Iterates over the same items, prefetching one in a thread.
 
     An error in the thread is raised by `next`. A `with` block leaves no thread behind.
@@ -45,7 +45,7 @@ class Ahead(Iterator[Item], Generic[Item]):
         self._thread = threading.Thread(target=make, name="next batch", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Ahead[Item]":
+    def __enter__(self) -> "Prefetcher[Item]":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""What a teacher answered for each target of a token set: a safetensors file that is written piece by piece, and read
+"""File of a teacher's answers for each target of a token set: safetensors, written piece by piece, and read
 as memory maps, since it may be larger than memory.
 """
 

@@ -38,11 +38,11 @@ OTHERS = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
 
 
 @dataclass(frozen=True, repr=False)
-class Unreadable:
+class UnreadableValue:
     """Stands for a value that JSON does not have, such as a date: harmless where nobody reads it."""
 
     words: str
-    """What it is and what to do, for messages."""
+    """The kind of value and the remedy, for messages."""
 
     def __repr__(self) -> str:
         return self.words
@@ -69,10 +69,10 @@ def row_decoder(schema: Any, roles: Set[str] = frozenset()) -> Callable[[Any], l
 def _features(schema: Any) -> dict[str, Any]:
     """The types of the columns as `datasets` writes them beside the schema."""
     try:
-        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return features if isinstance(features, dict) else {}
 
 
 def _decoder(kind: Any, feature: Any, place: str, roles: Set[str] = frozenset()) -> Decoder:
@@ -94,7 +94,7 @@ def _decoder(kind: Any, feature: Any, place: str, roles: Set[str] = frozenset())
     if getattr(kind, "extension_name", "") == "arrow.json" or (name == "Json" and is_text):
         return partial(_json_values, place)
     if name in MEDIA:
-        return _unreadable(f"{name} of datasets", place)
+        return _unreadable_decoder(f"{name} of datasets", place)
     if types.is_struct(kind):
         return _struct_decoder(kind, feature, place, roles)
     if types.is_map(kind) and any(is_such(kind.key_type) for is_such in TEXTS):
@@ -105,32 +105,32 @@ def _decoder(kind: Any, feature: Any, place: str, roles: Set[str] = frozenset())
         return as_they_are if inner is as_they_are else partial(_list_values, inner)
     if is_text or any(is_such(kind) for is_such in OTHERS):
         return as_they_are
-    return _unreadable(str(kind)[:80], place)
+    return _unreadable_decoder(str(kind)[:80], place)
 
 
-def _unreadable(kind: str, place: str) -> Decoder:
-    value = Unreadable(f"of type {kind} (column {place!a}), which JSON does not have; write it as text")
+def _unreadable_decoder(kind: str, place: str) -> Decoder:
+    value = UnreadableValue(f"of type {kind} (column {place!a}), which JSON does not have; write it as text")
     return lambda array: [value if is_valid else None for is_valid in array.is_valid().to_pylist()]
 
 
 def _json_values(place: str, array: Any) -> list[Any]:
     values = [None if text is None else json_value(text) for text in array.to_pylist()]
-    return [_or_unreadable(value, f"a text of JSON (column {place!a})") for value in values]
+    return [_replace_unreadable(value, f"a text of JSON (column {place!a})") for value in values]
 
 
-def _or_unreadable(value: Any, what: str) -> Any:
-    return Unreadable(f"{what}: {value}") if isinstance(value, BadRow) else value
+def _replace_unreadable(value: Any, what: str) -> Any:
+    return UnreadableValue(f"{what}: {value}") if isinstance(value, BadRow) else value
 
 
 def _struct_decoder(kind: Any, feature: Any, place: str, roles: Set[str]) -> Decoder:
     fields = [kind.field(i) for i in range(kind.num_fields)]
     names = [field.name for field in fields]
     if len({*names}) < len(names):
-        return _unreadable(f"{kind}"[:80], place)
+        return _unreadable_decoder(f"{kind}"[:80], place)
     of_keys = feature if isinstance(feature, dict) else {}
     of_sequence = of_keys.get("feature") if of_keys.get("_type") == "Sequence" else None
     if isinstance(of_sequence, dict):
-        of_keys = {key: {"_type": "List", "feature": one} for key, one in of_sequence.items()}
+        of_keys = {key: {"_type": "List", "feature": feature} for key, feature in of_sequence.items()}
     are_lists = bool(fields) and all(isinstance(field.type, LISTS) for field in fields)
     is_sequence = are_lists and (isinstance(of_sequence, dict) or not roles.isdisjoint(names))
     decoders = [_decoder(field.type, of_keys.get(field.name), f"{place}.{field.name}") for field in fields]
@@ -176,7 +176,7 @@ def _list_values(decode: Decoder, array: Any) -> list[Any]:
 
 
 def _bounds(array: Any) -> tuple[list[int], list[int]]:
-    """Where the items of each list begin and end in what the array holds."""
+    """Return the places at which the items of each list begin and end among those that the array holds."""
     if isinstance(array, pyarrow.FixedSizeListArray):
         size = array.type.list_size
         starts = [size * (array.offset + i) for i in range(len(array))]
@@ -200,4 +200,4 @@ def _object(pairs: list[tuple[str, Any]], place: str) -> Any:
     try:
         return unique(pairs)
     except BadRow as bad:
-        return Unreadable(f"a map (column {place!a}) with a {bad}")
+        return UnreadableValue(f"a map (column {place!a}) with a {bad}")

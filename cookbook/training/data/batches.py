@@ -23,14 +23,14 @@ from cookbook.training.data.tokens import TokenSet
 
 IGNORE_INDEX = -100
 BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
-"""What a token set may have for each target."""
+"""Names of the arrays that a token set may have with a value for each target."""
 MAX_STEPS_MEASURED = 100
-"""By `measure`."""
+"""Limit of the steps that `measure` looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How samples are spread over ranks and micro-batches; exactly one of the two limits is set."""
+    """Spread of samples over ranks and micro-batches; exactly one of the two limits is set."""
 
     num_ranks: int
     rank: int
@@ -47,7 +47,7 @@ class Layout:
     """Ranks that share the tokens of each row."""
     sequence_rank: int = 0
     shares_samples: bool = False
-    """Whether these ranks share the samples of a micro-batch too, as the objective allows."""
+    """True if these ranks share the samples of a micro-batch too, as the objective allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def split_micro_batches(lengths: np.ndarray, samples: Sequence[int], layout: Lay
 
 
 class Fill(NamedTuple):
-    """How full micro-batches are."""
+    """Number of forwards and padding of micro-batches."""
 
     forwards: float
     """A step, on one rank."""
@@ -168,12 +168,12 @@ def measure(tokens: TokenSet, order: np.ndarray, layout: Layout, *, global_batch
     for begin in islice(range(0, len(order), global_batch_size), MAX_STEPS_MEASURED):
         window = lengths[order[begin : begin + global_batch_size]]
         cuts = [
-            window[one]
+            window[indices]
             for share in balance_over_ranks(window.sum(1).tolist(), layout.num_ranks)
-            for one in split_micro_batches(window, share, layout)
+            for indices in split_micro_batches(window, share, layout)
         ]
         num_steps, num_forwards, num_tokens = num_steps + 1, num_forwards + len(cuts), num_tokens + int(window.sum())
-        num_positions += sum(_num_positions(one, layout) for one in cuts)
+        num_positions += sum(_num_positions(cut, layout) for cut in cuts)
     return Fill(num_forwards / num_steps / layout.num_ranks, 1 - num_tokens / num_positions)
 
 
@@ -184,7 +184,9 @@ def _num_positions(lengths: np.ndarray, layout: Layout) -> int:
 
 
 def _micro_batches_of_rank(lengths: np.ndarray, shares: Sequence[Sequence[int]], layout: Layout) -> list[list[int]]:
-    """As many on every rank, which each computes without communication: those that the rank with most of them needs."""
+    """Split a rank's samples into as many micro-batches as the rank that needs the most has.
+
+    Each rank computes that number without communication."""
     mine = split_micro_batches(lengths, shares[layout.rank], layout)
     if layout.micro_batch_size is not None:
         most = -(-max(map(len, shares)) // layout.micro_batch_size)

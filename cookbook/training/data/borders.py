@@ -35,18 +35,18 @@ class Pieces:
 
     @cached_property
     def normalizes_special(self) -> bool:
-        """Whether it looks for some special tokens in the form that it gives to a text, in small letters, say."""
+        """True if the tokenizer looks for some special tokens in its own form of a text, in small letters, say."""
         tokens = self.tokenizer.added_tokens_decoder.values()
         has_normalizer = self.tokenizer.backend_tokenizer.normalizer is not None
-        return has_normalizer and any(one.special and one.normalized for one in tokens)
+        return has_normalizer and any(token.special and token.normalized for token in tokens)
 
     def makes_special(self, chat: Iterable[dict[str, Any]]) -> bool:
-        """Whether some text of the messages has a special token in that form alone."""
+        """Return whether a text of the messages has a special token only in the tokenizer's form of it."""
         normalize, search = self.tokenizer.backend_tokenizer.normalizer.normalize_str, self.special_texts.search
         texts = [text for message in chat for text in message.values() if isinstance(text, str)]
         return any(search(normalize(text)) and not search(text) for text in texts)
 
-    def encoded(self, texts: list[str], **options: Any) -> Any:
+    def encode(self, texts: list[str], **options: Any) -> Any:
         """The tokenizer's output for each text, without the tokens that it adds around a text."""
         return self.tokenizer(
             texts,
@@ -59,35 +59,35 @@ class Pieces:
 
     def ids(self, texts: list[str], **options: Any) -> list[list[int]]:
         """The ids of each text."""
-        return self.encoded(texts, **options)["input_ids"]
+        return self.encode(texts, **options)["input_ids"]
 
-    def continued(self, texts: list[str], **options: Any) -> list[list[int]]:
+    def continue_ids(self, texts: list[str], **options: Any) -> list[list[int]]:
         """The ids of texts that continue another: without the space that some tokenizers put before a text."""
         if not self._puts_prefix:
             return self.ids(texts, **options)
         return self._after_anchor(texts, **options)
 
     def _after_anchor(self, texts: list[str], **options: Any) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
+        known: dict[int, list[int]] = {}
         for anchor in ANCHORS:
-            left = [i for i in range(len(texts)) if i not in found]
+            left = [i for i in range(len(texts)) if i not in known]
             if not left:
                 break
-            encoded = self.encoded([anchor + texts[i] for i in left], return_offsets_mapping=True, **options)
+            encoded = self.encode([anchor + texts[i] for i in left], return_offsets_mapping=True, **options)
             for i, ids, offsets in zip(left, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 first = next((k for k, (start, end) in enumerate(offsets) if start >= 1 or end > 1), len(ids))
                 if first == len(ids) or (first and offsets[first][0] >= 1):
-                    found[i] = ids[first:]
-        return [found[i] if i in found else self.ids([text], **options)[0] for i, text in enumerate(texts)]
+                    known[i] = ids[first:]
+        return [known[i] if i in known else self.ids([text], **options)[0] for i, text in enumerate(texts)]
 
     @cached_property
     def _puts_prefix(self) -> bool:
-        """Whether it puts a space before a text, as SentencePiece does."""
+        """True if the tokenizer puts a space before a text, as SentencePiece does."""
         return self._after_anchor(["ab", "1"]) != self.ids(["ab", "1"])
 
     @cached_property
     def _puts_prefix_after_special(self) -> bool:
-        """Whether it puts that space after each special token too."""
+        """True if the tokenizer puts its space before a text after each special token too."""
         special = self.tokenizer.eos_token or ""
         return self.ids([special + "ab"])[0][1:] == self.ids(["ab"])[0]
 
@@ -115,8 +115,10 @@ class Pieces:
         return first, last + 1
 
     def _ends_alike(self, encoding: Any, before: list[int], text: str, end: int) -> bool:
-        """Whether the tokens before character `end` are those of the text up to there, which ends in white space: some
-        tokenizers split white space otherwise if a word follows it."""
+        """Return whether the tokens before character `end` are those of the text up to there.
+
+        The text ends in white space, which some tokenizers split otherwise if a word follows it.
+        """
         ids = before[-MAX_TAIL:]
         place = next((i for i in reversed(range(len(ids))) if ids[i] in self.special_ids), None)
         if place is None:
@@ -127,7 +129,7 @@ class Pieces:
             self._tails[tail] = self.ids([tail])[0]
         return self._tails[tail] == ids[place:]
 
-    def in_pieces(self, text: str, cuts: Collection[int], guard: str = "") -> tuple[list[int], dict[int, int]]:
+    def split(self, text: str, cuts: Collection[int], guard: str = "") -> tuple[list[int], dict[int, int]]:
         """The ids of a text whose pieces between the cuts are tokenized by themselves, and the number of tokens before
         each cut.
 
@@ -147,10 +149,10 @@ class Pieces:
 
     def _append(self, ids: list[int], text: str, **options: Any) -> None:
         starts_alike = not ids or (ids[-1] in self.special_ids and self._puts_prefix_after_special)
-        ids += self.ids([text], **options)[0] if starts_alike else self.continued([text], **options)[0]
+        ids += self.ids([text], **options)[0] if starts_alike else self.continue_ids([text], **options)[0]
 
     def _append_guarded(self, ids: list[int], text: str, guard: str) -> None:
-        encoding = self.encoded([text], return_offsets_mapping=True)
+        encoding = self.encode([text], return_offsets_mapping=True)
         place = 0
         special = [
             (i, offsets)
@@ -165,14 +167,14 @@ class Pieces:
         if rest := text[place:].replace(guard, ""):
             self._append(ids, rest, split_special_tokens=True)
 
-    def guarded(self, text: str, guard: str) -> str:
+    def guard(self, text: str, guard: str) -> str:
         """The text with `guard` inside each special token's text, so that it is none, or after one of a character."""
-        return self.special_texts.sub(lambda found: found[0][0] + guard + found[0][1:], text)
+        return self.special_texts.sub(lambda match: match[0][0] + guard + match[0][1:], text)
 
     def num_special(self, text: str, guard: str) -> int:
         """Special tokens in a text, but for those with a guard."""
-        found = self.special_texts.finditer(text)
-        return sum(not guard or not text.startswith(guard, one.end()) for one in found)
+        matches = self.special_texts.finditer(text)
+        return sum(not guard or not text.startswith(guard, match.end()) for match in matches)
 
     def without_space(self, ids: list[int]) -> list[int]:
         """The tokens up to the last one that is special or more than white space."""

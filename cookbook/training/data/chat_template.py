@@ -22,11 +22,11 @@ RANDOM = ("random", "lipsum")
 """Filters and functions of Jinja that give something else each time."""
 
 
-class AsksForDate(Exception):
+class MissingDate(Exception):
     """A template prints today's date."""
 
 
-class Refused(Exception):
+class TemplateRefusal(Exception):
     """A template does not take a chat."""
 
 
@@ -34,7 +34,7 @@ Span = tuple[int, int]
 """First character of a stretch, and the one after its last."""
 
 
-class Asked(NamedTuple):
+class ChatRequest(NamedTuple):
     """A chat to render, and what goes into the template besides."""
 
     chat: Chat
@@ -68,47 +68,49 @@ class ChatTemplate:
         return self.tokenizer.get_chat_template(tools=tools)
 
     def has_markers(self, tools: Any = None) -> bool:
-        """Whether it marks the assistant's tokens."""
+        """Return whether the template marks the assistant's tokens."""
         if (tools is None) not in self._has_markers:
             self._has_markers[tools is None] = is_marked(self.text(tools))
         return self._has_markers[tools is None]
 
-    def render(self, asked: Asked, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
+    def render(self, asked: ChatRequest, end: int | None = None, *, prompt: bool = False, **variables: Any) -> str:
         """The text of the first `end` messages; with `prompt`, also the generation prompt for the next one.
 
         Raises:
-            Refused: the template does not take the chat.
-            AsksForDate: the template asks for the date, and there is none.
+            TemplateRefusal: the template does not take the chat.
+            MissingDate: the template asks for the date, and there is none.
         """
-        return self._rendered(asked, end, prompt, variables)[0]
+        return self._render_with_spans(asked, end, prompt, variables)[0]
 
-    def render_marked(self, asked: Asked) -> tuple[str, list[Span]]:
+    def render_marked(self, asked: ChatRequest) -> tuple[str, list[Span]]:
         """The text of the chat, and the stretches between the template's markers: those that touch as one, and none
         that is empty."""
-        text, found = self._rendered(asked, None, False, {})
+        text, marked = self._render_with_spans(asked, None, False, {})
         spans: list[Span] = []
-        for start, end in found:
+        for start, end in marked:
             if spans and start == spans[-1][1]:
                 spans[-1] = spans[-1][0], end
             elif start < end:
                 spans.append((start, end))
         return text, spans
 
-    def _rendered(self, asked: Asked, end: int | None, prompt: bool, more: dict[str, Any]) -> tuple[str, list[Span]]:
+    def _render_with_spans(
+        self, asked: ChatRequest, end: int | None, prompt: bool, more: dict[str, Any]
+    ) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
-        compiled = _compiled(self.text(asked.tools))
+        compiled = _compile(self.text(asked.tools))
         values = {**self._special, "strftime_now": self._strftime, **asked.variables, **more}
-        messages = [self._given(message, asked.tools) for message in asked.chat[:end]]
+        messages = [self._to_template_form(message, asked.tools) for message in asked.chat[:end]]
         # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py:543).
         try:
             return _render_with_assistant_indices(compiled, messages, asked.tools, None, prompt, **values)
-        except AsksForDate:
+        except MissingDate:
             raise
         except Exception as error:  # its own, or any of Python's: it is a program
-            raise Refused(str(error)) from None
+            raise TemplateRefusal(str(error)) from None
 
-    def _given(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
+    def _to_template_form(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
         """A message in the form that the template reads."""
         if len(message) == 2:  # most have a role and a content alone
             return message
@@ -121,12 +123,14 @@ class ChatTemplate:
 
     def _strftime(self, form: str) -> str:
         if self.today is None:
-            raise AsksForDate
+            raise MissingDate
         return self.today.strftime(form)
 
     def _wants_text(self, with_tools: bool) -> bool:
-        """Whether the template takes the arguments of calls as a JSON text: it joins them to text, or prints an object
-        as Python does."""
+        """Return whether the template takes the arguments of calls as a JSON text.
+
+        It joins them to text, or prints an object as Python does.
+        """
         if with_tools not in self._text_form:
             arguments = {"probe": True}
             as_object, as_text = (self._probe(with_tools, form) for form in (arguments, _as_text(arguments)))
@@ -138,7 +142,7 @@ class ChatTemplate:
         """A call with these arguments as the template writes it; empty if it refuses the call."""
         call = {"id": "a" * 9, "type": "function", "function": {"name": "f", "arguments": arguments}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        template = _compiled(self.text(True if with_tools else None))
+        template = _compile(self.text(True if with_tools else None))
         try:
             return template.render(messages=chat, tools=None, **self._special, strftime_now=lambda form: "")
         except Exception:  # as above
@@ -149,7 +153,7 @@ class ChatTemplate:
         return meta.find_undeclared_variables(self._tree(self.text(tools)))
 
     def mistake(self) -> str:
-        """What is wrong with the template itself; empty if it can be read."""
+        """Describe the template's mistake in its syntax; empty if it can be read."""
         templates = self.tokenizer.chat_template
         try:
             for template in templates.values() if isinstance(templates, dict) else [templates]:
@@ -159,26 +163,28 @@ class ChatTemplate:
         return ""
 
     def is_random(self) -> bool:
-        """Whether it writes something else each time."""
+        """Return whether the template writes something else each time."""
         templates = self.tokenizer.chat_template
         for template in templates.values() if isinstance(templates, dict) else [templates]:
             tree = self._tree(template)
-            if any(getattr(one, "name", "") in RANDOM for one in tree.find_all((nodes.Filter, nodes.Name))):
+            if any(getattr(node, "name", "") in RANDOM for node in tree.find_all((nodes.Filter, nodes.Name))):
                 return True
         return False
 
     def _tree(self, text: str) -> nodes.Template:
-        return _compiled(text).environment.parse(text)
+        return _compile(text).environment.parse(text)
 
     @cached_property
     def tested_texts(self) -> tuple[str, ...]:
         """Texts that the template looks for in those of a chat, such as `</think>`."""
         templates = self.tokenizer.chat_template
-        found: set[str] = set()
+        constants: set[str] = set()
         for template in templates.values() if isinstance(templates, dict) else [templates]:
             for node in self._tree(template).find_all((nodes.Compare, nodes.Call, nodes.Filter)):
-                found |= {one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)}
-        marks = {text.strip() for text in found}
+                constants |= {
+                    constant.value for constant in node.find_all(nodes.Const) if isinstance(constant.value, str)
+                }
+        marks = {text.strip() for text in constants}
         return tuple(sorted((mark for mark in marks if len(mark) > 1 and re.search(r"[<\[|]", mark)), key=len)[::-1])
 
 
@@ -193,7 +199,7 @@ def _as_text(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _compiled(template: str) -> Any:
+def _compile(template: str) -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(template)

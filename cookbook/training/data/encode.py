@@ -21,11 +21,11 @@ from cookbook.system.files import RecipeError
 from cookbook.training.data.borders import Pieces, Range
 from cookbook.training.data.chat_template import (
     THINKING,
-    Asked,
-    AsksForDate,
+    ChatRequest,
     ChatTemplate,
-    Refused,
+    MissingDate,
     Span,
+    TemplateRefusal,
 )
 from cookbook.training.data.faithful import (
     MARKS_NEXT,
@@ -34,8 +34,8 @@ from cookbook.training.data.faithful import (
     Look,
     Problem,
     Words,
-    changed_text,
-    left_out,
+    find_changed_text,
+    find_left_out,
     look_at,
     problems_of_shape,
     problems_of_tools,
@@ -57,7 +57,7 @@ LabelledIds = tuple[list[int], list[int]]
 """Token ids; 1 for a label, 0 for none."""
 
 
-class Encoded(NamedTuple):
+class EncodedRow(NamedTuple):
     """The sequences of a row, not truncated, and what is to be said of them."""
 
     sequences: list[LabelledIds]
@@ -93,7 +93,7 @@ class Encoder:
         self.tokenizer, self.train_on, self.keys = tokenizer, train_on, keys
         self._chats: dict[TrainOn, _ChatEncoder] = {}
 
-    def encode(self, rows: Rows) -> Iterator[Encoded | BadRow]:
+    def encode(self, rows: Rows) -> Iterator[EncodedRow | BadRow]:
         """Each row.
 
         Raises:
@@ -104,7 +104,7 @@ class Encoder:
             raise RecipeError(f"{rows.place}: {name} has no tokenizer.json; a fast tokenizer is needed")
         kind = kinds()[rows.kind]
         if kind.tokens is not None:
-            return (_as_sampled(*kind.tokens(row)) for row in rows.rows)
+            return (_join_sampled(*kind.tokens(row)) for row in rows.rows)
         train_on = self.train_on if kind.prompt_may_train or self.train_on == "all" else "assistant"
         if kind.chats is None:
             return _encode_plain_rows(rows, kind, Pieces(self.tokenizer), train_on, self.keys)
@@ -124,14 +124,14 @@ class Encoder:
         return _encode_chats(rows, kind.chats, self._chats[train_on])
 
 
-def _as_sampled(prompt: list[int], answers: list[list[int]]) -> Encoded:
+def _join_sampled(prompt: list[int], answers: list[list[int]]) -> EncodedRow:
     """Sequences of given tokens: an answer that was cut off learns no end, and one that ended has its end in it."""
-    return Encoded([(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for answer in answers])
+    return EncodedRow([(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for answer in answers])
 
 
 def _encode_plain_rows(
     rows: Rows, kind: RowKind, pieces: Pieces, train_on: TrainOn, keys: TextKeys
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedRow]:
     assert kind.texts is not None
     tokenizer = pieces.tokenizer
     start, end = _start_and_end(tokenizer, rows.place)
@@ -143,7 +143,7 @@ def _encode_plain_rows(
         # Prompt and answer separately, as at inference: together, a token could span the border.
         asked_all = [asked for asked, _ in batch if asked is not None]
         prompts = pieces.ids(asked_all, **options) if asked_all else None
-        after = pieces.ids if prompts is None else pieces.continued
+        after = pieces.ids if prompts is None else pieces.continue_ids
         answers = iter(after([text for _, texts in batch for text in texts], **options))
         for i, (asked, texts) in enumerate(batch):
             prompt = [] if prompts is None else _start_with(prompts[i], start)
@@ -162,15 +162,15 @@ def _encode_plain_rows(
             elif _is_compared(num_seen):
                 seen = [tokenizer.decode(ids) for ids, _ in sequences]
                 said = [(asked or "") + text for text in texts]
-                if [_bare(tokenizer, one) for one in seen] != [_bare(tokenizer, one) for one in said]:
+                if [_bare(tokenizer, text) for text in seen] != [_bare(tokenizer, text) for text in said]:
                     remarks.append(OTHER_TEXT)
-            yield Encoded(sequences, tuple(remarks))
+            yield EncodedRow(sequences, tuple(remarks))
 
 
 LONGEST_MARK = 40
 """Tokens, at most one a character."""
 MARK_AT_END = re.compile(r"[<\[][^<>\[\]\s]{1,38}[>\]]$")
-"""What may be meant as a special token."""
+"""End of a turn that may be meant as a special token."""
 SPECIAL_AS_TEXT = "with special tokens in a text, read as text (data.special_tokens: tokens would read tokens)"
 SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special_tokens: text would read text)"
 UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
@@ -219,9 +219,9 @@ def _encode_chats(
     rows: Rows,
     chats_of: Callable[[Row], list[tuple[Chat, int]]],
     encoder: "_ChatEncoder",
-) -> Iterator[Encoded | BadRow]:
+) -> Iterator[EncodedRow | BadRow]:
     chats = (
-        Asked(
+        ChatRequest(
             chat,
             row.get("tools"),
             row.get("chat_template_kwargs") or {},
@@ -233,14 +233,14 @@ def _encode_chats(
     )
     encoded = (sequence for batch in _batches(chats) for sequence in encoder.encode(batch))
     for row in rows.rows:
-        found = list(islice(encoded, len(chats_of(row))))
-        bad = [one for one in found if isinstance(one, BadRow)]
+        results = list(islice(encoded, len(chats_of(row))))
+        bad = [result for result in results if isinstance(result, BadRow)]
         if bad:
             yield bad[0]
             continue
-        good = [one for one in found if not isinstance(one, BadRow)]
-        remarks = dict.fromkeys(remark for one in good for remark in one.remarks)
-        yield Encoded([sequence for one in good for sequence in one.sequences], tuple(remarks))
+        good = [result for result in results if not isinstance(result, BadRow)]
+        remarks = dict.fromkeys(remark for result in good for remark in result.remarks)
+        yield EncodedRow([sequence for result in good for sequence in result.sequences], tuple(remarks))
 
 
 def _trained_turns(chat: Chat, num_shared: int, train_on: TrainOn) -> tuple[int, ...]:
@@ -248,11 +248,11 @@ def _trained_turns(chat: Chat, num_shared: int, train_on: TrainOn) -> tuple[int,
     return tuple(k for k in (turns[-1:] if train_on == "last" else turns) if chat[k].get("train") is not False)
 
 
-class _Written(NamedTuple):
+class _Rendering(NamedTuple):
     """A chat as the template writes it."""
 
-    asked: Asked
-    """What was rendered."""
+    asked: ChatRequest
+    """The chat that was rendered."""
     text: str
     spans: list[Span]
     """The characters of each turn with loss."""
@@ -261,12 +261,12 @@ class _Written(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What was found out about chats of one shape."""
+    """Findings about chats of one shape."""
 
     problem: BadRow | None
     remarks: tuple[str, ...]
     looks: set[Look]
-    """How those lie that were compared."""
+    """Looks of the chats that were compared."""
 
 
 @dataclass
@@ -279,23 +279,23 @@ class _ChatEncoder:
     keys: TextKeys
     shapes: dict[tuple[Any, ...], _Shape] = field(default_factory=dict)
     tools: dict[int, tuple[BadRow | None, list[str]]] = field(default_factory=dict)
-    """What is wrong with what is written of tools, by the hash of their text."""
+    """Verdicts of `_judge_tools`, by the hash of the tools' text."""
     num_seen: int = 0
 
-    def encode(self, chats: list[Asked]) -> Iterator[Encoded | BadRow]:
+    def encode(self, chats: list[ChatRequest]) -> Iterator[EncodedRow | BadRow]:
         """Each chat, or its problem."""
-        written = [self._write(one) for one in chats]
-        plain = [one.text for one in written if isinstance(one, _Written) and not one.guard]
-        encoded = self.pieces.encoded(plain) if plain else None
+        written = [self._write(chat) for chat in chats]
+        plain = [rendering.text for rendering in written if isinstance(rendering, _Rendering) and not rendering.guard]
+        encoded = self.pieces.encode(plain) if plain else None
         encodings = zip(encoded.encodings, encoded["input_ids"], strict=True) if encoded else iter(())
-        for asked, one in zip(chats, written, strict=True):
-            if isinstance(one, BadRow):
-                yield one
+        for asked, rendering in zip(chats, written, strict=True):
+            if isinstance(rendering, BadRow):
+                yield rendering
                 continue
-            sequence, remarks = self._labelled(asked, one, None if one.guard else next(encodings))
-            yield self._checked(asked, one, sequence, remarks)
+            sequence, remarks = self._label_tokens(asked, rendering, None if rendering.guard else next(encodings))
+            yield self._check_chat(asked, rendering, sequence, remarks)
 
-    def _write(self, asked: Asked) -> _Written | BadRow:
+    def _write(self, asked: ChatRequest) -> _Rendering | BadRow:
         if self.train_on == "all" and any("train" in message for message in asked.chat):
             return BadRow("train: false under objective.train_on: all", "under which every token carries loss")
         is_meant = self.keys.special_tokens == "tokens"
@@ -307,42 +307,42 @@ class _ChatEncoder:
         guard = ""
         if not is_meant and self._has_special(asked):
             said = json.dumps((asked.chat, asked.tools, asked.variables), ensure_ascii=False, default=str)
-            guard = next(one for one in GUARDS if one not in said)
-            mapped = (self._guarded(one, guard) for one in (asked.chat, asked.tools, asked.variables))
+            guard = next(mark for mark in GUARDS if mark not in said)
+            mapped = (self._guard_texts(part, guard) for part in (asked.chat, asked.tools, asked.variables))
             asked = asked._replace(**dict(zip(("chat", "tools", "variables"), mapped, strict=True)))
         try:
-            text, spans = self._rendered(asked)
-        except Refused as error:  # a template may refuse a chat, for a system message, say
+            text, spans = self._render(asked)
+        except TemplateRefusal as error:  # a template may refuse a chat, for a system message, say
             return BadRow("refused by the chat template", str(error))
-        except AsksForDate:
+        except MissingDate:
             raise RecipeError(
                 f"{asked.where}: the chat template prints today's date, so the samples would depend on the day. Give it"
                 " a fixed one, as in data.template_date: 2026-01-31, or another template in data.chat_template"
             ) from None
-        return _Written(asked, text, spans, guard)
+        return _Rendering(asked, text, spans, guard)
 
-    def _has_special(self, asked: Asked) -> bool:
+    def _has_special(self, asked: ChatRequest) -> bool:
         search = self.pieces.special_texts.search
         for message in asked.chat:
             if search(message["content"]) or (len(message) > 2 and search(str(message))):
                 return True
         return (asked.tools is not None or bool(asked.variables)) and bool(search(str((asked.tools, asked.variables))))
 
-    def _guarded(self, value: Any, guard: str) -> Any:
+    def _guard_texts(self, value: Any, guard: str) -> Any:
         """The value with a guard in each special token of its texts."""
         if isinstance(value, str):
-            return self.pieces.guarded(value, guard)
+            return self.pieces.guard(value, guard)
         if isinstance(value, list):
-            return [self._guarded(item, guard) for item in value]
+            return [self._guard_texts(item, guard) for item in value]
         if isinstance(value, dict):
-            return {self._guarded(key, guard): self._guarded(item, guard) for key, item in value.items()}
+            return {self._guard_texts(key, guard): self._guard_texts(item, guard) for key, item in value.items()}
         return value
 
-    def _rendered(self, asked: Asked) -> tuple[str, list[Span]]:
+    def _render(self, asked: ChatRequest) -> tuple[str, list[Span]]:
         """The text of a chat, and the characters of each turn with loss.
 
         Raises:
-            Refused: the template does not take the chat.
+            TemplateRefusal: the template does not take the chat.
             RecipeError: the turns cannot be found.
         """
         if self.train_on == "all":
@@ -359,14 +359,14 @@ class _ChatEncoder:
             )
         return text, [span for k, span in zip(turns, spans, strict=True) if k in asked.trained]
 
-    def _turns_by_prefix(self, asked: Asked) -> tuple[str, list[Span]]:
-        """The same for a template without generation markers: a turn is what its message adds to the rendered text
+    def _turns_by_prefix(self, asked: ChatRequest) -> tuple[str, list[Span]]:
+        """Render a chat whose template has no generation markers: a turn is what its message adds to the rendered text
         after the generation prompt."""
-        whole, turns = self.template.render(asked), []
+        text, turns = self.template.render(asked), []
         for k in asked.trained:
             before = self.template.render(asked, k, prompt=True)
-            after = whole if k + 1 == len(asked.chat) else self.template.render(asked, k + 1)
-            if not (after.startswith(before) and whole.startswith(after) and len(before) < len(after)):
+            after = text if k + 1 == len(asked.chat) else self.template.render(asked, k + 1)
+            if not (after.startswith(before) and text.startswith(after) and len(before) < len(after)):
                 from cookbook.training.data.twin import offer
 
                 raise RecipeError(
@@ -376,15 +376,15 @@ class _ChatEncoder:
                     " last turn with last"
                 )
             turns.append((len(before), len(after)))
-        return whole, turns
+        return text, turns
 
-    def _labelled(
-        self, asked: Asked, written: _Written, encoding: tuple[Any, list[int]] | None
+    def _label_tokens(
+        self, asked: ChatRequest, written: _Rendering, encoding: tuple[Any, list[int]] | None
     ) -> tuple[LabelledIds, list[str]]:
         """The chat's tokens and labels, and its remarks."""
         remarks = [SPECIAL_AS_TEXT] if written.guard else []
         if self.train_on == "all":
-            ids = encoding[1] if encoding else self.pieces.in_pieces(written.text, (), written.guard)[0]
+            ids = encoding[1] if encoding else self.pieces.split(written.text, (), written.guard)[0]
             return (ids, [1] * len(ids)), remarks
         ranges: list[Range | None] = [None]
         if encoding:
@@ -392,7 +392,7 @@ class _ChatEncoder:
             ranges = [self.pieces.range_of(*encoding, written.text, start, end) for start, end in written.spans]
         if None in ranges:
             cuts = {place for span in written.spans for place in span}
-            ids, num_before = self.pieces.in_pieces(written.text, cuts, written.guard)
+            ids, num_before = self.pieces.split(written.text, cuts, written.guard)
             ranges = [(num_before[start], num_before[end]) for start, end in written.spans]
         labels = [0] * len(ids)
         for first, end in filter(None, ranges):
@@ -404,8 +404,8 @@ class _ChatEncoder:
             labels[first:end] = [1] * (end - first)
         return (ids, labels), remarks
 
-    def _ends_twice(self, turn: list[int], asked: Asked) -> bool:
-        """Whether a turn's labels end with the same special token twice.
+    def _ends_twice(self, turn: list[int], asked: ChatRequest) -> bool:
+        """Return whether a turn's labels end with the same special token twice.
 
         Raises:
             RecipeError: they do not end with a special token, with only white space after it.
@@ -423,24 +423,26 @@ class _ChatEncoder:
             f" tokenizer must know it as a special token{way}"
         )
 
-    def _checked(self, asked: Asked, written: _Written, sequence: LabelledIds, remarks: list[str]) -> Encoded | BadRow:
+    def _check_chat(
+        self, asked: ChatRequest, written: _Rendering, sequence: LabelledIds, remarks: list[str]
+    ) -> EncodedRow | BadRow:
         """The sequence with its remarks, or the problem of the chat or of chats of its shape."""
         key, ids = shape_of(asked, self.template.tested_texts), sequence[0]
         shape = self.shapes.get(key)
         self.num_seen += 1
         if shape is None:
-            shape = self.shapes[key] = self._examined(asked, written, ids)
+            shape = self.shapes[key] = self._examine_shape(asked, written, ids)
         if shape.problem is not None:
             return shape.problem
         look = look_at(written.asked, written.text, written.spans)
         if look not in shape.looks or _is_compared(self.num_seen):
-            problem, more = self._compared(asked, written, sequence)
+            problem, more = self._compare(asked, written, sequence)
             if problem is not None:
                 return problem
             shape.looks.add(look)
             remarks = [*remarks, *more]
         if asked.tools is not None:
-            problem, more = self._looked_at_tools(written)
+            problem, more = self._judge_tools(written)
             if problem is not None:
                 return problem
             remarks = [*remarks, *more]
@@ -450,40 +452,40 @@ class _ChatEncoder:
             remarks.append(UNKNOWN)
         if self.pieces.begin is not None and ids[:2] == [self.pieces.begin] * 2:
             remarks.append(TWICE_BEGUN)
-        return Encoded([sequence], tuple(dict.fromkeys((*shape.remarks, *remarks))))
+        return EncodedRow([sequence], tuple(dict.fromkeys((*shape.remarks, *remarks))))
 
-    def _examined(self, asked: Asked, written: _Written, ids: list[int]) -> _Shape:
+    def _examine_shape(self, asked: ChatRequest, written: _Rendering, ids: list[int]) -> _Shape:
         """The first chat of a shape, looked at for all of them."""
         words = Words.of(asked, self.template.tested_texts)
         try:
-            text, spans = self._rendered(words.replaced(asked))
-            found = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
-        except (RecipeError, Refused):  # it accepts some texts only
-            found = []
-        found += self._other_prompts(written, ids)
-        problem, remarks = self._judged(asked, found)
+            text, spans = self._render(words.replace_texts(asked))
+            problems = problems_of_shape(asked, words, text, None if self.train_on == "all" else spans)
+        except (RecipeError, TemplateRefusal):  # it accepts some texts only
+            problems = []
+        problems += self._find_other_prompts(written, ids)
+        problem, remarks = self._judge(asked, problems)
         given = {key for key, value in asked.variables.items() if value is not None}
         if unread := sorted(given - self.template.variables(asked.tools)):
             remarks.append(f"with {', '.join(unread)} in `chat_template_kwargs`, which the chat template does not read")
         return _Shape(problem, tuple(dict.fromkeys(remarks)), set())
 
-    def _judged(self, asked: Asked, problems: list[Problem]) -> tuple[BadRow | None, list[str]]:
+    def _judge(self, asked: ChatRequest, problems: list[Problem]) -> tuple[BadRow | None, list[str]]:
         """The first of the problems that is one, and what is said of the others."""
         remarks = []
-        for one in problems:
-            if one.part in self.keys.accept:
-                remarks.append(f"where the chat template {one.how} {one.key}, as data.accept has it")
-            elif one.is_meant(asked):
-                remarks.append(one.remark)
+        for problem in problems:
+            if problem.part in self.keys.accept:
+                remarks.append(f"where the chat template {problem.how} {problem.key}, as data.accept has it")
+            elif problem.is_meant(asked):
+                remarks.append(problem.remark)
             else:
-                return self._bad_row(one), []
+                return self._bad_row(problem), []
         return None, remarks
 
-    def _looked_at_tools(self, written: _Written) -> tuple[BadRow | None, list[str]]:
-        """What is wrong with what is written of the row's tools, whose schemas differ within a shape, and remarks."""
+    def _judge_tools(self, written: _Rendering) -> tuple[BadRow | None, list[str]]:
+        """Return the problem of the row's tools as written, if any, and remarks; schemas differ within a shape."""
         key = hash(repr(written.asked.tools))
         if key not in self.tools:
-            self.tools[key] = self._judged(written.asked, problems_of_tools(written.asked, written.text))
+            self.tools[key] = self._judge(written.asked, problems_of_tools(written.asked, written.text))
         return self.tools[key]
 
     def _bad_row(self, problem: Problem) -> BadRow:
@@ -493,62 +495,64 @@ class _ChatEncoder:
             f" with data.accept: [{problem.part}]",
         )
 
-    def _other_prompts(self, written: _Written, ids: list[int]) -> list[Problem]:
+    def _find_other_prompts(self, written: _Rendering, ids: list[int]) -> list[Problem]:
         """The turns with loss that do not begin right after the tokens by which generation is asked for them."""
-        found = []
+        problems = []
         for k, (start, end) in zip(written.asked.trained, written.spans, strict=False):
             prompts = self._prompts(written.asked, k)
             cuts = {place for span in written.spans for place in span if place < start}
             fitting = []
             for text in filter(written.text.startswith, prompts):
-                asked_with, _ = self.pieces.in_pieces(text, {one for one in cuts if one < len(text)}, written.guard)
+                asked_with, _ = self.pieces.split(text, {cut for cut in cuts if cut < len(text)}, written.guard)
                 if ids[: len(asked_with)] == asked_with:
                     fitting.append(text)
             key, ending = "generation prompt", f"which ends with {prompts[0][-40:]!a}" if prompts else ""
             if prompts and not fitting:
-                found.append(Problem("generation_prompt", k, key, ending, OTHER_BEGINNING))
+                problems.append(Problem("generation_prompt", k, key, ending, OTHER_BEGINNING))
             elif fitting and min(map(len, fitting)) > start:
-                found.append(Problem("generation_prompt", k, key, ending, "marks as the assistant's a part of its"))
+                problems.append(Problem("generation_prompt", k, key, ending, "marks as the assistant's a part of its"))
             elif fitting and start not in map(len, fitting):
-                found.append(Problem("generation_prompt", k, key, ending, NOT_MARKED))
+                problems.append(Problem("generation_prompt", k, key, ending, NOT_MARKED))
             special = self.pieces.special_texts.findall(written.text, start, end)
-            if fitting and special[1:] and special[-1] == self._opening(written.asked, k, fitting[0]):
-                found.append(Problem("generation_prompt", k, key, f"{special[-1]!a} is another turn's", MARKS_NEXT))
-        return found
+            if fitting and special[1:] and special[-1] == self._opening_token(written.asked, k, fitting[0]):
+                problems.append(Problem("generation_prompt", k, key, f"{special[-1]!a} is another turn's", MARKS_NEXT))
+        return problems
 
-    def _opening(self, asked: Asked, k: int, prompt: str) -> str:
+    def _opening_token(self, asked: ChatRequest, k: int, prompt: str) -> str:
         """The special token by which generation of message k is asked for; empty if there is none."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(TemplateRefusal):
             before = self.template.render(asked, k)
-            if prompt.startswith(before) and (found := self.pieces.special_texts.match(prompt, len(before))):
-                return found[0]
+            if prompt.startswith(before) and (match := self.pieces.special_texts.match(prompt, len(before))):
+                return match[0]
         return ""
 
-    def _prompts(self, asked: Asked, k: int) -> list[str]:
+    def _prompts(self, asked: ChatRequest, k: int) -> list[str]:
         """The texts by which generation may be asked for message k; none if the template takes no chat so short."""
-        found = []
+        prompts = []
         for variables in ({}, *THINKING):
-            with contextlib.suppress(Refused):
-                found.append(self.template.render(asked, k, prompt=True, **variables))
-        return list(dict.fromkeys(found))
+            with contextlib.suppress(TemplateRefusal):
+                prompts.append(self.template.render(asked, k, prompt=True, **variables))
+        return list(dict.fromkeys(prompts))
 
-    def _compared(self, asked: Asked, written: _Written, sequence: LabelledIds) -> tuple[BadRow | None, list[str]]:
+    def _compare(
+        self, asked: ChatRequest, written: _Rendering, sequence: LabelledIds
+    ) -> tuple[BadRow | None, list[str]]:
         """A chat beside its words: its problem, and its remarks."""
         words = Words.of(written.asked, self.template.tested_texts)
         try:
-            marked, spans = self._rendered(words.replaced(written.asked))
-        except (RecipeError, Refused):
-            problems = left_out(words, written.text)
+            marked, spans = self._render(words.replace_texts(written.asked))
+        except (RecipeError, TemplateRefusal):
+            problems = find_left_out(words, written.text)
         else:
             # Those of its shape again, since the arguments of calls differ within one.
             problems = problems_of_shape(written.asked, words, marked, None if self.train_on == "all" else spans)
-            if (leaf := changed_text(words, marked, written.text)) is not None:
+            if (leaf := find_changed_text(words, marked, written.text)) is not None:
                 how = "changes" if leaf.text in written.text else "leaves out a part of"
                 problems.append(Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how))
-            num_special = [self.pieces.num_special(one, written.guard) for one in (written.text, marked)]
+            num_special = [self.pieces.num_special(text, written.guard) for text in (written.text, marked)]
             if not problems and self.keys.special_tokens != "tokens" and num_special[0] != num_special[1]:
                 return BadRow("texts that the chat template joins to a special token"), []
-        problem, remarks = self._judged(asked, problems)
+        problem, remarks = self._judge(asked, problems)
         if problem is not None:
             return problem, []
         ids, labels = sequence

@@ -1,4 +1,4 @@
-"""Whether a chat template writes what a row says: each text of a chat, in order, once, and trained if it should be.
+"""Check that a chat template writes what a row says: each text of a chat, in order, once, and trained if it should be.
 
 A chat is rendered a second time with every text replaced by a word of its own. Where the words stand tells where the
 texts must; what stands between them is the template's, and must be the same around the texts.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cookbook.config.sections import TextPart
 from cookbook.rows.messages import Chat
-from cookbook.training.data.chat_template import Asked, Span
+from cookbook.training.data.chat_template import ChatRequest, Span
 
 _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)
 
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
     key: str
     """The key that has it, for messages."""
     detail: str
-    """Which of several, for messages."""
+    """Name of the text among several of one key, for messages."""
     text: str
 
 
@@ -51,23 +51,25 @@ class Problem(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the text is, for messages."""
+        """The place of the text, for messages."""
         role = {"system": " (system)", "tool_results": " (tool)"}.get(self.part, "")
         message = "" if self.message is None else f"message {self.message + 1}{role}"
         return ", ".join(filter(None, (message, self.detail))) or "the row"
 
-    def is_meant(self, asked: Asked) -> bool:
-        """Whether templates do so on purpose, to a turn that a user's message follows or to what parameters are said
-        to be, and no label is lost."""
+    def is_meant(self, asked: ChatRequest) -> bool:
+        """Return whether templates do so on purpose, and no label is lost.
+
+        They do it to a turn that a user's message follows, and to the descriptions of parameters.
+        """
         if self.part == "tools":
             return self.detail.startswith(OF_PARAMETER)
-        if self.message is None or all(one["role"] != "user" for one in asked.chat[self.message + 1 :]):
+        if self.message is None or all(later["role"] != "user" for later in asked.chat[self.message + 1 :]):
             return False
         return self.how == OTHER_BEGINNING or (self.part == "reasoning" and self.message not in asked.trained)
 
     @property
     def remark(self) -> str:
-        """What is said of a problem that `is_meant`."""
+        """The remark about a problem that `is_meant`."""
         if self.part == "tools":
             return "with descriptions of tools' parameters that the chat template leaves out"
         if self.part == "generation_prompt":
@@ -79,7 +81,7 @@ class Problem(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What else the user can do, for messages."""
+        """Another thing that the user can do, for messages."""
         return "train on the last turn alone with objective.train_on: last, " if self.part == "reasoning" else ""
 
 
@@ -90,17 +92,17 @@ class Words:
     tested: Sequence[str] = ()
     """Texts that the template looks for, which stay."""
     leaves: dict[str, Leaf] = field(default_factory=dict)
-    """By word."""
+    """The leaf that each word stands for."""
     scalars: list[tuple[str, Any]] = field(default_factory=list)
     """The word of an argument's name, and the argument, which is no text."""
     begin: str = "zq"
     """Begins each word, and stands nowhere in the chat."""
 
     @classmethod
-    def of(cls, asked: Asked, tested: Sequence[str]) -> "Words":
+    def of(cls, asked: ChatRequest, tested: Sequence[str]) -> "Words":
         """Words for a chat, none of which it has itself."""
         said = repr(asked)
-        return cls(tested, begin=next(one for i in count() if (one := f"zq{'x' * i}q") not in said))
+        return cls(tested, begin=next(word for i in count() if (word := f"zq{'x' * i}q") not in said))
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -117,9 +119,9 @@ class Words:
         # Of an answer's content, what stands before the end of a thought is one.
         for i in range(0, len(pieces), 2):
             is_thought = part == "content" and pieces[i + 1 : i + 2] == [END_OF_THOUGHT]
-            if found := _CORE.search(pieces[i]):
-                word = self.word("reasoning" if is_thought else part, message, key, found[0], detail)
-                pieces[i] = pieces[i][: found.start()] + word + pieces[i][found.end() :]
+            if core := _CORE.search(pieces[i]):
+                word = self.word("reasoning" if is_thought else part, message, key, core[0], detail)
+                pieces[i] = pieces[i][: core.start()] + word + pieces[i][core.end() :]
         return "".join(pieces)
 
     def value(self, message: int, detail: str, value: Any) -> Any:
@@ -152,7 +154,7 @@ class Words:
         named = function | {"name": self.word("tools", None, "`tools`", name, f"tool {name!a}")}
         return named if function is tool else tool | {"function": named}
 
-    def replaced(self, asked: Asked) -> Asked:
+    def replace_texts(self, asked: ChatRequest) -> ChatRequest:
         """The chat with words in the place of its texts."""
         tools = None if asked.tools is None else [self.tool(tool) for tool in asked.tools]
         chat: Chat = []
@@ -181,8 +183,8 @@ class Words:
         return call | {"function": {"name": named, "arguments": self.value(message, detail, function["arguments"])}}
 
 
-def shape_of(asked: Asked, tested: Sequence[str]) -> tuple[Any, ...]:
-    """What a template may tell chats apart by, but their words: roles, which keys there are, how many calls."""
+def shape_of(asked: ChatRequest, tested: Sequence[str]) -> tuple[Any, ...]:
+    """Return what a template may tell chats apart by, but their words: roles, keys, number of calls."""
     messages = tuple([_features(message, tested) for message in asked.chat])
     return messages, asked.trained, asked.tools is None, tuple(map(repr, asked.variables.items()))
 
@@ -195,7 +197,7 @@ def _features(message: dict[str, Any], tested: Sequence[str]) -> tuple[Any, ...]
     return *plain, "reasoning_content" in message, len(message.get("tool_calls", ())), "name" in message
 
 
-def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Span] | None) -> list[Problem]:
+def problems_of_shape(asked: ChatRequest, words: Words, text: str, spans: Sequence[Span] | None) -> list[Problem]:
     """The problems of a chat with words for its texts, as rendered.
 
     Args:
@@ -203,33 +205,33 @@ def problems_of_shape(asked: Asked, words: Words, text: str, spans: Sequence[Spa
         words: the words in `text`.
         spans: the characters of each message of `asked.trained`; None if all carry loss.
     """
-    places = [(words.leaves[found[0]], found.start()) for found in words.pattern.finditer(text)]
+    places = [(words.leaves[match[0]], match.start()) for match in words.pattern.finditer(text)]
     times = Counter(leaf for leaf, _ in places)
-    found = [(leaf, "leaves out") for leaf in words.leaves.values() if not times[leaf]]
+    faults = [(leaf, "leaves out") for leaf in words.leaves.values() if not times[leaf]]
     # A name may stand beside a call and beside its result.
     once = [leaf for leaf in words.leaves.values() if leaf.part not in ("tools", "name", "tool_calls")]
-    found += [(leaf, "writes more than once") for leaf in once if times[leaf] > 1]
+    faults += [(leaf, "writes more than once") for leaf in once if times[leaf] > 1]
     first = dict(reversed(places))
     places = [(leaf, place) for leaf, place in places if leaf.part != "tool_calls" or first[leaf] == place]
-    found += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]
-    found += _as_python(words, text)
+    faults += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]
+    faults += _as_python(words, text)
     for leaf, place in places if spans is not None else ():
         is_trained = any(start <= place < end for start, end in spans or ())
         if is_trained and leaf.message not in asked.trained:
-            found.append((leaf, "writes into a turn that carries loss"))
+            faults.append((leaf, "writes into a turn that carries loss"))
         elif leaf.message in asked.trained and leaf.part != "name" and not is_trained:
-            found.append((leaf, "writes outside of the assistant's turn"))
-    problems = [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how) for leaf, how in found]
+            faults.append((leaf, "writes outside of the assistant's turn"))
+    problems = [Problem(leaf.part, leaf.message, leaf.key, leaf.detail, how) for leaf, how in faults]
     return list(dict.fromkeys([*problems, *problems_of_tools(asked, text)]))
 
 
-def problems_of_tools(asked: Asked, text: str) -> list[Problem]:
+def problems_of_tools(asked: ChatRequest, text: str) -> list[Problem]:
     """The parameters and descriptions of tools that do not stand in the rendered text."""
     problems = []
     for tool in asked.tools or ():
-        for kind, one in _texts_of_schema(_function_of(tool), "description"):
-            if not any(form in text for form in _forms(one.strip())):
-                problems.append(Problem("tools", None, "`tools`", f"{kind} {one[:60]!a}"))
+        for kind, description in _texts_of_schema(_function_of(tool), "description"):
+            if not any(form in text for form in _forms(description.strip())):
+                problems.append(Problem("tools", None, "`tools`", f"{kind} {description[:60]!a}"))
     return problems
 
 
@@ -251,18 +253,20 @@ def _texts_of_schema(value: Any, description: str = OF_PARAMETER) -> Iterator[tu
 
 
 class Look(NamedTuple):
-    """How a rendered chat lies around its texts. Chats of one shape look alike, unless a template treats one of the
-    texts in a way of its own."""
+    """The arrangement of a rendered chat around its texts.
+
+    Chats of one shape look alike, unless a template treats one of the texts in a way of its own.
+    """
 
     missing: tuple[tuple[int, str], ...]
     """The texts that are not there in their order, by message and key."""
     num_between: int = 0
     """Characters that belong to no text."""
     num_between_trained: int = 0
-    """The same in the turns with loss."""
+    """Characters between the texts in the turns with loss."""
 
 
-def look_at(asked: Asked, text: str, spans: Sequence[Span]) -> Look:
+def look_at(asked: ChatRequest, text: str, spans: Sequence[Span]) -> Look:
     """A look at a rendered chat, a few microseconds long."""
     place, missing, has_calls = 0, [], asked.tools is not None
     num_between, num_between_trained = len(text), sum([end - start for start, end in spans])
@@ -277,17 +281,17 @@ def look_at(asked: Asked, text: str, spans: Sequence[Span]) -> Look:
                 missing += [(k, "tool_calls") for value in values if not _stands_in(text, value)]
         is_moved = role == "system"  # some templates write it before the last turn
         for key in keys:
-            one = message[key]
-            found = text.find(one, 0 if is_moved else place)
-            if found < 0 and (found := text.find(one := one.strip(), 0 if is_moved else place)) < 0:
-                if role != "tool" or not _stands_in(text, one):
+            content = message[key]
+            begin = text.find(content, 0 if is_moved else place)
+            if begin < 0 and (begin := text.find(content := content.strip(), 0 if is_moved else place)) < 0:
+                if role != "tool" or not _stands_in(text, content):
                     missing.append((k, key))
                 continue
-            num_between -= len(one)
+            num_between -= len(content)
             if k in asked.trained:
-                num_between_trained -= len(one)
+                num_between_trained -= len(content)
             if not is_moved:
-                place = found + len(one)
+                place = begin + len(content)
     # Arguments, schemas and results in JSON are of any length.
     return Look(tuple(missing)) if has_calls else Look(tuple(missing), num_between, num_between_trained)
 
@@ -311,7 +315,7 @@ def _stands_in(text: str, value: Any) -> bool:
     return json.dumps(value) in text or str(value) in text
 
 
-def left_out(words: Words, text: str) -> list[Problem]:
+def find_left_out(words: Words, text: str) -> list[Problem]:
     """The texts of a chat that do not stand in the rendered text, of a template that does not take the words."""
     leaves = [leaf for leaf in words.leaves.values() if not any(form in text for form in _forms_of(leaf))]
     return [Problem(leaf.part, leaf.message, leaf.key, leaf.detail) for leaf in leaves]
@@ -335,31 +339,31 @@ def _out_of_order(places: Iterable[tuple[Leaf, int]]) -> Iterator[Leaf]:
 
 def _as_python(words: Words, text: str) -> list[tuple[Leaf, str]]:
     """Tools and arguments that are written as Python prints an object, and arguments that are not written at all."""
-    found = []
+    faults = []
     for word, leaf in words.leaves.items():
         if leaf.part == "tool_calls" and f"'{word}'" in text and f'"{word}"' not in text:
-            found.append((leaf, AS_PYTHON))
+            faults.append((leaf, AS_PYTHON))
         if leaf.part == "tools" and f"'name': '{word}'" in text:
-            found.append((leaf, AS_PYTHON))
+            faults.append((leaf, AS_PYTHON))
     for word, value in words.scalars:
         rest = words.pattern.split(text[text.find(word) + len(word) :])[0] if word in text else ""
         # A template that writes no JSON may write an argument by itself as Python prints it.
         if json.dumps(value) not in rest and str(value) not in rest:
-            found.append((words.leaves[word], "leaves out an argument of"))
-    return found
+            faults.append((words.leaves[word], "leaves out an argument of"))
+    return faults
 
 
-def changed_text(words: Words, marked: str, text: str) -> Leaf | None:
+def find_changed_text(words: Words, marked: str, text: str) -> Leaf | None:
     """The first text that stands in `text`, the rendered chat, otherwise than its word stands in `marked`; None if each
     text stands in the place of its word, and between them is what is between the words.
     """
     position, last, end = 0, None, 0
-    for found in words.pattern.finditer(marked):
-        between = marked[end : found.start()]
+    for match in words.pattern.finditer(marked):
+        between = marked[end : match.start()]
         if not text.startswith(between, position):
-            return last or words.leaves[found[0]]
+            return last or words.leaves[match[0]]
         position += len(between)
-        last, end = words.leaves[found[0]], found.end()
+        last, end = words.leaves[match[0]], match.end()
         form = next((form for form in _forms_of(last) if text.startswith(form, position)), None)
         if form is None:
             return last

@@ -35,7 +35,7 @@ NOT_OF_ROWS = {
 }
 
 
-class Later(Sequence[Item]):
+class LazySequence(Sequence[Item]):
     """A sequence of known length that is read when somebody asks for an item."""
 
     def __init__(self, length: int, read: Callable[[], Sequence[Item]]) -> None:
@@ -119,9 +119,9 @@ def _save(record: Path, sets: RowSets) -> None:
     def facts(parts: list[Rows]) -> list[dict[str, Any]]:
         return [{name: getattr(rows, name) for name in KEPT} | {"num_rows": len(rows.rows)} for rows in parts]
 
-    found = {"train": facts(sets.train), "eval": {name: facts(parts) for name, parts in sets.eval.items()}}
+    content = {"train": facts(sets.train), "eval": {name: facts(parts) for name, parts in sets.eval.items()}}
     with contextlib.suppress(OSError):  # the record only saves time
-        replace_file(record, json.dumps(found, indent=1))
+        replace_file(record, json.dumps(content, indent=1))
 
 
 def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | None:
@@ -142,16 +142,18 @@ def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | No
 
         known = Rows(
             **{key: facts[key] for key in KEPT if key != "fingerprint"},
-            rows=Later(num_rows, lambda: checked().rows),
-            numbers=Later(num_rows, lambda: checked().numbers or range(1, num_rows + 1)),
+            rows=LazySequence(num_rows, lambda: checked().rows),
+            numbers=LazySequence(num_rows, lambda: checked().numbers or range(1, num_rows + 1)),
         )
         vars(known)["fingerprint"] = fingerprint  # what the cached property would compute from the rows
         return known
 
     try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        train = [part(facts, None, i) for i, facts in enumerate(found["train"])]
-        evals = {name: [part(one, name, i) for i, one in enumerate(parts)] for name, parts in found["eval"].items()}
+        content = json.loads(record.read_text(encoding="utf-8"))
+        train = [part(facts, None, i) for i, facts in enumerate(content["train"])]
+        evals = {
+            name: [part(facts, name, i) for i, facts in enumerate(parts)] for name, parts in content["eval"].items()
+        }
         return RowSets(train=train, eval=evals)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -13,13 +13,13 @@ def beginnings(tokens: TokenSet) -> list[list[int]]:
     """The tokens of each of the first samples before the first that carries loss; where all carry it, as in a text, the
     first half. Of a pair, that of the chosen sequence.
     """
-    found = []
+    prompts = []
     for sample in range(min(NUM_PROMPTS, len(tokens))):
         first = sample * tokens.group_size
         part = slice(*tokens.offsets[first : first + 2])
         ids, end = tokens.ids[part].tolist(), int(np.argmax(tokens.is_label[part]))
-        found.append(ids[: end if end > 1 else max(1, len(ids) // 2)])
-    return found
+        prompts.append(ids[: end if end > 1 else max(1, len(ids) // 2)])
+    return prompts
 
 
 def awaiting(sequences: Sequence[Sequence[int]], lengths: Sequence[int], pad_id: int) -> TokenSet:

@@ -41,9 +41,9 @@ def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
     assert kind is not None
     try:
         if kind in TABLES:
-            yield from numbered(str(path), _table_rows(path, source))
+            yield from number_rows(str(path), _table_rows(path, source))
             return
-        with _opened(path) as file:
+        with _open_file(path) as file:
             yield from READERS[kind](path, file)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror or first_line(error)}") from None
@@ -51,7 +51,7 @@ def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
         raise RecipeError(f"{path}: not a readable {kind[1:]} file: {first_line(error)}") from None
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _open_file(path: Path) -> io.BufferedReader:
     if path.suffix == ".gz":
         return io.BufferedReader(gzip.open(path))  # type: ignore[type-var]
     if path.suffix == ".zst":
@@ -66,8 +66,8 @@ def _jsonl_rows(
 ) -> Iterator[tuple[str, Any]]:
     rows = _lines_of_json(path, file)
     for place, row in islice(rows, 1):
-        if isinstance(row, BadRow) and row.reason == NO_JSON and (whole := _object_over_lines(path)):
-            raise RecipeError(f"{path}: {kind_in_words(whole)}, written over several lines; {remedy}")
+        if isinstance(row, BadRow) and row.reason == NO_JSON and (value := _object_over_lines(path)):
+            raise RecipeError(f"{path}: {kind_in_words(value)}, written over several lines; {remedy}")
         yield place, row
     yield from rows
 
@@ -89,7 +89,7 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
     number = 0
     with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         try:
-            for place, row in numbered(str(path), _list_items(text)):
+            for place, row in number_rows(str(path), _list_items(text)):
                 number += 1
                 yield place, row
         except (ValueError, RecursionError) as error:
@@ -99,13 +99,13 @@ def _json_rows(path: Path, file: io.BufferedReader) -> Iterator[tuple[str, Any]]
 
 def _object_over_lines(path: Path) -> dict[str, Any] | None:
     """The object with which a file begins, if it ends in a later line."""
-    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace") as text:
+    with _open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace") as text:
         start = text.read(MAX_ITEM).lstrip()
     try:
-        found, end = json.JSONDecoder().raw_decode(start)
+        value, end = json.JSONDecoder().raw_decode(start)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "\n" in start[:end] else None
+    return value if isinstance(value, dict) and "\n" in start[:end] else None
 
 
 def _list_items(text: io.TextIOWrapper) -> Iterator[Any]:
@@ -115,22 +115,22 @@ def _list_items(text: io.TextIOWrapper) -> Iterator[Any]:
         ValueError: it is not well-formed.
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique)
-    rest = _filled(_filled("", text)[1:], text)  # after the bracket
+    rest = _skip_blanks(_skip_blanks("", text)[1:], text)  # after the bracket
     more = not rest.startswith("]")
     while more:
         item, rest = _first_item(decoder, rest, text)
         yield item
-        rest = _filled(rest, text)
+        rest = _skip_blanks(rest, text)
         if more := rest.startswith(","):
-            rest = _filled(rest[1:], text)
+            rest = _skip_blanks(rest[1:], text)
     if not rest.startswith("]"):
         raise ValueError("neither a comma nor the end of the list after an item")
     if (rest[1:] + text.read(READ_CHARACTERS)).strip():
         raise ValueError("more text after the list")
 
 
-def _filled(rest: str, text: io.TextIOWrapper) -> str:
-    """What follows, from its first character that is not white space on; empty at the end."""
+def _skip_blanks(rest: str, text: io.TextIOWrapper) -> str:
+    """Return the rest of the text from its first character that is not white space; empty at the end."""
     while not (rest := rest.lstrip()) and (more := text.read(READ_CHARACTERS)):
         rest = more
     return rest
@@ -161,7 +161,9 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
         try:
             names = next(lines, [])
             if stray := next((name for name in names if not _is_text(name)), ""):
-                raise RecipeError(f"{path}: not UTF-8: {_shown(stray)} in a column's name; save the file as UTF-8")
+                raise RecipeError(
+                    f"{path}: not UTF-8: {_escaped_byte(stray)} in a column's name; save the file as UTF-8"
+                )
             twice = [name for name, count in Counter(names).items() if count > 1]
             if twice:
                 raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
@@ -170,21 +172,21 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                 if len(cells) > len(names):
                     yield place, BadRow("more cells than columns", f"{len(cells)} cells, {len(names)} columns")
                 elif stray := next((cell for cell in cells if not _is_text(cell)), ""):
-                    yield place, BadRow("not UTF-8", f"{_shown(stray)}; save the file as UTF-8")
+                    yield place, BadRow("not UTF-8", f"{_escaped_byte(stray)}; save the file as UTF-8")
                 elif cells:
                     yield place, {name: cell or None for name, cell in zip_longest(names, cells, fillvalue="")}
         except csv.Error as error:
             raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
 
 
-def _shown(cell: str) -> str:
+def _escaped_byte(cell: str) -> str:
     """The first escaped byte of a cell, and where it is."""
     place = next(i for i, letter in enumerate(cell) if not _is_text(letter))
     return f"byte 0x{ord(cell[place]) & 0xFF:02x} after {ascii(cell[:place])[:40]}"
 
 
 def _is_text(cell: str) -> bool:
-    """Whether no byte of the cell was escaped, as those that are not UTF-8 are."""
+    """Return whether no byte of the cell was escaped, as those that are not UTF-8 are."""
     try:
         cell.encode()
     except UnicodeEncodeError:
@@ -237,7 +239,7 @@ def _parse(line: bytes) -> Any:
 
 
 @contextmanager
-def _opened_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
+def _open_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
     """The columns of a Parquet or Arrow file, and a function from those to read to its record batches.
 
     An Arrow file is a stream, as `save_to_disk` writes it, or has an index.
@@ -258,7 +260,7 @@ def _opened_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]],
 
 
 def _table_rows(path: Path, source: Source) -> Iterator[Any]:
-    with _opened_table(path) as (names, batches_of):
+    with _open_table(path) as (names, batches_of):
         columns = known_columns(names, source)
         if twice := [name for name, count in Counter(columns).items() if count > 1]:
             raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
@@ -267,10 +269,10 @@ def _table_rows(path: Path, source: Source) -> Iterator[Any]:
 
 def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
     """The rows of record batches, as JSON would have them; a BadRow instead of a row that is not UTF-8."""
-    return chain.from_iterable(_decoded_parts(batches, source))
+    return chain.from_iterable(_decode_parts(batches, source))
 
 
-def _decoded_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]]:
+def _decode_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]]:
     from cookbook.training.data.arrow import row_decoder
 
     schema = decode = None
@@ -279,16 +281,16 @@ def _decoded_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]
             schema = batch.schema
             decode = row_decoder(schema, {(source.columns or {}).get("role", "role")})
         for start in range(0, len(batch), ROWS_PER_READ):
-            yield _decoded(batch.slice(start, ROWS_PER_READ), decode)
+            yield _decode(batch.slice(start, ROWS_PER_READ), decode)
 
 
-def _decoded(batch: Any, decode: Any) -> list[Any]:
+def _decode(batch: Any, decode: Any) -> list[Any]:
     try:
         return decode(batch)
     except UnicodeDecodeError:
         if len(batch) == 1:
             return [BadRow("not UTF-8")]
-        return [row for i in range(len(batch)) for row in _decoded(batch.slice(i, 1), decode)]
+        return [row for i in range(len(batch)) for row in _decode(batch.slice(i, 1), decode)]
 
 
 def known_columns(columns: list[str], source: Source) -> list[str]:
@@ -304,13 +306,13 @@ def unread_columns(path: Path, source: Source) -> list[str]:
     if data_format(str(path)) not in TABLES:
         return []
     try:
-        with _opened_table(path) as (names, _):
+        with _open_table(path) as (names, _):
             return sorted({*names} - {*known_columns(names, source)})
     except (OSError, pyarrow.ArrowException):  # which `file_rows` reports
         return []
 
 
-def numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def number_rows(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Rows with their places in what has no lines."""
     for number, row in enumerate(rows, start=1):
         yield f"{name}:row {number}", row

@@ -24,17 +24,17 @@ from cookbook.rows.row_columns import (
     RATING,
     Reading,
     asks_for_something,
-    by_own_names,
+    drop_columns,
+    find_misspelt,
     keys_in_messages,
     kinds_of,
-    misspelt,
+    overwritten_keys,
+    prefer_own_names,
     readings,
     rename,
-    renamed_over,
     suggested_columns,
-    without,
 )
-from cookbook.rows.row_kinds import MadeUp, RowKind, kinds, shapes
+from cookbook.rows.row_kinds import RowKind, TextGenerator, kinds, shapes
 from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
 from cookbook.system.registry import known
 from cookbook.training.data.readers import MAX_ROW_BYTES
@@ -62,7 +62,7 @@ class Rows:
     numbers: Sequence[int] | None = None
     """Index of each row among the good rows of its source, from 1; None if all are here."""
     renamed: str = ""
-    """How columns of another project's shape were read, in words; empty for rows in a shape of this one."""
+    """The renaming of columns of another project's shape, in words; empty for rows in a shape of this one."""
     unread: str = ""
     """Columns and keys of messages that nothing reads, in words; empty if there are none."""
 
@@ -159,8 +159,8 @@ def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> It
         good, place = _good_rows(reader, bad_rows, streaming=True), place_of("data.train", data.train, i)
         while rows := list(islice(good, room)):
             numbers = range(number, number + len(rows))
-            found = Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers)
-            parts.append(replace(found, renamed=reader.renamed, unread=reader.unread))
+            part = Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers)
+            parts.append(replace(part, renamed=reader.renamed, unread=reader.unread))
             room, number = room - len(rows), number + len(rows)
             if not room:
                 bad_rows.stop_if(data.on_bad_row)
@@ -191,7 +191,7 @@ def _not_json(value: Any) -> None:
     raise BadRow(NO_JSON, kind_in_words(value))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
@@ -226,7 +226,7 @@ class _Shape:
     unread: tuple[str, ...] = ()
     """The metadata of the kind that is read."""
     empty: tuple[str, ...] = ()
-    """Those of them that had no value so far."""
+    """Unread columns that had no value so far."""
 
 
 class _Reader:
@@ -265,7 +265,7 @@ class _Reader:
             if any(name.startswith(IN_MESSAGES) for name in self._sought):
                 self._sought -= keys_in_messages(raw)
         if self._ignored:
-            raw = without(raw, self._ignored)
+            raw = drop_columns(raw, self._ignored)
         # A parquet file of mixed rows has null in the columns that a row lacks.
         present = frozenset(key for key, value in raw.items() if value is not None)
         named = rename(raw, self._columns)
@@ -292,10 +292,10 @@ class _Reader:
         if num_bytes > MAX_ROW_BYTES:
             raise BadRow(f"row larger than {MAX_ROW_BYTES:,} bytes")
         if self.kind and reading.kind.name != self.kind:
-            raise self._of_another_kind(reading.kind)
+            raise self._mixed_kinds(reading.kind)
         if reading.kind.chats is not None:
             if self._columns:
-                self._keys_unread |= renamed_over(raw, self._columns)
+                self._keys_unread |= overwritten_keys(raw, self._columns)
             for key, value in of_kind.items():
                 if key not in FOR_TEMPLATE and isinstance(value, list | dict | str):
                     if key == "system":
@@ -315,12 +315,12 @@ class _Reader:
         """Raise RecipeError if the source, whose rows are all read, names columns that no row had."""
         self._is_whole = True
         own = self.source.model_fields_set
-        mistakes = [f"{self.source.path}: {words}" for key, words in self._absent() if key in own]
+        mistakes = [f"{self.source.path}: {words}" for key, words in self._absent_names() if key in own]
         refuse(mistakes)
 
     @property
     def unread(self) -> str:
-        """What the rows so far had that was not read, in words."""
+        """Names in the rows so far that were not read, in words."""
         counts: Counter[str] = Counter()
         for shape in self._shapes.values():
             counts.update(dict.fromkeys({*shape.unread} - {*shape.empty}, shape.num_rows))
@@ -328,21 +328,21 @@ class _Reader:
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
         names = {name or "a column without a name" for name in names}
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
-        passed_over = [name for name in self._ignored if name not in self._never_seen]
-        found = [f"not read: {_listed([name + few.get(name, '') for name in sorted(names)])}"] if names else []
-        found += [f"passed over by data.ignore: {_listed(passed_over)}"] if passed_over else []
-        return "; ".join([*found, *(words for _, words in self._absent())])
+        passed_over = [name for name in self._ignored if name not in self._names_not_seen]
+        notes = [f"not read: {_join_names([name + few.get(name, '') for name in sorted(names)])}"] if names else []
+        notes += [f"passed over by data.ignore: {_join_names(passed_over)}"] if passed_over else []
+        return "; ".join([*notes, *(words for _, words in self._absent_names())])
 
     @property
-    def _never_seen(self) -> set[str]:
+    def _names_not_seen(self) -> set[str]:
         return self._sought - self.in_schema - self._keys_unread
 
-    def _absent(self) -> list[tuple[str, str]]:
+    def _absent_names(self) -> list[tuple[str, str]]:
         """Names of the recipe that no row had, each with its key and in words."""
         named = [("ignore", name, name) for name in self._ignored]
         for key, column in self._columns.items():
             named.append(("columns", column, f"{IN_MESSAGES}{column}" if key in MESSAGE_KEYS else column))
-        never_seen, so_far = self._never_seen, "" if self._is_whole else " so far"
+        never_seen, so_far = self._names_not_seen, "" if self._is_whole else " so far"
         absent = [(key, name) for key, name, place in named if place in never_seen]
         return [(key, f"{key} has {name!a}, which no row has{so_far}") for key, name in absent]
 
@@ -362,7 +362,7 @@ class _Reader:
         for column in asking:
             value = raw[column]
             if column == RATING:
-                is_rated = any(RATING in one.columns for one in shape.readings)
+                is_rated = any(RATING in way.columns for way in shape.readings)
                 if not is_rated or not is_rating(value):
                     continue
                 why = f"objective.name {self.objective.name} would train bad answers as good ones"
@@ -376,7 +376,9 @@ class _Reader:
 
     def _check_columns(self, kind: RowKind, place: str) -> None:
         """Raise if the recipe names columns for keys that the kind of the rows does not have."""
-        has_messages = any(isinstance(value, list) for value in kind.made_up(MadeUp(random.Random(0), ["a"])).values())
+        has_messages = any(
+            isinstance(value, list) for value in kind.made_up(TextGenerator(random.Random(0), ["a"])).values()
+        )
         keys = [*kind.keys, *kind.other_keys, *(MESSAGE_KEYS if has_messages else ())]
         for key, column in self._columns.items():
             if key not in keys:
@@ -388,7 +390,7 @@ class _Reader:
         names = {key: self._columns.get(column, column) for key, column in reading.columns.items()}
 
         def renamed(text: str) -> str:
-            return re.sub(r"`(\w+)`", lambda found: f"`{names.get(found[1], found[1])}`", text)
+            return re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", text)
 
         return BadRow(renamed(bad.reason), renamed(bad.seen))
 
@@ -403,23 +405,23 @@ class _Reader:
         return "\n".join(["If these are the columns to train on, name them in the recipe:", *(f"  {x}" for x in lines)])
 
     def _reading_of(self, shape: _Shape, row: dict[str, Any], raw: dict[str, Any], place: str) -> Reading:
-        found = [one for one in shape.readings if one.kind.matches(one.of(row))]
-        served = [one for one in found if one.kind.name in self.objective.rows]
-        if not found:
+        matching = [reading for reading in shape.readings if reading.kind.matches(reading.of(row))]
+        served = [reading for reading in matching if reading.kind.name in self.objective.rows]
+        if not matching:
             raise self._missing_keys(row, raw)
         if not served:
             self._refuse_without_label(row)
         if not served and self.kind:
-            raise self._of_another_kind(found[0].kind)
+            raise self._mixed_kinds(matching[0].kind)
         if not served:
-            raise RecipeError(f"{place}: {self._unserved(found[0].kind)}")
-        served = by_own_names(served)
-        used = [set(one.columns.values()) for one in served]
-        served = [one for one, own in zip(served, used, strict=True) if not any(own < other for other in used)]
+            raise RecipeError(f"{place}: {self._wrong_objective(matching[0].kind)}")
+        served = prefer_own_names(served)
+        used = [set(reading.columns.values()) for reading in served]
+        served = [reading for reading, own in zip(served, used, strict=True) if not any(own < other for other in used)]
         if len(served) > 1:
-            named = [one.in_words for one in served]
+            named = [reading.in_words for reading in served]
             if len({*named}) < len(named):
-                named = [" and ".join(f"`{column}`" for column in one.columns.values()) for one in served]
+                named = [" and ".join(f"`{column}`" for column in reading.columns.values()) for reading in served]
             words = " as well as ".join(named)
             choice = ", ".join(f"{key}: {column}" for key, column in served[0].columns.items())
             advice = f"choose with data.columns, as in {{{choice}}}, or pass columns over with data.ignore"
@@ -433,16 +435,18 @@ class _Reader:
     def _refuse_without_label(self, row: dict[str, Any]) -> None:
         """Raise BadRow if the row lacks nothing but the label that the objective needs."""
         present = {key for key, value in row.items() if value is not None} | {RATING}
-        for one in readings(present, self.objective.rows):
-            if one.kind.is_asked_for and one.kind.name in self.objective.rows and row.get(RATING) is None:
+        for reading in readings(present, self.objective.rows):
+            if reading.kind.is_asked_for and reading.kind.name in self.objective.rows and row.get(RATING) is None:
                 name = self._columns.get(RATING, RATING)
-                found = "null" if RATING in row else f"missing beside {', '.join(map(ascii, row))[:200]}"
-                raise BadRow("no label", f"`{name}` is {found}; {self.objective.name} needs a label for each row")
+                seen = "null" if RATING in row else f"missing beside {', '.join(map(ascii, row))[:200]}"
+                raise BadRow("no label", f"`{name}` is {seen}; {self.objective.name} needs a label for each row")
 
     def _missing_keys(self, row: dict[str, Any], raw: dict[str, Any]) -> BadRow:
         """The problem of a row that no kind can read, with what may have been meant."""
         seen = ", ".join(map(ascii, raw))[:200] or "none"
-        needed = [[one.columns[key] for key in one.kind.keys] for one in readings(row.keys(), self.objective.rows)]
+        needed = [
+            [reading.columns[key] for key in reading.kind.keys] for reading in readings(row.keys(), self.objective.rows)
+        ]
         nulls = [[column for column in some if row[column] is None] for some in needed]
         if nulls := [columns for columns in nulls if columns]:
             return BadRow("empty text", f"`{min(nulls, key=len)[0]}` is null")
@@ -457,15 +461,15 @@ class _Reader:
             return BadRow(
                 "missing keys", f"with columns {{{given}}} it has {seen}; a row must have {self._shapes_known}"
             )
-        if near := misspelt(raw):
+        if near := find_misspelt(raw):
             seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
         return BadRow("missing keys", f"found {seen}; a row must have {self._shapes_known}")
 
-    def _of_another_kind(self, kind: RowKind) -> BadRow:
+    def _mixed_kinds(self, kind: RowKind) -> BadRow:
         words = f"{kind.words}, where the rows before have {kinds()[self.kind].words}"
         return BadRow("another kind of row", words)
 
-    def _unserved(self, kind: RowKind) -> str:
+    def _wrong_objective(self, kind: RowKind) -> str:
         others = [name for name, other in known("objective").items() if kind.name in other.rows]
         instead = f"; use other rows, or objective.name: {' or '.join(others)}" if others else "; use other rows"
         trained = dict.fromkeys(kinds()[name].keys_in_words for name in self.objective.rows)

@@ -35,7 +35,7 @@ class RowSets:
     train: list[Rows]
     """With data.streaming, the first block only."""
     eval: dict[str, list[Rows]]
-    """By name; "" if the recipe has only one."""
+    """Held-out rows by name; "" if the recipe has only one."""
 
     def texts(self) -> Iterator[str]:
         """Every text of the training rows, for training a tokenizer."""
@@ -54,7 +54,7 @@ class TokenSets:
 
     train: TokenSet | Stream
     eval: dict[str, TokenSet]
-    """By name; "" if the recipe has only one, and "holdout" for the rows of data.holdout."""
+    """Held-out tokens by name; "" if the recipe has only one, and "holdout" for the rows of data.holdout."""
     notes: list[str]
     """For the user: rows dropped, samples truncated, the shares of a mixture."""
 
@@ -71,12 +71,12 @@ class TokenSets:
         dropped, and samples truncated."""
         if not isinstance(self.train, Stream):
             return []
-        found, how = self.train.first_pass, self.train.objective.long_rows(self.train.data.too_long)
+        counts, how = self.train.first_pass, self.train.objective.long_rows(self.train.data.too_long)
         return [
-            *(note for notes in found.reading.values() for note in notes if note not in self.notes),
-            *_dropped_notes("data.train", found.num_dropped),
-            *_remarks("data.train", found.remarks.values()),
-            *_long_note("data.train", found.num_long, found.num_rows, self.train.data.max_length, how),
+            *(note for notes in counts.reading.values() for note in notes if note not in self.notes),
+            *_dropped_notes("data.train", counts.num_dropped),
+            *_remarks("data.train", counts.remarks.values()),
+            *_long_note("data.train", counts.num_long, counts.num_rows, self.train.data.max_length, how),
         ]
 
 
@@ -239,9 +239,9 @@ def _dropped_notes(place: str, num_dropped: Counter[str]) -> list[str]:
 
 
 def _remarks(place: str, remarks: Iterable[Remark]) -> list[str]:
-    def words(one: Remark) -> str:
-        rows = f"{one.num_rows:,} row{'s' * (one.num_rows > 1)}"
-        return f"{place}: {rows} {one.words}; first: {one.first.removeprefix(place + ': ')}"
+    def words(remark: Remark) -> str:
+        rows = f"{remark.num_rows:,} row{'s' * (remark.num_rows > 1)}"
+        return f"{place}: {rows} {remark.words}; first: {remark.first.removeprefix(place + ': ')}"
 
     return list(map(words, remarks))
 

@@ -8,7 +8,14 @@ from typing import Any
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
 from cookbook.rows.row_checks import with_messages
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.data.readers import ROWS_PER_READ, arrow_rows, file_rows, known_columns, numbered, unread_columns
+from cookbook.training.data.readers import (
+    ROWS_PER_READ,
+    arrow_rows,
+    file_rows,
+    known_columns,
+    number_rows,
+    unread_columns,
+)
 
 OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)
@@ -39,13 +46,13 @@ def _written_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator
     if source.path == BUILTIN_SOURCE:
         from cookbook.training.data.stdlib import load_stdlib
 
-        yield from numbered(BUILTIN_SOURCE, load_stdlib(source.split))
+        yield from number_rows(BUILTIN_SOURCE, load_stdlib(source.split))
     elif files := local_files(source):
         for file in files:
             unread.update(unread_columns(file, source))
             yield from file_rows(file, source)
     else:
-        yield from numbered(source.path, _hub_rows(source, streaming, unread))
+        yield from number_rows(source.path, _hub_rows(source, streaming, unread))
 
 
 def local_files(source: Source) -> list[Path]:
@@ -62,7 +69,10 @@ def local_files(source: Source) -> list[Path]:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     # Of several formats in one folder the first is read: a README beside the data is no row.
-    suffixes = next((one for one in FOLDER_FORMATS if _data_files(folder / split, one) or _data_files(folder, one)), ())
+    suffixes = next(
+        (endings for endings in FOLDER_FORMATS if _data_files(folder / split, endings) or _data_files(folder, endings)),
+        (),
+    )
     files = _data_files(folder, suffixes)
     is_text = suffixes == TEXT_FILES  # whose names are titles
     of_split = [] if is_text else [path for path in files if path.name.startswith(split)]
@@ -71,9 +81,9 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     foreign = [] if is_text else [path for path in files if path.name.lower().startswith(OTHER_SPLITS)]
     if split == "train" and files and not foreign:
         return files
-    found = f"; it has {', '.join(file.name for file in files[:5])}" if files else ""
+    hint = f"; it has {', '.join(file.name for file in files[:5])}" if files else ""
     raise RecipeError(
-        f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{found}"
+        f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{hint}"
     )
 
 
@@ -97,13 +107,13 @@ def unread_note(source: Source) -> str | None:
 
 def _has_rows(path: Path) -> bool:
     is_cache = path.suffix in ARROW_FILES and (path.parent / "state.json").is_file()  # of `datasets`
-    endings = (one for group in FOLDER_FORMATS if group != TEXT_FILES for one in group if one != ".json")
+    endings = (ending for group in FOLDER_FORMATS if group != TEXT_FILES for ending in group if ending != ".json")
     return path.name.endswith(tuple(endings)) and not is_cache
 
 
 def _visible(folder: Path) -> list[Path]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return [path for path in found if path.is_file() and not path.name.startswith(".")]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
 
 def _data_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -112,15 +122,15 @@ def _data_files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     state = folder / "state.json"
     if suffixes == ARROW_FILES and state.is_file():
         return _saved_files(folder, state)
-    found = folder.rglob("*") if suffixes == TEXT_FILES else folder.iterdir()
-    visible = (path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    paths = folder.rglob("*") if suffixes == TEXT_FILES else folder.iterdir()
+    visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     return sorted(path for path in visible if path.name.endswith(suffixes) and path.is_file())
 
 
 def _saved_files(folder: Path, state: Path) -> list[Path]:
     """The files of a data set that `save_to_disk` wrote; others there are caches."""
     try:
-        names = [one["filename"] for one in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        names = [file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"{state}: not as save_to_disk writes it: {first_line(error)}") from None
     return [folder / Path(name).name for name in names]

@@ -96,7 +96,7 @@ def _request_and_answer(node: ast.FunctionDef, lines: list[str]) -> tuple[str, s
 
 
 def _is_stub(node: ast.FunctionDef) -> bool:
-    """Whether there is nothing to learn: only a docstring, `pass`, `...` or a bare raise."""
+    """Return whether a function has nothing to learn from: only a docstring, `pass`, `...` or a bare raise."""
     body = node.body[1:]
     return all(
         isinstance(part, ast.Pass | ast.Raise) or (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
@@ -105,7 +105,7 @@ def _is_stub(node: ast.FunctionDef) -> bool:
 
 
 def _without_docstring(node: ast.FunctionDef, lines: list[str]) -> str | None:
-    docstring, first = node.body[0], min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    docstring, first = node.body[0], min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     before = lines[first - 1 : docstring.lineno - 1]
     after = lines[docstring.end_lineno : node.end_lineno]
     shares_a_line = docstring.lineno == node.lineno or node.body[1].lineno == docstring.end_lineno

@@ -15,7 +15,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, refuse
-from cookbook.training.data.ahead import Ahead
+from cookbook.training.data.ahead import Prefetcher
 from cookbook.training.data.encode import TextKeys
 from cookbook.training.data.rows import BadRows, row_blocks
 from cookbook.training.data.sources import local_files
@@ -119,7 +119,7 @@ class Stream:
         while True:
             num_samples, bad_rows, digest = 0, BadRows(), ""
             ends: list[tuple[int, str]] = []  # samples and digest up to the end of each block
-            with Ahead(self._blocks(bad_rows, self.first_pass if epoch == 0 else PassCounts())) as blocks:
+            with Prefetcher(self._blocks(bad_rows, self.first_pass if epoch == 0 else PassCounts())) as blocks:
                 for number, (block, num_dropped) in enumerate(blocks):
                     num_samples += len(block)
                     digest = hashlib.sha256((digest + block.fingerprint).encode()).hexdigest()
@@ -159,9 +159,9 @@ class Stream:
         self.first_pass.num_rows += len(block.row_lengths)
         self.first_pass.num_long += int(np.count_nonzero(block.row_lengths > self.data.max_length))
         self.first_pass.num_dropped = num_dropped
-        for one in block.remarks:
-            before = self.first_pass.remarks.get(one.words, one._replace(num_rows=0))
-            self.first_pass.remarks[one.words] = before._replace(num_rows=before.num_rows + one.num_rows)
+        for remark in block.remarks:
+            before = self.first_pass.remarks.get(remark.words, remark._replace(num_rows=0))
+            self.first_pass.remarks[remark.words] = before._replace(num_rows=before.num_rows + remark.num_rows)
 
     def _blocks(self, bad_rows: BadRows, counts: PassCounts) -> Iterator[tuple[TokenSet, Counter[str]]]:
         """One pass over the sources: blocks, and the rows dropped up to the end of each."""

@@ -44,7 +44,7 @@ MAX_PROCESSES = 16
 
 
 class Remark(NamedTuple):
-    """What is to be said of some rows, for the user."""
+    """A remark on some rows, for the user."""
 
     words: str
     num_rows: int
@@ -70,11 +70,11 @@ class TokenSet:
     part_sizes: tuple[int, ...] = ()
     """Samples of each source, in order."""
     weights: tuple[float, ...] = ()
-    """How often an epoch shows each sample of each source; empty: once."""
+    """Number of times that an epoch shows each sample of each source; empty: once."""
     num_cut: int = 0
     """Rows longer than max_length that were truncated or split."""
     remarks: tuple[Remark, ...] = ()
-    """What is to be said of some rows."""
+    """Remarks on some rows, for the user."""
     row_lengths: np.ndarray | None = None
     """int64: tokens of each row in its longest sequence before truncation, of rows dropped for their length too."""
     values: np.ndarray | None = None
@@ -84,13 +84,13 @@ class TokenSet:
     old_logps: np.ndarray | None = None
     """float64, a log-probability for each target of all sequences: when it was sampled."""
     token_reference_logps: np.ndarray | None = None
-    """The same under the reference model. Rows may have both."""
+    """The log-probabilities of targets under the reference model. Rows may have both."""
     teacher_tokens: np.ndarray | None = None
     """int32 [targets, k]: a teacher's most probable tokens for each target."""
     teacher_logps: np.ndarray | None = None
     """float32 [targets, 1 + k]: its log-probabilities of all others together, and of these."""
     are_scored: bool = False
-    """Whether a label is where a sequence is scored, and not what the position before predicts."""
+    """True if a label is where a sequence is scored, and not what the position before predicts."""
     target_counts: np.ndarray | None = None
     """`num_targets`, if it is known: counting takes 5 s for a million samples."""
 
@@ -113,12 +113,12 @@ class TokenSet:
 
     @cached_property
     def target_ends(self) -> np.ndarray:
-        """Where the targets of each sequence end among all, int64 [S]."""
+        """The end of each sequence's targets among all, int64 [S]."""
         return np.cumsum(self.num_targets)
 
     @property
     def given_logps(self) -> set[str]:
-        """Which log-probabilities of each target are there: `old_logps`, `token_reference_logps`."""
+        """Names of the log-probabilities of each target that are there: `old_logps`, `token_reference_logps`."""
         given = {"old_logps": self.old_logps, "token_reference_logps": self.token_reference_logps}
         return {name for name, values in given.items() if values is not None}
 
@@ -244,7 +244,7 @@ def tokenize(
         "row_lengths": np.array(row_lengths),
         "remarks": tuple(remarks.values()),
     }
-    fields |= {name: np.concatenate(found) for name, found in logps.items() if found}
+    fields |= {name: np.concatenate(values) for name, values in logps.items() if values}
     if objective.num_scores is not None:
         fields["are_scored"] = True
         pieces = [(ids, _at_the_end(ids, tokenizer.pad_token_id)) for ids, _ in pieces]
@@ -273,7 +273,7 @@ class Limit(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a row becomes."""
+    """The token sequences that a row becomes."""
 
     pieces: list[TokenArrays]
     """Empty if it is dropped for its length."""
@@ -322,8 +322,8 @@ def _with_logps(cut: Cut, sequences: list[LabelledIds], row: Row, key: str, *, h
             seen = f"`{key}` {number} has {len(given)} for {count} trained tokens, the end of the turn included"
             return BadRow(f"{key} of another length", seen)
     kept = zip(cut.pieces, row.get(key, ()), strict=False)
-    found = [given[: int(is_label[1:].sum())] for (_, is_label), given in kept]
-    return cut._replace(logps=(*cut.logps, (LOGPROBS[key], found)))
+    values = [given[: int(is_label[1:].sum())] for (_, is_label), given in kept]
+    return cut._replace(logps=(*cut.logps, (LOGPROBS[key], values)))
 
 
 def _slices(rows: Rows) -> Iterator[Rows]:
@@ -338,7 +338,7 @@ Task = list[Cut | BadRow] | RecipeError
 
 @dataclass(frozen=True)
 class _Work:
-    """What a worker process makes of a slice of rows. To torch's loader it is a data set, indexed by slices."""
+    """The work of a worker process on a slice of rows. To torch's loader it is a data set, indexed by slices."""
 
     tokenizer: "PreTrainedTokenizerBase"
     keys: TextKeys
@@ -379,7 +379,7 @@ def _in_processes(work: _Work, slices: Iterator[Rows], num_processes: int) -> It
         sampler=slices,  # type: ignore[arg-type]
         batch_size=None,
         num_workers=num_processes,
-        collate_fn=_unchanged,
+        collate_fn=_pass_on,
         worker_init_fn=partial(_start_worker, reader),
         multiprocessing_context=context,
         generator=Generator(),  # not the global one, which it would advance
@@ -408,7 +408,7 @@ def _in_processes(work: _Work, slices: Iterator[Rows], num_processes: int) -> It
                 thread.join()
 
 
-def _unchanged(task: Task) -> Task:
+def _pass_on(task: Task) -> Task:
     return task
 
 
@@ -495,9 +495,9 @@ def cached_tokens(
     folder = cache / f"tokens-{key[:16]}"
     cache.mkdir(parents=True, exist_ok=True)
     with lock.making(folder.with_suffix(".lock")):
-        found = load_entry(folder, made_from)
-        if found is not None:
-            return found
+        entry = load_entry(folder, made_from)
+        if entry is not None:
+            return entry
         bad_rows = BadRows()
         tokens = tokenize(
             parts,

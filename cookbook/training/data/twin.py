@@ -38,7 +38,7 @@ def _says(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 def _chats() -> Iterator[_Chat]:
     """Chats as they stand at inference, before a turn of the assistant, and one with its last turn."""
-    system, one, two = _says("system", "s"), _says("user", "a"), _says("user", "b")
+    system, question, follow_up = _says("system", "s"), _says("user", "a"), _says("user", "b")
     answer = _says("assistant", "c")
     thought = answer | {"reasoning_content": "r"}
     calls: list[dict[str, Any]] = [
@@ -49,12 +49,12 @@ def _chats() -> Iterator[_Chat]:
     schema = {"type": "object", "properties": {"depth": {"type": "integer", "description": "m"}}, "required": ["depth"]}
     tools = [{"type": "function", "function": {"name": "dig", "description": "Digs", "parameters": schema}}]
     calling = answer | {"content": "", "reasoning_content": _BEFORE_A_CALL, "tool_calls": calls[:1]}
-    yield _Chat([one, answer, two])
-    yield _Chat([one, answer], prompted=False)
-    yield _Chat([system, one, thought, two], kwargs={"enable_thinking": False})
-    yield _Chat([one], tools)
-    yield _Chat([system, one, thought, two, calling, results[0]], tools)
-    yield _Chat([one, _says("assistant", "", tool_calls=calls), *results, answer, two], tools)
+    yield _Chat([question, answer, follow_up])
+    yield _Chat([question, answer], prompted=False)
+    yield _Chat([system, question, thought, follow_up], kwargs={"enable_thinking": False})
+    yield _Chat([question], tools)
+    yield _Chat([system, question, thought, follow_up, calling, results[0]], tools)
+    yield _Chat([question, _says("assistant", "", tool_calls=calls), *results, answer, follow_up], tools)
 
 
 CHATS = tuple(_chats())
@@ -81,7 +81,7 @@ def twin_of(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 
 def offer(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What to write in place of a template that cannot be trained with, for messages."""
+    """Suggest a replacement for a template that cannot be trained with, for messages."""
     twin = twin_of(tokenizer)
     if twin is None:
         return f"give one with markers in data.chat_template, such as {CHATML} (docs/recipes.md, Chat templates)"
@@ -91,7 +91,7 @@ def offer(tokenizer: "PreTrainedTokenizerBase") -> str:
 @cache
 def _twin(plain: str, with_tools: str, special_tokens: str) -> str | None:
     specials = json.loads(special_tokens)
-    own = [_rendered(with_tools if chat.tools else plain, chat, specials) for chat in CHATS]
+    own = [_render(with_tools if chat.tools else plain, chat, specials) for chat in CHATS]
     if own[0] is None:
         return None
     names = known_templates()
@@ -104,30 +104,31 @@ def _twin(plain: str, with_tools: str, special_tokens: str) -> str | None:
         ]
         for name in names:
             template = Path(template_path(name)).read_text(encoding="utf-8")
-            if all(_agree(_rendered(template, chat, specials), text) for chat, text in compared):
+            if all(_agree(_render(template, chat, specials), text) for chat, text in compared):
                 return name
     return None
 
 
 def _agree(ours: str | None, own: str) -> bool:
-    """Whether two renderings are the same, but for an end token that a family writes with the next message."""
+    """Return whether two renderings are the same, but for an end token that a family writes with the next message."""
     return ours is not None and ours.startswith(own) and (ours == own or _END.fullmatch(ours[len(own) :]) is not None)
 
 
 def _leaves_out(chat: _Chat, text: str) -> bool:
-    """Whether a call is missing in a rendering, or the reasoning before it."""
+    """Return whether a call is missing in a rendering, or the reasoning before it."""
     calling = [message for message in chat.messages if "tool_calls" in message]
     words = [call["function"]["name"] for message in calling for call in message["tool_calls"]]
     words += [message["reasoning_content"] for message in calling if "reasoning_content" in message]
     return any(word not in text for word in words)
 
 
-def _rendered(template: str, chat: _Chat, specials: dict[str, Any]) -> str | None:
+def _render(template: str, chat: _Chat, specials: dict[str, Any]) -> str | None:
     """The text, or None if the template refuses the chat."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with_texts = [
-        one | {"tool_calls": calls_as_text(one["tool_calls"])} if "tool_calls" in one else one for one in chat.messages
+        message | {"tool_calls": calls_as_text(message["tool_calls"])} if "tool_calls" in message else message
+        for message in chat.messages
     ]
     for messages in (chat.messages, with_texts):
         try:
