@@ -74,7 +74,7 @@ def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -
     return sorted({one for one in ends if one is not None})
 
 
-class Opened:
+class OpenFile:
     """A model in this process; `close` gives its memory back."""
 
     def __init__(self, folder: Path, *, is_bf16: bool) -> None:
@@ -94,7 +94,7 @@ class Opened:
             torch.cuda.empty_cache()
 
 
-class Reference(Opened):
+class Reference(OpenFile):
     """The model before the first round."""
 
     def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
@@ -110,7 +110,7 @@ class Reference(Opened):
         return found
 
 
-class Sampler(Opened):
+class Sampler(OpenFile):
     """A model that samples."""
 
     def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint hold, by their headers and `state.json`: the one reader of both. No torch."""
+"""Content of a checkpoint's files, by their headers and `state.json`: the one reader of both. No torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -39,17 +39,17 @@ def runs_of(tensors: Mapping[str, Mapping[str, Any]]) -> list[Run]:
     Raises:
         ValueError: a tensor that no save writes.
     """
-    found = []
-    for key, one in tensors.items():
+    runs = []
+    for key, entry in tensors.items():
         name, kind, place = key.rsplit("|", 2)
         start, _, stride = place.partition("/")
-        *count, length = one["shape"]
+        *count, length = entry["shape"]
         run = Run(name, kind, int(start), int(stride or 0), count[0] if count else 1, length, key)
         is_one = run.num_runs == 1 and not count
-        if run.start < 0 or len(count) > 1 or one["dtype"] not in DTYPES or not (is_one or run.stride >= length > 0):
-            raise ValueError(f"{key} of shape {one['shape']} in {one['dtype']} is none that a save writes")
-        found.append(run)
-    return found
+        if run.start < 0 or len(count) > 1 or entry["dtype"] not in DTYPES or not (is_one or run.stride >= length > 0):
+            raise ValueError(f"{key} of shape {entry['shape']} in {entry['dtype']} is none that a save writes")
+        runs.append(run)
+    return runs
 
 
 def complete_kinds(paths: Iterable[Path], shapes: Mapping[str, list[int]]) -> set[str]:
@@ -66,11 +66,11 @@ def complete_kinds(paths: Iterable[Path], shapes: Mapping[str, list[int]]) -> se
         except ValueError as error:
             raise BrokenCheckpoint(f"{path.name} {error}") from None
     for (name, kind), own in sorted(runs.items()):
-        size, found = math.prod(shapes[name]), sum(run.num_runs * run.length for run in own)
-        if found != size:
-            raise BrokenCheckpoint(f"{name}: {found} of {size} elements of {kind} are there")
+        size, num_there = math.prod(shapes[name]), sum(run.num_runs * run.length for run in own)
+        if num_there != size:
+            raise BrokenCheckpoint(f"{name}: {num_there} of {size} elements of {kind} are there")
         in_order = sorted((run for run in own if run.num_runs == 1 and run.length), key=lambda run: run.start)
-        if any(run.end > size for run in own) or any(one.end > two.start for one, two in pairwise(in_order)):
+        if any(run.end > size for run in own) or any(first.end > second.start for first, second in pairwise(in_order)):
             raise BrokenCheckpoint(f"{name}: elements of {kind} are there twice, or beyond its {size}")
     return {kind for _, kind in runs}
 

@@ -63,7 +63,7 @@ class Checkpoint:
         return [self.path / name for name in self.manifest["files"] if name.endswith(".safetensors")]
 
     def is_in(self, root: Path) -> bool:
-        """Whether it is one of a run's `checkpoints/`, where it may be a link to another disk."""
+        """Return whether the folder is one of a run's `checkpoints/`, where it may be a link to another disk."""
         return self.path.parent.resolve() == root.resolve()
 
     def state(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def flush_folder(path: Path) -> None:
 
 
 def receipt_path(build: Path, rank: int) -> Path:
-    """Where a rank records that it has written its file, or why it could not: {"error": ...}."""
+    """The file in which a rank records that it has written its part, or why it could not: {"error": ...}."""
     return build / f"receipt-{rank:05d}.json"
 
 
@@ -183,10 +183,10 @@ def _make_way(path: Path, attempt: str) -> None:
     except (BrokenCheckpoint, OSError):
         _discard(path)
     else:
-        path.rename(_left(path, attempt))
+        path.rename(_path_aside(path, attempt))
 
 
-def _left(path: Path, attempt: str) -> Path:
+def _path_aside(path: Path, attempt: str) -> Path:
     return path.with_name(f"left-{path.name}-{attempt}")
 
 
@@ -280,10 +280,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except (OSError, UnicodeDecodeError) as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error}") from None
     try:
-        found = json.loads(text)
-        version, seal, step, files = found["format"], found["seal"], found["step"], found["files"]
+        content = json.loads(text)
+        version, seal, step, files = content["format"], content["seal"], content["step"], content["files"]
         sizes = {str(name): int(record["bytes"]) for name, record in files.items()}
-        is_sealed = seal == seal_of(found)
+        is_sealed = seal == seal_of(content)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise BrokenCheckpoint(f"{MANIFEST} is damaged") from None
     if version != FORMAT:
@@ -300,7 +300,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise BrokenCheckpoint(f"{name} is missing")
         if file.stat().st_size != size:
             raise BrokenCheckpoint(f"{name} has {file.stat().st_size} bytes, and {size} were written")
-    return Checkpoint(path, found)
+    return Checkpoint(path, content)
 
 
 def list_folders(root: Path) -> list[Path]:
@@ -332,11 +332,11 @@ def step_of(path: Path) -> int | None:
 
 def whole_checkpoints(root: Path) -> list[Checkpoint]:
     """Checkpoints whose manifest and sizes are right, the newest first."""
-    found = []
+    checkpoints = []
     for path in list_folders(root):
         with contextlib.suppress(BrokenCheckpoint):
-            found.append(open_checkpoint(path))
-    return found
+            checkpoints.append(open_checkpoint(path))
+    return checkpoints
 
 
 def sweep_unfinished(root: Path, attempt: str) -> None:
@@ -366,7 +366,7 @@ def sweep_before(build: Path, attempt: str) -> None:
 def leave_later(root: Path, checkpoint: Checkpoint, attempt: str) -> list[Path]:
     """Rename what was saved after the checkpoint that a run resumes from, so that it is not taken for the newest."""
     later = [path for path in list_folders(root) if (step_of(path) or 0) > checkpoint.step]
-    return [path.rename(_left(path, attempt)) for path in later]
+    return [path.rename(_path_aside(path, attempt)) for path in later]
 
 
 def _discard(path: Path) -> None:
@@ -379,9 +379,9 @@ def _discard(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def best_first(whole: list[Checkpoint]) -> list[Checkpoint]:
+def best_first(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints with a finite `best_by` in their manifest, the smallest first; of equals the later first."""
-    ratings = [(checkpoint.manifest.get("best_by"), -checkpoint.step, checkpoint) for checkpoint in whole]
+    ratings = [(checkpoint.manifest.get("best_by"), -checkpoint.step, checkpoint) for checkpoint in checkpoints]
     rated = [row for row in ratings if isinstance(row[0], int | float) and abs(row[0]) < math.inf]
     return [checkpoint for *_, checkpoint in sorted(rated, key=lambda row: row[:2])]
 
@@ -394,8 +394,10 @@ def prune(root: Path, *, keep_last: int, keep_best: int, keep: set[str]) -> None
         keep_best: how many of `best_first`.
         keep: names of folders.
     """
-    whole = whole_checkpoints(root)
-    kept = keep | {checkpoint.path.name for checkpoint in (*whole[:keep_last], *best_first(whole)[:keep_best])}
-    for checkpoint in whole:
+    checkpoints = whole_checkpoints(root)
+    kept = keep | {
+        checkpoint.path.name for checkpoint in (*checkpoints[:keep_last], *best_first(checkpoints)[:keep_best])
+    }
+    for checkpoint in checkpoints:
         if checkpoint.path.name not in kept and not _is_held(checkpoint.path):
             _discard(checkpoint.path)

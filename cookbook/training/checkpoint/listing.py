@@ -24,7 +24,7 @@ def is_run(path: Path) -> bool:
 
 def steps_there(root: Path, *, but: Path | None = None) -> str:
     """End of an error message: the steps whose checkpoints could be used instead."""
-    steps = [str(found.step) for found in folder.whole_checkpoints(root) if found.path != but]
+    steps = [str(checkpoint.step) for checkpoint in folder.whole_checkpoints(root) if checkpoint.path != but]
     return f"there are those of step {', '.join(sorted(steps, key=int))}" if steps else "there is no other"
 
 
@@ -44,14 +44,14 @@ def find_folders(path: Path) -> list[Path]:
             raise RecipeError(f"{path}: its format is {version!r}, and this program reads {folder.FORMAT}")
         return [path]
     root = path / "checkpoints" if is_run(path) else path
-    found = folder.list_folders(root)
-    if not found:
+    folders = folder.list_folders(root)
+    if not folders:
         raise RecipeError(
             [f"{root}: no checkpoint in it"]
             if is_run(path) or (path / folder.LATEST).is_file()
             else [f"{path}: neither a run, nor its checkpoints/, nor one checkpoint"]
         )
-    return found
+    return folders
 
 
 def recipe_of(values: Mapping[str, Any]) -> Recipe:
@@ -68,14 +68,18 @@ def describe(path: Path) -> dict[str, Any]:
     `strategies` (names of files that do not refuse the recipe), `keys`, `resumed_from`.
     """
     number = path.name.removeprefix("step-")
-    found: dict[str, Any] = {"path": str(path), "step": int(number) if number.isdecimal() else None, "broken": None}
+    description: dict[str, Any] = {
+        "path": str(path),
+        "step": int(number) if number.isdecimal() else None,
+        "broken": None,
+    }
     try:
         checkpoint = folder.open_checkpoint(path)
         folder.verify(checkpoint)
         state, kinds = read_content(checkpoint)
         recipe, strategy = state["recipe"], state["run"]["strategy"]
         adapter = recipe.get("adapter")
-        return found | {
+        return description | {
             "step": checkpoint.step,
             "saved_at": str(checkpoint.manifest["saved_at"]),
             "bytes": sum(file.stat().st_size for file in path.iterdir()),
@@ -91,17 +95,19 @@ def describe(path: Path) -> dict[str, Any]:
             "resumed_from": state["run"].get("resumed_from"),
         }
     except (BrokenCheckpoint, OSError) as reason:
-        return found | {"broken": str(reason)}
+        return description | {"broken": str(reason)}
     except Exception as reason:  # whatever a content that no save wrote leads to
-        return found | {"broken": f"{folder.STATE} lacks what a checkpoint needs ({type(reason).__name__}: {reason})"}
+        return description | {
+            "broken": f"{folder.STATE} lacks what a checkpoint needs ({type(reason).__name__}: {reason})"
+        }
 
 
 def _keys(recipe: dict[str, Any]) -> dict[str, list[str]]:
     """The recipe's keys by `resume.rule_of`."""
-    found: dict[str, list[str]] = {"fixed": [], "with_consent": [], "by_content": [], "free": []}
+    keys: dict[str, list[str]] = {"fixed": [], "with_consent": [], "by_content": [], "free": []}
     for key in sorted(resume.flatten(recipe)):
-        found[resume.rule_of(key)].append(key)
-    return found
+        keys[resume.rule_of(key)].append(key)
+    return keys
 
 
 def _strategies(recipe: dict[str, Any]) -> list[str]:
@@ -121,64 +127,67 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
     Raises:
         RecipeError: there is none.
     """
-    found = []
+    descriptions = []
     for place in find_folders(path):
         with folder.held(place):
-            found.append(describe(place))
-    root = Path(found[0]["path"]).parent
-    whole = folder.whole_checkpoints(root)
-    best = next(iter(folder.best_first(whole)), None)
-    sources = {Path(name).name for name in _resumed_from(root, found)}
-    for one in found:
-        name = Path(one["path"]).name
+            descriptions.append(describe(place))
+    root = Path(descriptions[0]["path"]).parent
+    complete = folder.whole_checkpoints(root)
+    best = next(iter(folder.best_first(complete)), None)
+    sources = {Path(name).name for name in _resumed_from(root, descriptions)}
+    for description in descriptions:
+        name = Path(description["path"]).name
         marks = {
-            "newest": bool(whole) and whole[0].path.name == name,
+            "newest": bool(complete) and complete[0].path.name == name,
             "best": best is not None and best.path.name == name,
             "resumed from": name in sources,
         }
-        one["marks"] = [mark for mark, holds in marks.items() if holds]
-    return found
+        description["marks"] = [mark for mark, holds in marks.items() if holds]
+    return descriptions
 
 
-def _resumed_from(root: Path, found: list[dict[str, Any]]) -> list[str]:
+def _resumed_from(root: Path, descriptions: list[dict[str, Any]]) -> list[str]:
     """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
-    names = [one["resumed_from"] for one in found if one.get("resumed_from")]
+    names = [description["resumed_from"] for description in descriptions if description.get("resumed_from")]
     names.append(read_json(root.parent / RUN).get("resumed_from") or "")
     return [name for name in names if name and Path(name).parent.resolve() == root.resolve()]
 
 
-def in_words(found: list[dict[str, Any]]) -> str:
-    """For users: a line for each checkpoint, and how to resume from the newest complete one."""
-    rows: list[Row] = [str(Path(found[0]["path"]).parent)]
-    for one in found:
-        name = Path(one["path"]).name
-        if one["broken"]:
-            rows.append((name, f"BROKEN: {one['broken']}"))
+def in_words(descriptions: list[dict[str, Any]]) -> str:
+    """Describe checkpoints to users: a line for each, and how to resume from the newest complete one."""
+    rows: list[Row] = [str(Path(descriptions[0]["path"]).parent)]
+    for description in descriptions:
+        name = Path(description["path"]).name
+        if description["broken"]:
+            rows.append((name, f"BROKEN: {description['broken']}"))
             continue
-        loss = [] if one["eval_loss"] is None else [f"evaluation loss {one['eval_loss']:.4f}"]
+        loss = [] if description["eval_loss"] is None else [f"evaluation loss {description['eval_loss']:.4f}"]
         rows.append(
             (
                 name,
                 "whole",
-                one["saved_at"],
-                in_bytes(one["bytes"]),
-                f"{one['strategy']}, {several(one['processes'], 'process')}",
-                "  ".join([*loss, *([f"[{', '.join(one['marks'])}]"] if one["marks"] else [])]),
+                description["saved_at"],
+                in_bytes(description["bytes"]),
+                f"{description['strategy']}, {several(description['processes'], 'process')}",
+                "  ".join([*loss, *([f"[{', '.join(description['marks'])}]"] if description["marks"] else [])]),
             )
         )
-    whole = next((one for one in found if not one["broken"]), None)
-    return page(*rows) if whole is None else f"{page(*rows)}\n\n{_how_to_resume(whole)}"
+    newest = next((description for description in descriptions if not description["broken"]), None)
+    return page(*rows) if newest is None else f"{page(*rows)}\n\n{_how_to_resume(newest)}"
 
 
-def _how_to_resume(one: dict[str, Any]) -> str:
-    keys = one["keys"]
-    what = f"the adapter {one['adapter']}" if one["adapter"] else "all weights"
-    strategies = f"{', '.join(one['strategies'])}; any number of processes"
+def _how_to_resume(description: dict[str, Any]) -> str:
+    keys = description["keys"]
+    what = f"the adapter {description['adapter']}" if description["adapter"] else "all weights"
+    strategies = f"{', '.join(description['strategies'])}; any number of processes"
     return page(
-        Path(one["path"]).name,
-        ("holds", f"{what}; optimizer {one['optimizer']} ({', '.join(one['optimizer_state']) or 'no state'})"),
+        Path(description["path"]).name,
+        (
+            "holds",
+            f"{what}; optimizer {description['optimizer']} ({', '.join(description['optimizer_state']) or 'no state'})",
+        ),
         ("resume", "run.resume: auto in the same run.output_dir, or the checkpoint's path"),
-        ("under", strategies if one["strategies"] else "no strategy here"),
+        ("under", strategies if description["strategies"] else "no strategy here"),
         ("free", ", ".join(keys["free"])),
         ("same content", ", ".join(keys["by_content"])),
         ("with consent", f"{', '.join(keys['with_consent'])} (run.allow_changes)"),

@@ -60,7 +60,7 @@ def choose(
     if resumes and rank == 0:
         for path in folder.foreign_folders(root):
             say(f"{path} is ignored, since no save gives it that name; to use it, write run.resume: {path}")
-    named = [] if recipe.run.resume in ("never", "auto") else [_named(Path(recipe.run.resume), root)]
+    named = [] if recipe.run.resume in ("never", "auto") else [_resolve_path(Path(recipe.run.resume), root)]
     reasons = []
     for path in (*own, *named):
         # Before anything is loaded, although files are then read twice: damage that a load finds would leave a model
@@ -81,11 +81,11 @@ def choose(
     return None
 
 
-def _named(path: Path, root: Path) -> Path:
+def _resolve_path(path: Path, root: Path) -> Path:
     """The path that `run.resume` names; of this run's own checkpoint, however it is reached, that in `root`.
 
     Raises:
-        RecipeError: it lies elsewhere in the run's folder, which a run that starts over sets aside.
+        RecipeError: it is elsewhere in the run's folder, which a run that starts over sets aside.
     """
     real = path.resolve()
     own = [there for there in root.iterdir() if there.resolve() == real] if root.is_dir() else []
@@ -115,7 +115,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rule_of(key: str) -> str:
-    """Whether a run that resumes may change a recipe's key: "fixed", "with_consent", "by_content" or "free"."""
+    """The rule for a recipe's key when a run resumes: "fixed", "with_consent", "by_content" or "free"."""
 
     def is_any(prefixes: Collection[str]) -> bool:
         return any(key == prefix or (key.startswith(prefix) and prefix[-1] in "._") for prefix in prefixes)
@@ -182,7 +182,7 @@ def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Call
     shapes = state["parameters"]
     if shapes != trained:
         differ = sorted(name for name in shapes.keys() | trained.keys() if shapes.get(name) != trained.get(name))
-        there, here = (found.get(differ[0], "absent") for found in (shapes, trained))
+        there, here = (entries.get(differ[0], "absent") for entries in (shapes, trained))
         mistake = f"{differ[0]} is {there} there and {here} here ({len(differ)} parameters differ)"
         raise RecipeError(f"run.resume: {checkpoint.path} is of another model: {mistake}")
     from cookbook.training.checkpoint.tensors import Reader  # torch: `cookbook checkpoint` does without

@@ -19,7 +19,7 @@ from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.tensors import StagedPiece, StatePiece, room_for, write_pieces
 
 RECEIPT_SECONDS = 10.0
-"""How long a rank tries to report that it could not save. Less than rank 0 waits for it."""
+"""Limit of a rank's tries to report that it could not save. Less than rank 0 waits for it."""
 
 
 Pieces = Iterable[StatePiece]
@@ -91,7 +91,7 @@ class Saver:
         self.newest = checkpoint
 
     def is_time(self, every_minutes: float | None) -> bool:
-        """Whether the last save, or the start, is at least this long ago."""
+        """Return whether the last save, or the start, is at least this long ago."""
         return every_minutes is not None and time.monotonic() - self._saved_at >= every_minutes * 60
 
     def save(self, step: int, pieces: Pieces, state: dict[str, Any], *, best_by: float | None = None) -> None:

@@ -52,8 +52,8 @@ class StreamedModel:
             places = {name: files[keys[name]] for name in named}
         except KeyError:
             return None
-        found = ((named[name].shape, file.tensors[key]) for name, (file, key) in places.items())
-        is_direct = all(list(shape) == one["shape"] and one["dtype"] in DTYPES for shape, one in found)
+        pairs = ((named[name].shape, file.tensors[key]) for name, (file, key) in places.items())
+        is_direct = all(list(shape) == entry["shape"] and entry["dtype"] in DTYPES for shape, entry in pairs)
         return cls(model, places) if is_direct else None
 
     def weight(self, name: str) -> Weight:
@@ -76,7 +76,7 @@ class StreamedModel:
 
     def filled(self, *modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """The parameters of these modules, and of all in them, in memory."""
-        return self._filled(module for one in modules for module in one.modules())
+        return self._filled(module for root in modules for module in root.modules())
 
     @contextlib.contextmanager
     def _filled(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -108,7 +108,7 @@ class StreamedModel:
         return tensor
 
     def probe_logits(self) -> torch.Tensor:
-        """As the function of that name, with what lies outside of the layers and one layer in memory."""
+        """The logits of `probe_logits`, with one layer and all that is outside of the layers in memory."""
         classes = set(self.model._no_split_modules or ())
         layers = [module for module in self.model.modules() if type(module).__name__ in classes]
         inside = {id(module) for layer in layers for module in layer.modules()}

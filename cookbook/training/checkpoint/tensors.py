@@ -53,7 +53,7 @@ OTHER_DTYPES = {
 
 
 class StatePiece(Protocol):
-    """What is read of a `cookbook.training.engine.state.Piece`: runs of a parameter's elements in memory."""
+    """The part of a `cookbook.training.engine.state.Piece` that is read: runs of a parameter's elements in memory."""
 
     @property
     def name(self) -> str: ...
@@ -240,7 +240,7 @@ class _Writer:
             view, at = view[count:], at + count
 
 
-class Opened:
+class OpenFile:
     """A file, open for as long as this object lives."""
 
     def __init__(self, path: Path) -> None:
@@ -251,7 +251,7 @@ class Opened:
 class TensorFile:
     """A file of tensors, read into memory that is there: pages of a mapped file would count as this process's own."""
 
-    def __init__(self, path: Path, opened: Callable[[Path], Opened] = Opened) -> None:
+    def __init__(self, path: Path, opened: Callable[[Path], OpenFile] = OpenFile) -> None:
         """Read the header.
 
         Raises:
@@ -307,7 +307,7 @@ class Reader:
             BrokenCheckpoint: a file is missing, or is no safetensors file of ours.
         """
         self._sources: dict[tuple[str, str], list[_Source]] = {}
-        opened = lru_cache(maxsize=MAX_OPEN)(Opened)
+        opened = lru_cache(maxsize=MAX_OPEN)(OpenFile)
         for path in paths:
             try:
                 file = TensorFile(path, opened)
@@ -321,7 +321,7 @@ class Reader:
 
     def kinds(self, name: str) -> list[str]:
         """The kinds of state stored for a parameter."""
-        return [kind for found, kind in self._sources if found == name]
+        return [kind for key, kind in self._sources if key == name]
 
     def num_elements(self, name: str, kind: str) -> int:
         """Number of stored elements; a complete tensor has as many as its shape."""

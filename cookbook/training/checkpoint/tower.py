@@ -1,4 +1,4 @@
-"""What a model has in its files beside the language part that is trained: kept by a run, and written back as it was."""
+"""Weights and settings in a model's files beside the language part that is trained, written back as they were."""
 
 import copy
 import json
@@ -24,20 +24,20 @@ class Tower(NamedTuple):
     """The part of a model that no run changes."""
 
     tensors: dict[str, Weight]
-    """By their names in the files; mapped into memory, in their own dtypes."""
+    """Weights by their names in the files; mapped into memory, in their own dtypes."""
     roots: dict[str, str]
-    """By the first part of a name in the language part, what stands for it in the files."""
+    """First part of a name in the language part -> its counterpart in the files."""
     config: dict[str, Any]
     """The `config.json` of the whole model."""
 
     @classmethod
     def of(cls, folder: Path) -> "Tower | None":
-        """That of a model's folder; None if the language model is all there is."""
-        whole = whole_config(folder)
-        if whole is None:
+        """The tower of a model's folder; None if the language model is all there is."""
+        config = whole_config(folder)
+        if config is None:
             return None
         with torch.device("meta"):
-            text = language_config(whole)
+            text = language_config(config)
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)](text)
         own = {f"{backbone_name(model)}.{name}" for name, _ in backbone_of(model).named_children()} | {"lm_head"}
         tensors, roots = {}, {}
@@ -47,25 +47,27 @@ class Tower(NamedTuple):
                 root = name.partition(".")[0]
                 roots[root] = key.removesuffix(name.removeprefix(root))
             else:
-                tensors[key] = _mapped(file.path, key)
+                tensors[key] = _map_weights(file.path, key)
         return cls(tensors, roots, _values(folder))
 
     @classmethod
     def kept(cls, model_files: Path) -> "Tower | None":
-        """What `keep` has written."""
+        """The tower that `keep` has written."""
         path = model_files / TOWER
         if not path.is_file():
             return None
         with safe_open(path, framework="pt") as file:
             roots = {root: of for root, of in file.metadata().items() if root != "format"}
             keys = list(file.keys())
-        return cls({key: _mapped(path, key) for key in keys}, roots, _values(model_files))
+        return cls({key: _map_weights(path, key) for key in keys}, roots, _values(model_files))
 
     def keep(self, model_files: Path) -> None:
         """Write it into a run's folder, which then needs the model's own no longer."""
         tensors = (
-            Tensor(key, one.shape, one.own_dtype or torch.float32, one.parts(one.own_dtype or torch.float32))
-            for key, one in self.tensors.items()
+            Tensor(
+                key, weight.shape, weight.own_dtype or torch.float32, weight.parts(weight.own_dtype or torch.float32)
+            )
+            for key, weight in self.tensors.items()
         )
         metadata = {"format": "pt", **self.roots}
         write_tensors(model_files / TOWER, tensors, room=room_for(self.tensors) + 4096, metadata=metadata)
@@ -96,6 +98,6 @@ def _values(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _mapped(path: Path, key: str) -> Weight:
+def _map_weights(path: Path, key: str) -> Weight:
     with safe_open(path, framework="pt") as file:
         return as_weight(file.get_tensor(key))

@@ -49,7 +49,7 @@ def building(folder: Path) -> Iterator[Path]:
     except OSError as error:
         error.filename = str(folder)  # which somebody knows
         raise
-    with _locked(build):
+    with _lock(build):
         try:
             yield build
             _take_place(build, folder)
@@ -82,7 +82,7 @@ def sweep_builds(folder: Path) -> None:
     """Remove what killed processes left of building `folder`, and restore what one of them had moved away."""
     for what in (OLD, BUILD):
         for left in sorted(folder.parent.glob(f".{folder.name}.{what}.*")):
-            with contextlib.suppress(OSError), _locked(left):
+            with contextlib.suppress(OSError), _lock(left):
                 if what == OLD and not folder.exists():
                     left.rename(folder)
                 else:
@@ -90,7 +90,7 @@ def sweep_builds(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Hold the kernel's lock of a folder itself, which is free if its process died.
 
     Raises:
@@ -108,13 +108,13 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(path: Path, other: Path) -> bool:
     """Swap the names of two folders atomically, where kernel and file system can (Linux, renameat2(2))."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    return rename(here, os.fsencode(path), here, os.fsencode(other), exchange) == 0
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -158,16 +158,16 @@ def write_model(
         empty = empty_model(copy.deepcopy(config)).to(dtype)
     ignored = empty._keys_to_ignore_on_save or ()
     saved = {name: weight for name, weight in weights.items() if name not in ignored}
-    with _by_key(saved, folder, empty, dtype) as found:
+    with _by_key(saved, folder, empty, dtype) as by_key:
         if tower is not None:
-            found = {tower.key(key): weight for key, weight in found.items()} | tower.tensors
-        planned = {key: torch.empty(w.shape, dtype=w.own_dtype or dtype, device="meta") for key, w in found.items()}
+            by_key = {tower.key(key): weight for key, weight in by_key.items()} | tower.tensors
+        planned = {key: torch.empty(w.shape, dtype=w.own_dtype or dtype, device="meta") for key, w in by_key.items()}
         files = split_torch_state_dict_into_shards(planned, max_shard_size=shard_size)
         for file, keys in files.filename_to_tensors.items():
-            tensors = (_in_file(key, found[key], dtype) for key in keys)
+            tensors = (_in_file(key, by_key[key], dtype) for key in keys)
             write_tensors(folder / file, tensors, room=room_for(keys), metadata={"format": "pt"})
     if files.is_sharded:
-        beside = 0 if tower is None else sum(math.prod(one.shape) for one in tower.tensors.values())
+        beside = 0 if tower is None else sum(math.prod(weight.shape) for weight in tower.tensors.values())
         metadata = {"total_parameters": empty.num_parameters() + beside, **files.metadata}
         index = {"metadata": metadata, "weight_map": files.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -193,7 +193,7 @@ def _by_key(
     if all(id(tensor) in names for tensor in in_files.values()):
         yield {key: weights[names[id(tensor)]] for key, tensor in in_files.items()}
         return
-    with _joined(weights, folder, dtype) as joined:
+    with _join_parts(weights, folder, dtype) as joined:
         yield {key: as_weight(tensor) for key, tensor in revert_weight_conversion(empty, joined).items()}
 
 
@@ -203,7 +203,7 @@ def _in_file(name: str, weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 @contextlib.contextmanager
-def _joined(weights: dict[str, Weight], folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+def _join_parts(weights: dict[str, Weight], folder: Path, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """The weights in a file mapped into memory, so that the machine need not hold them."""
     path = folder / "whole.tmp"
     try:
