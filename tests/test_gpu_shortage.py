@@ -60,6 +60,6 @@ def test_without_our_launcher_it_ends_with_the_line_that_goes_on(gpu_lab):
         "fsdp2", {"run.on_out_of_memory": "smaller_micro_batch"}, recipe="memory", memory=170_000_000, ends=None
     )
     told = "".join(run.log(rank) for rank in range(2))
-    line = next(line for line in told.splitlines() if "To go on: " in line)
+    line = next(line for line in told.splitlines() if "To continue: " in line)
     assert "accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes 2" in line
     assert "--set batch.micro_batch_size=1" in line and "--set run.on_out_of_memory=smaller_micro_batch" in line

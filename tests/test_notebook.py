@@ -46,7 +46,7 @@ def test_all_cells_run_and_the_run_is_resumed_under_another_strategy(tmp_path: P
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for printed in ("PLAN of recipes/quickstart.yaml", "stopped after step 12", "goes on after step 12", "--- answer"):
+    for printed in ("PLAN of recipes/quickstart.yaml", "stopped after step 12", "resumes after step 12", "--- answer"):
         assert printed in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]

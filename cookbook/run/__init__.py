@@ -1,1 +1,1 @@
-"""What `train.py` calls: the stages before the first step, what surrounds the loop, and what a run publishes."""
+"""Parts that `train.py` calls: the stages before the first step, what surrounds the loop, and what a run publishes."""

@@ -1,4 +1,4 @@
-"""What a run asks of the forecast, which it imports nowhere else and only when asked; it computes nothing with it."""
+"""Questions of a run to the forecast, which is imported nowhere else and only when asked; no step depends on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,10 +79,10 @@ def step_time(run: "Run", num_tokens: float | None) -> dict[str, Any]:
     engine = run.engine
     try:
         gpu = find_gpu(name)
-        found = verdict.time_of_run(run.inputs.config, run.recipe, engine.strategy, engine.plan, gpu, num_tokens)
+        forecast = verdict.time_of_run(run.inputs.config, run.recipe, engine.strategy, engine.plan, gpu, num_tokens)
     except Exception as error:  # the run does not depend on it
         return {"none": str(error)}
-    return {"none": found} if isinstance(found, str) else found.record()
+    return {"none": forecast} if isinstance(forecast, str) else forecast.record()
 
 
 def smaller_micro_batch(

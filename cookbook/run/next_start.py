@@ -1,4 +1,4 @@
-"""How a run goes on after its GPU memory ran out: a smaller micro-batch, then another strategy, or an advice."""
+"""The next start of a run whose GPU memory ran out: a smaller micro-batch, then another strategy, or an advice."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Start:
         )
 
     def changed(self, strategy: Strategy, batch: BatchSection, *, resumes: bool) -> "Start":
-        """The same run under another strategy or micro-batch."""
+        """Return the start of this run under another strategy or micro-batch."""
         run = self.recipe.run
         settings = {
             "run.output_dir": run.output_dir,  # whose default has the strategy in its name
@@ -47,7 +47,7 @@ class Start:
             "batch.micro_batch_size": batch.micro_batch_size,
             "batch.micro_batch_tokens": batch.micro_batch_tokens,
         }
-        kept = [one for one in self.assignments if one.partition("=")[0].strip() not in settings]
+        kept = [assignment for assignment in self.assignments if assignment.partition("=")[0].strip() not in settings]
         assignments = [*kept, *(f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None)]
         recipe, strategy = load_pair(Path(self.recipe_name), assignments, Path(strategy.path))
         counts = {"num_processes": self.plan.num_processes, "num_gpus": self.plan.num_gpus}
@@ -74,8 +74,8 @@ def next_start(start: Start, first: Start, tried: set[str], *, resumes: bool) ->
     counts = (None, start.plan.num_processes)
     others = [other for other in load_known() if other.path not in tried and other.num_processes in counts]
     sizes = [first.recipe.batch, *smaller_batches(first.recipe, first.plan.data_parallel_size)]
-    found = forecasts.next_strategy(recipe, strategy, machines, name, others, sizes)
-    return start.changed(*found, resumes=resumes) if found is not None else None
+    change = forecasts.next_strategy(recipe, strategy, machines, name, others, sizes)
+    return start.changed(*change, resumes=resumes) if change is not None else None
 
 
 def smaller_batches(recipe: Recipe, data_parallel_size: int) -> Iterator[BatchSection]:
@@ -87,7 +87,11 @@ def smaller_batches(recipe: Recipe, data_parallel_size: int) -> Iterator[BatchSe
         tokens = max(least, tokens // 2)
         yield batch.model_copy(update={"micro_batch_tokens": tokens})
     while size > 1:
-        size = next(one for one in range(size // 2, 0, -1) if batch.global_batch_size % (one * data_parallel_size) == 0)
+        size = next(
+            divisor
+            for divisor in range(size // 2, 0, -1)
+            if batch.global_batch_size % (divisor * data_parallel_size) == 0
+        )
         yield batch.model_copy(update={"micro_batch_size": size})
 
 

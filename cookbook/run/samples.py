@@ -42,10 +42,10 @@ def continuations(run: "Run", stop_reason: Callable[[], str | None]) -> list[dic
             if reason := stop_reason():
                 return reason
             tokens = awaiting(rows, lengths, tokenizer.pad_token_id)
-            found = run.engine.collect(
+            next_ids = run.engine.collect(
                 next_tokens, batches.indexed_batches(tokens, run.layout), len(rows), what="sampling"
             )
-            for i, token in enumerate(found.astype(int).tolist()):
+            for i, token in enumerate(next_ids.astype(int).tolist()):
                 if is_open(i):
                     rows[i].append(token)
     return [

@@ -1,4 +1,4 @@
-"""What surrounds the loop of a run: its logs and records, forecasts, status, watchdog, monitor and checkpoints."""
+"""Services around the loop of a run: its logs and records, forecasts, status, watchdog, monitor and checkpoints."""
 
 import uuid
 from dataclasses import dataclass
@@ -144,7 +144,7 @@ def _prepare_folder(run: Run, log: metrics.RunLog) -> None:
 
 
 def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]) -> dict[str, Any]:
-    """What run.json has before the first step."""
+    """The content of run.json before the first step."""
     engine, checkpoint = run.engine, run.checkpoint
     record = metrics.environment_record(engine.device)
     if run.recipe.plugins:
@@ -167,16 +167,16 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
 
 
 def _padding(run: Run) -> dict[str, Any]:
-    """Whether rows are packed; else why not, and what share of the positions of the first steps is padding."""
-    found: dict[str, Any] = {"is_on": run.packing.is_on}
+    """Record whether rows are packed; else why not, and what share of the positions of the first steps is padding."""
+    record: dict[str, Any] = {"is_on": run.packing.is_on}
     if run.packing.is_on:
-        return found
+        return record
     train, size = run.inputs.data.train, run.recipe.batch.global_batch_size
     share = None  # not known of a stream
     if isinstance(train, TokenSet) and run.engine.is_main:
         order = batches.epoch_order(train, run.recipe.seed, 0)
         share = batches.measure(train, order, run.layout, global_batch_size=size).padding
-    return found | {"why": run.packing.why, "can_pack": run.packing.can_pack, "padding": share}
+    return record | {"why": run.packing.why, "can_pack": run.packing.can_pack, "padding": share}
 
 
 def _tokens_of_step(run: Run) -> float | None:
@@ -186,7 +186,7 @@ def _tokens_of_step(run: Run) -> float | None:
 
 
 def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict[str, str]:
-    """What the run is, for people."""
+    """Describe the run to people, as names and values."""
     recipe, inputs, engine, plan = run.recipe, run.inputs, run.engine, run.engine.plan
     trained = "all trained"
     if engine.num_trained != engine.num_parameters:
@@ -221,7 +221,7 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         "steps": f"{inputs.max_steps:,}, {inputs.steps_per_epoch or 'an unknown number'} an epoch",
     }
     if run.progress.step:
-        rows["steps"] += "; all were done before" if run.is_over else f"; goes on after step {run.progress.step:,}"
+        rows["steps"] += "; all were done before" if run.is_over else f"; resumes after step {run.progress.step:,}"
     if expected is not None:
         low, high = (size / GIB for size in expected.reserved)
         rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"

@@ -24,7 +24,7 @@ HISTORY = "COOKBOOK_SHORTAGES"
 STAGGER_SECONDS = 0.5
 """Delay between the processes of a machine: mostly all run out at once, and the first reports for all."""
 REPORT_SECONDS = 300.0
-"""How long the others wait at most for it to end: torchrun kills all at the first exit, and its advice takes time."""
+"""Limit of the other ranks' wait for its end: torchrun kills all at the first exit, and its advice takes time."""
 FRAGMENTS = 0.1
 """Share of torch's reserved memory from which fragmentation is reported."""
 
@@ -33,7 +33,7 @@ GIB_OF = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether a GPU or the host ran out of memory. Without torch, which may not be imported yet."""
+    """Return whether a GPU or the host ran out of memory. Without torch, which may not be imported yet."""
     texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")  # allocators, drivers, cuBLAS
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
@@ -67,7 +67,7 @@ def end_run(
     if is_answered and _note(lines[0]):
         return 1
     if is_answered and (line := _by_hand(recipe, strategy, plan, recipe_name, assignments)):
-        advice = f"To go on: {line}"
+        advice = f"To continue: {line}"
     elif on_gpu:
         advice = f"Next: {suggestion(recipe, strategy, plan, recipe_name)}."
     else:
@@ -88,7 +88,7 @@ def unanswered(recipe: Recipe) -> list[str]:
         return []
     return [
         f"run.on_out_of_memory {what}: cookbook launch starts a run again; started otherwise, it ends with the line to"
-        " go on"
+        " continue"
     ]
 
 
@@ -102,7 +102,7 @@ def _note(reason: str) -> bool:
 
 
 def _by_hand(recipe: Recipe, strategy: Strategy, plan: Plan, recipe_name: str, assignments: list[str]) -> str | None:
-    """The command with which a run that `cookbook launch` did not start goes on; None if there is none."""
+    """The command with which a run that `cookbook launch` did not start resumes; None if there is none."""
     if plan.num_gpus and plan.num_processes > plan.num_gpus:
         return None  # of several machines
     try:
@@ -122,15 +122,15 @@ def first_sentence(text: str) -> str:
 
 def fragments_gib(text: str) -> float:
     """GiB reserved by torch but unallocated, according to its message; 0 if that is a small share."""
-    found = re.search(rf"{SIZE} is allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated", text)
-    if found is None:
+    match = re.search(rf"{SIZE} is allocated by PyTorch.*?{SIZE} is reserved by PyTorch but unallocated", text)
+    if match is None:
         return 0.0
-    allocated, unallocated = (float(found[i]) * GIB_OF[found[i + 1]] for i in (1, 3))
+    allocated, unallocated = (float(match[i]) * GIB_OF[match[i + 1]] for i in (1, 3))
     return unallocated if unallocated > FRAGMENTS * (allocated + unallocated) else 0.0
 
 
 def remedy(settings: str | None) -> str:
-    """What helps against fragments beside this configuration of the allocator, as the end of a sentence."""
+    """The remedy for fragments under this configuration of the allocator, as the end of a sentence."""
     if settings is not None and EXPANDABLE in settings:
         return ""
     return f": PYTORCH_ALLOC_CONF={EXPANDABLE}, which a run sets unless you do, may be enough"

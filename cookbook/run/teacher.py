@@ -40,7 +40,7 @@ class Teacher:
     folder: str
     asked: Question
     num_tokens: int
-    """How many tokens it and the student both score."""
+    """Number of tokens that it and the student both score."""
 
 
 def find_teacher(asked: Question, folder: str, tokenizer: Any, num_rows: int | None, max_length: int) -> Teacher:
@@ -94,26 +94,26 @@ def with_answers(
         assert isinstance(tokens, TokenSet), "a teacher cannot be asked about a stream"
         name = hashlib.sha256(json.dumps([tokens.fingerprint, *key]).encode()).hexdigest()[:16]
         path, size = cache / f"teacher-{name}.safetensors", int(tokens.num_targets.sum())
-        found = load_answers(path, size, asked.top_k)
-        if not engine.collectives.all_true(found is not None) or found is None:
+        answers = load_answers(path, size, asked.top_k)
+        if not engine.collectives.all_true(answers is not None) or answers is None:
             if not opened:
                 opened.append(_open(teacher.folder, engine))
             began = time.monotonic()
             _ask(opened[0], tokens, layout, teacher, engine, path)
             took = f"{size:,} tokens in {time.monotonic() - began:.1f} s"
             notes.append(f"the teacher answered for {took}: {path}, {path.stat().st_size / 1e6:,.1f} MB")
-            found = load_answers(path, size, asked.top_k)
-            assert found is not None, f"{path} is not what was written"
-        return replace(tokens, teacher_tokens=found[0], teacher_logps=found[1])
+            answers = load_answers(path, size, asked.top_k)
+            assert answers is not None, f"{path} is not what was written"
+        return replace(tokens, teacher_tokens=answers[0], teacher_logps=answers[1])
 
     evals = {name: answered(tokens) for name, tokens in data.eval.items()}
-    found = replace(data, train=answered(data.train), eval=evals)
+    answered_data = replace(data, train=answered(data.train), eval=evals)
     if opened:
         opened.clear()
         gc.collect()
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
-    return found
+    return answered_data
 
 
 def _open(folder: str, engine: Engine) -> Any:
@@ -145,9 +145,9 @@ def _ask(model: Any, tokens: TokenSet, layout: batches.Layout, teacher: Teacher,
     for number, (batch, targets) in enumerate(batches.batches_of_targets(tokens, layout)):
         engine.beat(f"teacher batch {number + 1}", 0)
         inputs = {name: batch[name] for name in INPUTS if name in batch and name != "targets"}
-        logps, found = model(**engine.on_device(inputs), most=most)
+        logps, best = model(**engine.on_device(inputs), most=most)
         is_finite &= not bool(logps.isnan().any())
-        for part in _of_all_ranks(to_device(targets, engine.device), found, logps, engine):
+        for part in _of_all_ranks(to_device(targets, engine.device), best, logps, engine):
             if file is not None:
                 file.put(*part)
     bad = f"{KEY} is {asked.teacher!r}: its log-probabilities are not finite in {engine.mixed_precision}"
@@ -179,12 +179,12 @@ def _of_all_ranks(
         return
     counts = engine.collectives.all_gather(len(targets))[:, 0].astype(int)
     gathered = []
-    for one in (targets[:, None], tokens, logps):
-        padded = one.new_zeros(max(counts), one.shape[1])
-        padded[: len(one)] = one
-        whole = padded.new_empty(len(counts) * len(padded), one.shape[1])
-        dist.all_gather_into_tensor(whole, padded)
-        gathered.append(whole.cpu().numpy().reshape(len(counts), len(padded), -1))
+    for tensor in (targets[:, None], tokens, logps):
+        padded = tensor.new_zeros(max(counts), tensor.shape[1])
+        padded[: len(tensor)] = tensor
+        buffer = padded.new_empty(len(counts) * len(padded), tensor.shape[1])
+        dist.all_gather_into_tensor(buffer, padded)
+        gathered.append(buffer.cpu().numpy().reshape(len(counts), len(padded), -1))
     for rank, count in enumerate(counts):
-        numbers, found, values = (one[rank, :count] for one in gathered)
-        yield numbers[:, 0], found, values
+        numbers, best, values = (array[rank, :count] for array in gathered)
+        yield numbers[:, 0], best, values

@@ -196,7 +196,7 @@ def _check_export(target: Path, model_files: Path, state: dict[str, Any], recipe
         raise RecipeError(f"{model_files}: is of another model than the checkpoint was made with (another SHA-256)")
     known = _read_small_files(model_files)
     odd = [f"{token} the id {number}" for token, number in base.new_tokens.items() if known.get(token) != number]
-    refuse([f"{model_files / BASE_RECORD}: new_tokens gives {one}, and its tokenizer another" for one in odd])
+    refuse([f"{model_files / BASE_RECORD}: new_tokens gives {text}, and its tokenizer another" for text in odd])
     return base
 
 

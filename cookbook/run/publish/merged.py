@@ -139,7 +139,7 @@ def _merged_layer(streamed: StreamedModel, layer: Any, key: str, dtype: torch.dt
 
 
 def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor]:
-    """As `_merged_in_parts`, with the whole model in memory."""
+    """Return the result of `_merged_in_parts`, with the whole model in memory."""
     from peft import PeftModel
 
     with in_language_names(adapter) as named:

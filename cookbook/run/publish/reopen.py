@@ -172,22 +172,22 @@ def _check_adapter(
     roots = {} if whole_of is None else module_roots(whole_of)
     names = {in_whole(name_in_file(name), roots): name for name in expected.shapes}
     in_files = {f"base_model.model.{key}": name for key, name in names.items()}
-    found = _check_tensor_files(export, expected, in_files, strict=True)
+    checked = _check_tensor_files(export, expected, in_files, strict=True)
     base, problem = (None, too_large) if too_large else _base_folder(model_files)
     tokens = len(AutoTokenizer.from_pretrained(export, trust_remote_code=False))
-    whole = _open_base(base, config if whole_of is None else whole_of, tokens)
-    model = PeftModel.from_pretrained(whole, str(export), low_cpu_mem_usage=base is None)
+    model_in_memory = _open_base(base, config if whole_of is None else whole_of, tokens)
+    model = PeftModel.from_pretrained(model_in_memory, str(export), low_cpu_mem_usage=base is None)
     opened = {
         name_in_file(name.removeprefix("base_model.model.")): parameter
         for name, parameter in model.named_parameters()
         if "lora_" in name or ".modules_to_save." in name or ".trainable_tokens_delta." in name
     }
     _compare_all(opened, names, expected)
-    count = f"{len(found)} tensors equal to the checkpoint's"
+    count = f"{len(checked)} tensors equal to the checkpoint's"
     if base is None:
         return count, f"logits not compared: {problem}"
     logits = _sample_logits(model)
-    del model, whole, opened
+    del model, model_in_memory, opened
     reference = _open_base(base, config, tokens)
     rows = Base.read(model_files).new_rows
     insertion.add_adapter(reference, AdapterSection.model_validate(settings), seed=0, new_rows=rows)
@@ -294,11 +294,11 @@ def main() -> int:
     logging.disable_progress_bar()
     export, model_files, checkpoint, dtype = sys.argv[1:]
     try:
-        found = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
+        record = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
     except (Wrong, RecipeError) as error:
         say(error, file=sys.stderr)
         return 1
-    print(json.dumps(found))
+    print(json.dumps(record))
     return 0
 
 
