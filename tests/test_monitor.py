@@ -116,7 +116,7 @@ def test_what_a_driver_does_not_offer_is_left_out(tmp_path, monkeypatch):
 
 
 def test_an_error_is_kept_beside_samples_without_one():
-    found = monitor.summarised([{"xids": [48], "remapping": "pending"}, {"nvlink_recoveries": 2}, {}])
+    found = monitor.summarise([{"xids": [48], "remapping": "pending"}, {"nvlink_recoveries": 2}, {}])
     assert found == {"xids": [48], "remapping": "pending", "nvlink_recoveries": 2}
 
 

@@ -25,16 +25,16 @@ def console(file: TextIO | None = None) -> "Console":
     """A console on stdout or `file` that takes nothing for markup; coloured on a terminal, unless NO_COLOR is set."""
     from rich.console import Console  # takes 0.1 s
 
-    found = Console(file=file, markup=False, highlight=False, emoji=False)
-    found.width = min(found.width, WIDTH) if found.is_terminal else WIDTH
-    return found
+    terminal = Console(file=file, markup=False, highlight=False, emoji=False)
+    terminal.width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
+    return terminal
 
 
 def shown(text: str) -> str:
     """A text of others, as of a row, an answer or a file's name, for a terminal: what would move its cursor, write its
     clipboard or turn its lines around stands in Python's notation.
     """
-    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def say(
@@ -56,14 +56,14 @@ def say(
 
 
 def show_all_letters() -> None:
-    """Makes stdout and stderr write letters that their encoding lacks, as of a path, in Python's notation."""
+    """Make stdout and stderr write letters that their encoding lacks, as of a path, in Python's notation."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def can_show(text: str, encoding: str | None) -> bool:
-    """Whether a terminal of this encoding has all letters of a text."""
+    """Return whether a terminal of this encoding has all letters of a text."""
     try:
         text.encode(encoding or "ascii")
     except (LookupError, UnicodeEncodeError):

@@ -16,7 +16,7 @@ def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path,
     known: dict[str, str] = read_json(cache / CACHE_FILE) if cache is not None else {}
     if not all(isinstance(value, str) and len(value) == 64 for value in known.values()):
         known = {}
-    found = {}
+    digests = {}
     for path in paths:
         file = path.resolve()
         stat = file.stat()
@@ -25,9 +25,9 @@ def sha256_of(paths: Iterable[Path], *, cache: Path | None = None) -> dict[Path,
             with file.open("rb") as content:
                 # Not the name of a blob in the Hub's cache, which is its digest: a damaged blob keeps its name.
                 known[key] = hashlib.file_digest(content, "sha256").hexdigest()
-        found[path] = known[key]
+        digests[path] = known[key]
     if cache is not None:
         with contextlib.suppress(OSError):  # the cache only saves time
             cache.mkdir(parents=True, exist_ok=True)
             replace_file(cache / CACHE_FILE, json.dumps(known, indent=1) + "\n")
-    return found
+    return digests

@@ -13,12 +13,12 @@ VARIABLE = "COOKBOOK_FAULTS"
 
 
 def is_plan(text: str) -> bool:
-    """Whether `at` can read it."""
+    """Return whether `at` can read the plan."""
     try:
         plan = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(plan, list) and all(isinstance(one, dict) and one.keys() >= {"at", "do"} for one in plan)
+    return isinstance(plan, list) and all(isinstance(fault, dict) and fault.keys() >= {"at", "do"} for fault in plan)
 
 
 def at(point: str, step: int) -> bool:

@@ -39,7 +39,7 @@ def cannot_write(place: object, error: OSError, instead: str = "use a folder tha
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents, if it is not there.
+    """Make a folder and its parents, if it is not there.
 
     Raises:
         RecipeError: the system refuses it.
@@ -74,11 +74,11 @@ class Document:
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: set[KeyPath] = field(default_factory=set)
     file: Path | None = None
-    """Where it will lie, if it is not read from the file `name`: its relative paths start there."""
+    """Its future path, if it is not read from the file `name`: its relative paths start there."""
     mistakes: list[str] = field(default_factory=list)
     """Found on the way to what the file describes, and reported with those that are found later."""
     is_whole: bool = True
-    """Whether later mistakes mean something: not in a file that cannot be read."""
+    """True if later mistakes mean something: not in a file that cannot be read."""
 
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
@@ -95,11 +95,11 @@ class Document:
 
 
 def path_problem(text: str) -> str | None:
-    """What makes a text unusable as a path, if anything; does not look at the disk."""
+    """Describe what makes a text unusable as a path, if anything does; does not look at the disk."""
     if not text.strip():
         return "is empty; write a path"
-    if found := re.match(r"~|(?:.*/)?(\$\{?[A-Za-z_]\w*\}?)", text):
-        return f"is {show(text)}, and {found[1] or '~'} is not expanded here; write the folder in full"
+    if match := re.match(r"~|(?:.*/)?(\$\{?[A-Za-z_]\w*\}?)", text):
+        return f"is {show(text)}, and {match[1] or '~'} is not expanded here; write the folder in full"
     if not text.isprintable():
         return f"is {show(text)}, with a character that no path should have"
     if len(text.encode()) > 1000 or any(len(part.encode()) > 255 for part in Path(text).parts):
@@ -120,14 +120,16 @@ PathText = Annotated[str, AfterValidator(_refuse_odd_path)]
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """The choice most like a word, the shortest of several, or None if none is."""
-    found = difflib.get_close_matches(word, list(choices), n=3)
-    return max(found, key=lambda one: (difflib.SequenceMatcher(None, one, word).ratio(), -len(one)), default=None)
+    matches = difflib.get_close_matches(word, list(choices), n=3)
+    return max(
+        matches, key=lambda choice: (difflib.SequenceMatcher(None, choice, word).ratio(), -len(choice)), default=None
+    )
 
 
 def nearest(word: str, choices: list[str]) -> str:
     """`did you mean x?` if a choice is close, else the list of choices."""
-    found = closest(word, choices)
-    return f"did you mean {found}?" if found else f"known here: {', '.join(choices)}"
+    nearest_choice = closest(word, choices)
+    return f"did you mean {nearest_choice}?" if nearest_choice else f"known here: {', '.join(choices)}"
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -352,18 +354,18 @@ def find_file(name: str, place: Callable[[], str], folder: Path | None = None) -
     if path.is_file():
         return []
     neighbours = {other.stem: str(other) for other in (folder or path.parent).glob("*") if other.is_file()}
-    found = closest(path.stem, neighbours)
-    hint = f"; did you mean {neighbours[found]}?" if found else f" (looked in {Path.cwd()})"
+    match = closest(path.stem, neighbours)
+    hint = f"; did you mean {neighbours[match]}?" if match else f" (looked in {Path.cwd()})"
     return [f"{place()} is {name!r}: no such file{hint}"]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"a": {"b": 1}}` as `{"a.b": 1}`; an empty section is a value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         is_section = isinstance(value, dict) and value
-        found |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return found
+        flat |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat
 
 
 def first_line(error: BaseException | str) -> str:
@@ -380,7 +382,7 @@ def show(value: Any) -> str:
 
 
 def kind_in_words(value: Any) -> str:
-    """What a value of JSON is, for people: an object with its keys, a list with its length."""
+    """Describe a value of JSON to people: an object with its keys, a list with its length."""
     if isinstance(value, dict) and value:
         named = ", ".join(ascii(key)[:40] for key in list(value)[:3])
         more = f" and {len(value) - 3} more" if len(value) > 3 else ""

@@ -44,14 +44,14 @@ class GpuPair:
     nvlinks: int
     """Active between them, directly or through a switch."""
     ancestor: int | None
-    """How far up the PCIe tree they meet: nvmlGpuTopologyLevel_t, larger is farther."""
+    """The level of the PCIe tree at which they meet: nvmlGpuTopologyLevel_t, larger is farther."""
     peer_status: int | None
-    """Whether each can read the other's memory: nvmlGpuP2PStatus_t, 0 if so."""
+    """Status of reading each other's memory: nvmlGpuP2PStatus_t, 0 if each can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What the driver reports."""
+    """Report of the driver on all GPUs and their links."""
 
     gpus: list[InstalledGpu]
     """In NVML's order; none where the driver is not loaded. Without its library, those in /dev."""
@@ -79,28 +79,28 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
     if child.returncode:
         reason = (errors.strip() or f"exit code {child.returncode}").splitlines()[-1]
         raise RecipeError(f"the NVIDIA driver cannot be asked: {reason}; reinstall requirements.txt, or the driver")
-    found = json.loads(answer)
-    if "error" in found:
-        if found["code"] == NO_LIBRARY:
+    report = json.loads(answer)
+    if "error" in report:
+        if report["code"] == NO_LIBRARY:
             return Driver(gpus=unnamed_gpus())
-        if found["code"] == NOT_LOADED:
+        if report["code"] == NOT_LOADED:
             return Driver(gpus=[], is_loaded=False)
-        raise RecipeError(f"the NVIDIA driver fails: {found['error']}; reboot, or reinstall it")
-    for gpu in found["gpus"]:
+        raise RecipeError(f"the NVIDIA driver fails: {report['error']}; reboot, or reinstall it")
+    for gpu in report["gpus"]:
         gpu["capability"] = gpu["capability"] and tuple(gpu["capability"])  # JSON has lists alone
     return Driver(
-        gpus=[InstalledGpu(**gpu) for gpu in found["gpus"]],
-        pairs=[GpuPair(**pair) for pair in found["pairs"]],
+        gpus=[InstalledGpu(**gpu) for gpu in report["gpus"]],
+        pairs=[GpuPair(**pair) for pair in report["pairs"]],
     )
 
 
 def unnamed_gpus() -> list[InstalledGpu]:
-    """Those of a container that has the devices but not the driver's library."""
+    """The GPUs of a container that has the devices but not the driver's library."""
     return [InstalledGpu(index=index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def visible_gpus(gpus: list[InstalledGpu], visible: str | None = None) -> list[InstalledGpu]:
-    """Those that CUDA would see, in its order.
+    """The GPUs that CUDA would see, in its order.
 
     Names are all numbers or all UUIDs, as the first one is; the first that is not there hides itself and all after it,
     and one that comes twice hides all (torch 2.13, cuda/__init__.py, _parse_visible_devices, which follows CUDA). Of
@@ -116,7 +116,7 @@ def visible_gpus(gpus: list[InstalledGpu], visible: str | None = None) -> list[I
     if words[0].startswith("MIG-"):
         return [InstalledGpu(index=0, uuid=words[0], name="MIG")] if gpus else []
     by_uuid = words[0].startswith("GPU-")
-    found: list[InstalledGpu] = []
+    chosen: list[InstalledGpu] = []
     for word in words:
         if not by_uuid:
             number = re.match(r"\d+", word)
@@ -124,12 +124,12 @@ def visible_gpus(gpus: list[InstalledGpu], visible: str | None = None) -> list[I
         elif not word.startswith("GPU-"):
             break
         elif all(not gpu.uuid for gpu in gpus):  # not known whose it is
-            fitting = gpus[len(found) :][:1]
+            fitting = gpus[len(chosen) :][:1]
         else:
             fitting = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
         if len(fitting) != 1:
             break
-        if fitting[0] in found:
+        if fitting[0] in chosen:
             return []
-        found += fitting
-    return found
+        chosen += fitting
+    return chosen

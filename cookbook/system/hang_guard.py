@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger (proc(5), the third field of stat)."""
+    """Return whether a process is stopped by a signal or a debugger (proc(5), the third field of stat)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 

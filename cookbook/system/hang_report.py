@@ -1,4 +1,4 @@
-"""Which ranks are at fault in a hang, from the records and heartbeats that `watch` has collected."""
+"""Ranks at fault in a hang, from the records and heartbeats that `watch` has collected."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ def find_unequal(stuck: dict[int, Record], num_ranks: int) -> list[Collective]:
     A rank without a file counts as missing only from collectives in which another rank waits now.
     """
     last = {rank: _last_group(record) for rank, record in stuck.items()}
-    found = []
+    unequal = []
     for group in sorted({name for record in stuck.values() for name in record["collectives"]}):
         known = {rank: record["collectives"][group] for rank, record in stuck.items() if group in record["collectives"]}
         number = max(state["number"] for state in known.values())
@@ -53,13 +53,15 @@ def find_unequal(stuck: dict[int, Record], num_ranks: int) -> list[Collective]:
             missing = sorted([*missing, *(rank for rank in members if rank not in stuck)])
         if number and missing:
             waiting = [rank for rank in inside if last[rank] == group] or inside
-            found.append(Collective(group.split()[0], number, known[inside[0]]["op"], waiting, missing))
-    return found
+            unequal.append(Collective(group.split()[0], number, known[inside[0]]["op"], waiting, missing))
+    return unequal
 
 
 def _last_group(record: Record) -> str | None:
     """The group whose collective a rank entered last in this phase, and may be waiting in."""
-    groups = {name: one for name, one in record["collectives"].items() if one["entered_ns"] >= record["phase_began_ns"]}
+    groups = {
+        name: group for name, group in record["collectives"].items() if group["entered_ns"] >= record["phase_began_ns"]
+    }
     return max(groups, key=lambda name: groups[name]["entered_ns"], default=None)
 
 
@@ -89,8 +91,8 @@ def hang_report(stuck: dict[int, Record], beats: dict[int, Record], *, num_ranks
         lines.append(f"and {len(faulty) - MAX_RANKS_SHOWN} more: ranks {_ranks(faulty[MAX_RANKS_SHOWN:])}")
     if not faulty and not all(record["waits_for"] for record in stuck.values()):
         lines.append("No rank stands out: all have entered the same collectives.")
-        them = " and ".join(f"{host} ({_ranks(ranks)})" for host, ranks in machines.items())
-        between = f"between {them}" if len(machines) > 1 else "between them"
+        hosts = " and ".join(f"{host} ({_ranks(ranks)})" for host, ranks in machines.items())
+        between = f"between {hosts}" if len(machines) > 1 else "between them"
         lines.append(f"Either the network {between} failed, or they wait for something else; see below.")
     places: dict[str, list[int]] = {}
     for rank in sorted(set(stuck) - set(faulty)):
@@ -114,7 +116,7 @@ def _behind(stuck: dict[int, Record], num_ranks: int) -> list[int]:
 
 
 def moment(record: Record) -> str:
-    """What a rank did last."""
+    """Describe what a rank did last."""
     return f"{record['doing']} of step {record['step']}" if record["step"] else record["doing"]
 
 
@@ -141,6 +143,6 @@ def _describe_fault(
     return lines
 
 
-def _ranks(ranks: list[int], one: str = "", many: str = "") -> str:
-    text = f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} {many}"
+def _ranks(ranks: list[int], singular: str = "", many: str = "") -> str:
+    text = f"rank {ranks[0]} {singular}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} {many}"
     return text.rstrip()

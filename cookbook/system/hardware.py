@@ -1,4 +1,4 @@
-"""What GPUs, links and machines can do, from data sheets. Plain values, no torch."""
+"""Abilities of GPUs, links and machines, from data sheets. Plain values, no torch."""
 
 import difflib
 import os
@@ -17,7 +17,7 @@ USUAL_GPUS = 8
 MAX_MACHINES = 1024
 
 DRIVER_RESERVE_GIB = 0.75
-"""What torch never gets of the memory that nvidia-smi reports: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
+"""Memory that nvidia-smi reports and torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX
 4090, 0.59 on an L40S, 0.75 on an A100 80GB, as torch's own out-of-memory messages state the capacity."""
 
 HOST_AT_LEAST = 0.5
@@ -52,9 +52,9 @@ class Gpu:
     """All of them in a name mean this GPU, unless an earlier row matched."""
     generation: str
     sold_gb: int
-    """What people call it by: the 80 of "H100 80GB"."""
+    """Memory in its name: the 80 of "H100 80GB"."""
     memory_mib: int
-    """As nvidia-smi reports it: less than sold where ECC takes a sixteenth of GDDR6."""
+    """Memory as nvidia-smi reports it: less than sold where ECC takes a sixteenth of GDDR6."""
     half_flops: float | None
     """bf16 with float32 sums; fp16 for a GPU that has no bf16. None: nobody states it."""
     bandwidth: float
@@ -66,11 +66,11 @@ class Gpu:
     """Bytes to host memory: 16 lanes of PCIe, or NVLink-C2C to a Grace CPU."""
     has_bf16: bool
     sheet: str
-    """Where peak, bandwidth and links stand."""
+    """Source of peak, bandwidth and links."""
 
     @property
     def has_fp8(self) -> bool:
-        """Whether `mixed_precision: fp8` serves it; see `machine.FP8_CAPABILITY`."""
+        """True if `mixed_precision: fp8` serves the GPU; see `machine.FP8_CAPABILITY`."""
         return self.generation in ("ada", "hopper", "blackwell")
 
     @property
@@ -80,18 +80,18 @@ class Gpu:
 
     @property
     def has_grouped_products(self) -> bool:
-        """Whether torch multiplies with all experts in one kernel, in bf16, and not in a loop over them (2.13,
+        """True if torch multiplies with all experts in one kernel, in bf16, and not in a loop over them (2.13,
         aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda: compute capabilities 9 and 10, and CDNA 3)."""
         return self.generation in ("hopper", "cdna3") or self.name in ("B200", "GB200", "B300", "GB300")
 
     @property
     def memory_gib(self) -> float:
-        """As the driver reports it."""
+        """Memory as the driver reports it."""
         return self.memory_mib / 1024
 
     @property
     def usable_gib(self) -> float:
-        """What torch can have of it."""
+        """Memory that torch can have."""
         return self.memory_gib - DRIVER_RESERVE_GIB
 
 
@@ -210,7 +210,7 @@ def _tokens(name: str) -> list[str]:
 
 
 def _is_word(word: str, tokens: list[str]) -> bool:
-    """Whether one of the word's spellings is in a name."""
+    """Return whether one of the word's spellings is in a name."""
     parts = [_tokens(spelling) for spelling in word.split("/")]
     return any(tokens[i : i + len(part)] == part for part in parts for i in range(len(tokens)))
 
@@ -243,10 +243,10 @@ def peak_flops(name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What a run has to itself."""
+    """Machines and GPUs that a run has to itself."""
 
     text: str
-    """As a person writes it."""
+    """The machines as a person writes them."""
     num_machines: int = 1
     gpus_each: int = 0
     """0: the run uses the CPU."""
@@ -262,7 +262,7 @@ class Machines:
     nvme_gib: float | None = None
     """Free on the disk for offloading, of each machine; None: not known."""
     note: str = ""
-    """How the text was read, where that is not obvious."""
+    """Explains how the text was read, where that is not obvious."""
 
     @property
     def notes(self) -> list[str]:
@@ -273,7 +273,7 @@ class Machines:
 
     @property
     def _kind_note(self) -> str:
-        """What a kind of machine has that the figures leave out."""
+        """Describe what the figures leave out of a kind of machine."""
         kind = self.gpu.name if self.gpu else ""
         if kind == "GB10":
             return "a GB10 has one memory for GPU and CPU: what is forecast of each must fit together"
@@ -360,12 +360,12 @@ def parse_machines(text: str, **room: float | None) -> Machines:
 def _spread(text: str, count: int, kind: str) -> tuple[str, str, str]:
     """More GPUs than most machines have, as (machines, GPUs of each, note)."""
     machines, left = divmod(count, USUAL_GPUS)
-    whole = f"one machine with {count} is 1x{count}x{kind}" if count <= MAX_GPUS else ""
+    as_one = f"one machine with {count} is 1x{count}x{kind}" if count <= MAX_GPUS else ""
     if left:
         each = 4 if count % 4 == 0 else max(size for size in range(1, USUAL_GPUS) if count % size == 0)
-        ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", whole)))
+        ways = "; ".join(filter(None, (f"write machines x GPUs, as in {count // each}x{each}x{kind}", as_one)))
         raise RecipeError(f"--gpus {text}: how are {count} GPUs spread? Most machines have up to {USUAL_GPUS}; {ways}")
-    note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{whole and '; '}{whole}"
+    note = f"{text} is taken for {machines} machines of {USUAL_GPUS}{as_one and '; '}{as_one}"
     return str(machines), str(USUAL_GPUS), note
 
 
@@ -429,8 +429,8 @@ def _nearest(kind: str, names: list[str]) -> str | None:
     family: list[tuple[float, int, str]] = []
     if written := re.fullmatch(r"([A-Z]+)([1-9]\d*)", kind):
         for name in names:
-            if found := re.match(rf"{written[1]}(\d+)", name):
-                less, more = sorted((int(written[2]), int(found[1])))
+            if match := re.match(rf"{written[1]}(\d+)", name):
+                less, more = sorted((int(written[2]), int(match[1])))
                 family.append((more / less, len(name), name))
     return next(iter([*alike(0.85), *(name for _, _, name in sorted(family)), *alike(0.6)]), None)
 
@@ -453,7 +453,7 @@ def from_driver(gpus: list[InstalledGpu], host_gib: float | None = None) -> Mach
 
 
 def this_machine() -> Machines:
-    """What this machine has, with the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
+    """This machine, with the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
 
     Raises:
         RecipeError: the driver does not answer, or does not know the memory of a GPU.

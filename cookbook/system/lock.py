@@ -57,7 +57,7 @@ def hold(folder: Path) -> None:
 
 
 def signature(folder: Path) -> str:
-    """What the process that holds an output folder wrote next to it; empty if this machine sees nothing there."""
+    """The text that the holder of an output folder wrote next to it; empty if this machine sees nothing there."""
     try:
         return _path(folder).read_text(encoding="utf-8")
     except OSError:
@@ -76,7 +76,7 @@ def making(path: Path) -> Iterator[None]:
     On a file system without locks only processes of this machine wait. Waiting counts as progress for
     `cookbook.system.watchdog` as long as the holder calls `give_signs`.
     """
-    lock, path = _acquired(path)
+    lock, path = _acquire(path)
     try:
         _sign(path)
         _making.append(path)
@@ -88,7 +88,7 @@ def making(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _acquired(path: Path) -> tuple[FileLock, Path]:
+def _acquire(path: Path) -> tuple[FileLock, Path]:
     """A lock once this process holds it, and its file, which is not `path` on a file system without locks."""
     try:
         return _wait_for(path), path

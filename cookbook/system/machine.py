@@ -1,4 +1,4 @@
-"""What this machine has. No torch: the answer must come in a moment."""
+"""Cores, GPUs and software of this machine. No torch: the answer must come in a moment."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ def num_gpus() -> int:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""As torch 2.13 reads them: the first that is set counts (c10/cuda/CUDAAllocatorConfig.h). Before 2.9 it did not know
+"""In torch 2.13's order: the first that is set counts (c10/cuda/CUDAAllocatorConfig.h). Before 2.9 it did not know
 the last."""
 EXPANDABLE = "expandable_segments:True"
 
@@ -47,7 +47,7 @@ def expand_segments(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def allocator_settings(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What torch's CUDA allocator is configured with; None for its defaults."""
+    """The configuration of torch's CUDA allocator; None for its defaults."""
     return next((environment[name] for name in ALLOCATOR_VARIABLES if name in environment), None)
 
 
@@ -58,21 +58,21 @@ RowwiseScaledMM.cu).
 
 
 def fp8_problems(gpus: list[InstalledGpu] | None = None) -> list[tuple[str, str]]:
-    """What this machine lacks for `mixed_precision: fp8`, each with what to do.
+    """List what this machine lacks for `mixed_precision: fp8`, each with what to do.
 
     Args:
         gpus: of a run; None asks the driver.
     """
-    found = []
+    problems = []
     if not has_torchao():
-        found.append(("mixed_precision is fp8, and torchao is not installed", pip_install("fp8")))
+        problems.append(("mixed_precision is fp8, and torchao is not installed", pip_install("fp8")))
     for gpu in visible_gpus(read_driver().gpus) if gpus is None else gpus:
         if gpu.capability is not None and gpu.capability < FP8_CAPABILITY:
             have, need = (".".join(map(str, pair)) for pair in (gpu.capability, FP8_CAPABILITY))
             why = f"GPU {gpu.index} ({gpu.name}) has compute capability {have}: products of 8 bits need {need}"
-            found.append((f"mixed_precision is fp8, and {why} (Ada, Hopper or later)", "mixed_precision: bf16"))
+            problems.append((f"mixed_precision is fp8, and {why} (Ada, Hopper or later)", "mixed_precision: bf16"))
             break
-    return found
+    return problems
 
 
 def torch_cuda() -> str | None:
@@ -81,15 +81,15 @@ def torch_cuda() -> str | None:
     Raises:
         ImportError: torch is not installed.
     """
-    text = _beside("torch", "version.py")
+    text = _package_text("torch", "version.py")
     if text is None:
         raise ImportError("torch is not installed")
-    found = re.search(r"(?m)^cuda\b[^=]*= *'([\d.]+)'", text)
-    return found.group(1) if found else None
+    match = re.search(r"(?m)^cuda\b[^=]*= *'([\d.]+)'", text)
+    return match.group(1) if match else None
 
 
 def cuda_home() -> Path | None:
-    """Where torch's builder looks for the CUDA toolkit (torch 2.13, utils/cpp_extension.py, _find_cuda_home)."""
+    """The CUDA toolkit's folder that torch's builder takes (torch 2.13, utils/cpp_extension.py, _find_cuda_home)."""
     given = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if given:
         return Path(given)
@@ -100,7 +100,7 @@ def cuda_home() -> Path | None:
 
 
 def toolkit_problem(cuda: str | None) -> tuple[str, str] | None:
-    """What keeps DeepSpeed from compiling its NVMe operations on a machine with GPUs, and what to do; None if nothing.
+    """Describe what keeps DeepSpeed from compiling its NVMe operations here, and what to do; None if nothing.
 
     With a GPU in sight it wants the toolkit's nvcc, headers and libcudart (deepspeed 0.19.8, op_builder/async_io.py and
     builder.py, nvcc_args), of which pip's wheels of torch bring none.
@@ -108,7 +108,7 @@ def toolkit_problem(cuda: str | None) -> tuple[str, str] | None:
     Args:
         cuda: that torch was built with.
     """
-    if cuda is None or "'async_io': True" in (_beside("deepspeed", "git_version_info_installed.py") or ""):
+    if cuda is None or "'async_io': True" in (_package_text("deepspeed", "git_version_info_installed.py") or ""):
         return None  # a torch for the CPU, or compiled when DeepSpeed was installed
     command = f"conda install -c nvidia cuda-toolkit={cuda}"
     remedy = f"install NVIDIA's CUDA toolkit {cuda} ({command}) and set CUDA_HOME to it"
@@ -127,7 +127,7 @@ def toolkit_problem(cuda: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _beside(package: str, name: str) -> str | None:
+def _package_text(package: str, name: str) -> str | None:
     """A file of an installed package, which is not imported."""
     spec = importlib.util.find_spec(package)
     path = Path(spec.origin).parent / name if spec and spec.origin else None

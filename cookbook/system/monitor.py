@@ -49,7 +49,7 @@ the number of times since the monitor began.
 MOST_XIDS = 100
 """Read at once; a driver that repeats one for ever must not keep the monitor."""
 SETS, MOST = ("throttled", "xids"), ("uncorrected_errors", "corrected_errors", "nvlink_recoveries", "pcie_replays")
-"""What a line has all of that was seen, and the most of; of other numbers it has the mean."""
+"""Numbers of which a line has all values, and the maximum; of others it has the mean."""
 
 Sample = dict[str, Any]
 
@@ -68,7 +68,7 @@ class Monitor:
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         self._seen: tuple[float, str] = (0.0, "")
         self._child: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # a run goes on without it
+        with contextlib.suppress(OSError):  # a run continues without it
             self._child = subprocess.Popen(
                 [sys.executable, "-m", __name__, *words],
                 env=environment,
@@ -79,14 +79,14 @@ class Monitor:
             )
 
     def words(self) -> str:
-        """What the GPUs of this machine did in the last seconds, or its CPU where there are none; "" if unknown."""
+        """Describe the last seconds of this machine's GPUs, or of its CPU where there are none; "" if unknown."""
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
             changed = self.path.stat().st_mtime
             if changed != self._seen[0]:
                 line = json.loads(self.path.read_bytes().splitlines()[-1])
                 name, of = ("GPU", line["gpus"]) if line["gpus"] else ("CPU", [line["cpu"]])
-                words = f"{name} {mean(one['busy_percent'] for one in of):.0f} %"
-                heat = [one["celsius"] for one in of if "celsius" in one]
+                words = f"{name} {mean(sample['busy_percent'] for sample in of):.0f} %"
+                heat = [sample["celsius"] for sample in of if "celsius" in sample]
                 self._seen = changed, f"{words} {max(heat):.0f} °C" if heat else words
         return self._seen[1]
 
@@ -104,12 +104,12 @@ def gpu_handles(num_ranks: int) -> list[Any]:
         handles = open_handles()
     except nvml.NVMLError:
         return []
-    gpus = [InstalledGpu(index=i, uuid=ask(nvml.nvmlDeviceGetUUID, one) or "") for i, one in enumerate(handles)]
+    gpus = [InstalledGpu(index=i, uuid=ask(nvml.nvmlDeviceGetUUID, handle) or "") for i, handle in enumerate(handles)]
     return [handles[gpu.index] for gpu in visible_gpus(gpus)][:num_ranks]
 
 
 def gpu_sample(handle: Any) -> Sample:
-    """What a GPU does now; what its driver does not report is left out."""
+    """Sample a GPU's present state; what its driver does not report is left out."""
     use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), ask(nvml.nvmlDeviceGetMemoryInfo, handle)
     watts, most_watts = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
@@ -121,7 +121,7 @@ def gpu_sample(handle: Any) -> Sample:
         """Number of ECC memory errors since the driver started."""
         return ask(nvml.nvmlDeviceGetTotalEccErrors, handle, kind, nvml.NVML_VOLATILE_ECC)
 
-    found = {
+    counts = {
         "busy_percent": use.gpu if use else None,
         "memory_gib": memory.used / 2**30 if memory else None,
         "memory_total_gib": memory.total / 2**30 if memory else None,
@@ -137,28 +137,28 @@ def gpu_sample(handle: Any) -> Sample:
         "throttled": [name for bit, name in THROTTLES.items() if reasons & bit] or None,
     }
     if rows := ask(nvml.nvmlDeviceGetRemappedRows, handle):
-        found |= {"remapping": "failed" if rows[3] else "pending" if rows[2] else None}
-    return {name: value for name, value in found.items() if value is not None}
+        counts |= {"remapping": "failed" if rows[3] else "pending" if rows[2] else None}
+    return {name: value for name, value in counts.items() if value is not None}
 
 
 def gpu_samples(handle: Any) -> Iterator[Sample]:
-    """What a GPU does, each sample with the Xid errors and the rates since the one before; the first is empty."""
+    """Sample a GPU, each time with the Xid errors and the rates since the sample before; the first is empty."""
     xids, then, first = _xid_events(handle), time.monotonic(), _counts(handle)
     before = first
     yield {}
     while True:
         now, counts = time.monotonic(), _counts(handle)
-        found = gpu_sample(handle)
+        sample = gpu_sample(handle)
         for name in counts.keys() & before.keys():
             size = COUNTERS[name][1]
             if size is None:
-                found[name] = counts[name] - first[name]
+                sample[name] = counts[name] - first[name]
             else:
-                found[name] = (counts[name] - before[name]) * size / max(1e-3, now - then)
+                sample[name] = (counts[name] - before[name]) * size / max(1e-3, now - then)
         if seen := [event.eventData for event in _waiting(xids)]:
-            found["xids"] = seen
+            sample["xids"] = seen
         then, before = now, before | counts
-        yield found
+        yield sample
 
 
 def _counts(handle: Any) -> dict[str, int]:
@@ -169,12 +169,12 @@ def _counts(handle: Any) -> dict[str, int]:
 
 def _xid_events(handle: Any) -> Any:
     """The driver's queue of this GPU's Xid errors; None where it has none, as under Windows and for some users."""
-    found = ask(nvml.nvmlEventSetCreate)
+    events = ask(nvml.nvmlEventSetCreate)
     try:
-        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, found)
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
     except (nvml.NVMLError, TypeError):
         return None
-    return found
+    return events
 
 
 def _waiting(events: Any) -> Iterator[Any]:
@@ -187,54 +187,54 @@ def _waiting(events: Any) -> Iterator[Any]:
 
 
 def cpu_samples() -> Iterator[Sample]:
-    """What CPU, memory, disks and network of this machine do, each since the sample before."""
+    """Sample CPU, memory, disks and network of this machine, each since the sample before."""
     psutil.cpu_percent()
     then, disk, net = time.monotonic(), psutil.disk_io_counters(), psutil.net_io_counters()
     while True:
         memory, now = psutil.virtual_memory(), time.monotonic()
         new_disk, new_net, seconds = psutil.disk_io_counters(), psutil.net_io_counters(), max(1e-3, now - then)
-        found = {
+        sample = {
             "busy_percent": psutil.cpu_percent(),
             "memory_gib": (memory.total - memory.available) / 2**30,
             "memory_total_gib": memory.total / 2**30,
         }
         if disk and new_disk:  # none in some containers
-            found["disk_read_mb_s"] = (new_disk.read_bytes - disk.read_bytes) / seconds / 1e6
-            found["disk_write_mb_s"] = (new_disk.write_bytes - disk.write_bytes) / seconds / 1e6
+            sample["disk_read_mb_s"] = (new_disk.read_bytes - disk.read_bytes) / seconds / 1e6
+            sample["disk_write_mb_s"] = (new_disk.write_bytes - disk.write_bytes) / seconds / 1e6
         if net and new_net:
-            found["network_mb_s"] = (new_net.bytes_sent - net.bytes_sent) / seconds / 1e6
+            sample["network_mb_s"] = (new_net.bytes_sent - net.bytes_sent) / seconds / 1e6
         then, disk, net = now, new_disk, new_net
-        yield found
+        yield sample
 
 
-def summarised(samples: list[Sample]) -> Sample:
+def summarise(samples: list[Sample]) -> Sample:
     """Means of numbers, the most of those that count, the last word, and all reasons and errors that were seen."""
-    found: Sample = {}
+    line: Sample = {}
     for name in dict.fromkeys(name for sample in samples for name in sample):
         values = [sample[name] for sample in samples if name in sample]
         if name in SETS:
-            found[name] = sorted({one for of_sample in values for one in of_sample})
+            line[name] = sorted({item for of_sample in values for item in of_sample})
         elif name in MOST:
-            found[name] = max(values)
+            line[name] = max(values)
         elif isinstance(values[-1], str):
-            found[name] = values[-1]
+            line[name] = values[-1]
         else:
-            found[name] = round(mean(values), 2)
-    return found
+            line[name] = round(mean(values), 2)
+    return line
 
 
 def line_of(samples: list[tuple[list[Sample], Sample]], first_rank: int) -> Sample:
     """A line of the file, of the GPUs' samples and the CPU's."""
     of_gpus = zip(*(gpus for gpus, _ in samples), strict=True)
-    gpus = [{"rank": first_rank + i, **summarised(list(of_gpu))} for i, of_gpu in enumerate(of_gpus)]
-    return {"time": round(time.time(), 1), "gpus": gpus, "cpu": summarised([cpu for _, cpu in samples])}
+    gpus = [{"rank": first_rank + i, **summarise(list(of_gpu))} for i, of_gpu in enumerate(of_gpus)]
+    return {"time": round(time.time(), 1), "gpus": gpus, "cpu": summarise([cpu for _, cpu in samples])}
 
 
 def _follow(path: Path, first_rank: int, num_ranks: int) -> None:
     """Measure until standard input ends."""
     gpus, cpu = [gpu_samples(handle) for handle in gpu_handles(num_ranks)], cpu_samples()
-    for one in (*gpus, cpu):
-        next(one)  # the first sample has no time behind it
+    for stream in (*gpus, cpu):
+        next(stream)  # the first sample has no time behind it
     samples: list[tuple[list[Sample], Sample]] = []
     is_open, began = True, time.monotonic()
     while is_open:

@@ -48,7 +48,7 @@ def _nvlink_gb(handle: Any) -> float | None:
 
 
 def _nvlink_ends(handle: Any) -> list[str]:
-    """What each active NVLink leads to: the PCI address of a GPU, or `switch`, which leads to all GPUs."""
+    """The remote end of each active NVLink: the PCI address of a GPU, or `switch`, which leads to all GPUs."""
     active = [i for i in range(nvml.NVML_NVLINK_MAX_LINKS) if ask(nvml.nvmlDeviceGetNvLinkState, handle, i)]
     ends = []
     for link in active:
@@ -60,19 +60,19 @@ def _nvlink_ends(handle: Any) -> list[str]:
 
 def _pairs(handles: list[Any]) -> list[dict[str, Any]]:
     ends = [_nvlink_ends(handle) for handle in handles]
-    found = []
-    for (i, one), (j, other) in combinations(enumerate(handles), 2):
+    pairs = []
+    for (i, handle), (j, other) in combinations(enumerate(handles), 2):
         address = ask(nvml.nvmlDeviceGetPciInfo, other)
         direct = ends[i].count(address.busId) if address else 0
-        found.append(
+        pairs.append(
             {
                 "gpus": [i, j],
                 "nvlinks": direct + min(ends[i].count("switch"), ends[j].count("switch")),
-                "ancestor": ask(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other),
-                "peer_status": ask(nvml.nvmlDeviceGetP2PStatus, one, other, P2P_READ),
+                "ancestor": ask(nvml.nvmlDeviceGetTopologyCommonAncestor, handle, other),
+                "peer_status": ask(nvml.nvmlDeviceGetP2PStatus, handle, other, P2P_READ),
             }
         )
-    return found
+    return pairs
 
 
 def open_handles() -> list[Any]:

@@ -12,7 +12,7 @@ import xxhash
 METRICS, EVENTS, SAMPLES, RUN = "metrics.jsonl", "events.jsonl", "samples.jsonl", "run.json"
 """Names of files in a run's folder."""
 ROUNDS = "rounds.json"
-"""The same in that of `cookbook rounds`."""
+"""File of the rounds in the folder of `cookbook rounds`."""
 
 
 def replace_file(path: Path, text: str, *, flush: bool = False) -> None:
@@ -63,10 +63,10 @@ def new_file(path: Path, text: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if it is missing or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_lines(path: Path, number: str = "step") -> list[dict[str, Any]]:
@@ -83,15 +83,15 @@ def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, 
     Args:
         number: what every line must have.
     """
-    found = []
+    values = []
     for line in lines:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get(number), int | float):
-            found.append(value)
-    return found
+            values.append(value)
+    return values
 
 
 def seal_of(record: dict[str, Any]) -> str:

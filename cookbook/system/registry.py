@@ -91,7 +91,7 @@ class Named(Section):
 
     @classmethod
     def is_base(cls) -> bool:
-        """Whether this is the base of a family rather than one of its kinds."""
+        """Return whether this is the base of a family rather than one of its kinds."""
         return Named in cls.__bases__
 
     @classmethod

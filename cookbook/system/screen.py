@@ -1,4 +1,4 @@
-"""What the main process of a run shows on stderr: lines that stay and, on a terminal, one below them that changes."""
+"""Screen of a run's main process on stderr: lines that stay and, on a terminal, one below them that changes."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ class Screen:
     def __init__(self, *, max_steps: int, first_step: int, every: int, file: TextIO | None = None) -> None:
         """
         Args:
-            first_step: the step that the run goes on from.
+            first_step: the step that the run resumes from.
             every: a line stays every so many steps, of the first and of the last one.
             file: default: stderr.
         """
@@ -36,7 +36,7 @@ class Screen:
         )
 
     def header(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
-        """What the run is, as names and values."""
+        """Show the run's settings, as names and values."""
         cells = [(coloured(name, "cyan"), value) for name, value in rows]
         self.say(title, "bold")
         tqdm.write(page(*cells, file=self.file), file=self.file)
@@ -47,7 +47,7 @@ class Screen:
         Args:
             style: of rich, for a terminal.
         """
-        tqdm.write(_drawn([(text, style)], self.file) if style else shown(text), file=self.file)
+        tqdm.write(_draw([(text, style)], self.file) if style else shown(text), file=self.file)
 
     def step(self, line: dict[str, Any], *, hardware: Callable[[], str] = str) -> None:
         """Show a training line of metrics.jsonl.
@@ -63,14 +63,14 @@ class Screen:
         width = len(str(self.max_steps))
         parts = [(f"step {number:>{width}}/{self.max_steps}", "cyan"), *step_words(line), (self._end(number), "dim")]
         if is_due:
-            tqdm.write(_drawn(parts, self.file), file=self.file)
+            tqdm.write(_draw(parts, self.file), file=self.file)
         if self._bar.disable:
             return
-        self._bar.set_description_str(_drawn([*parts[:-1], (hardware(), "dim"), parts[-1]], self.file), refresh=False)
+        self._bar.set_description_str(_draw([*parts[:-1], (hardware(), "dim"), parts[-1]], self.file), refresh=False)
         self._bar.update(number - self._bar.n)
 
     def _end(self, number: int) -> str:
-        """When the run ends if it goes on as since its first step, with its evaluations and saves."""
+        """When the run ends if it continues as since its first step, with its evaluations and saves."""
         done, left = number - self.first_step - 1, self.max_steps - number
         if not done or not left or self._began is None:
             return ""
@@ -96,7 +96,7 @@ def step_words(line: dict[str, Any]) -> list[tuple[str, str]]:
     return [(form.format(line[key]), style) for key, form, style in shown if line.get(key) is not None]
 
 
-def _drawn(parts: Iterable[tuple[str, str]], file: TextIO) -> str:
+def _draw(parts: Iterable[tuple[str, str]], file: TextIO) -> str:
     """Words in their styles, in one line; plain where `file` is no terminal."""
     from rich.text import Text
 

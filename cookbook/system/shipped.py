@@ -1,4 +1,4 @@
-"""Where a relative path leads: beside the file that names it, in the current folder, or to what is shipped with the
+"""Lookup of relative paths: beside the file that names them, in the current folder, or among what is shipped with the
 project: recipes, strategies and train.py, in the repository or in an installed package.
 """
 
@@ -15,17 +15,17 @@ FOLDERS = ("recipes", "accelerate_configs")
 
 
 def is_short(name: str) -> bool:
-    """Whether a strategy or a chat template is given by its name, and not as a path."""
+    """Return whether a strategy or a chat template is given by its name, and not as a path."""
     path = Path(name)
     return not path.suffix and len(path.parts) == 1 and name == path.name
 
 
 def own_folder(file: Path) -> Path:
-    """Where relative paths in a recipe or a strategy start: the folder that holds recipes/ or accelerate_configs/ if
-    the file lies in one of these, else the file's own.
+    """The folder where relative paths in a recipe or a strategy start: that of recipes/ or accelerate_configs/ if
+    the file is in one of these, else the file's own.
     """
     parents = Path(os.path.abspath(file)).parents
-    return next((one.parent for one in parents if one.name in FOLDERS), parents[0])
+    return next((folder.parent for folder in parents if folder.name in FOLDERS), parents[0])
 
 
 def starts(file: Path | None = None) -> list[Path]:
@@ -40,7 +40,7 @@ def starts(file: Path | None = None) -> list[Path]:
 def located(name: str, file: Path | None = None) -> str:
     """A path as it is reached from the current folder; as it is written if nothing is there."""
     here = Path.cwd()
-    start = next((one for one in starts(file) if (one / name).exists()), here)
+    start = next((start for start in starts(file) if (start / name).exists()), here)
     return name if start == here else str(start / name)
 
 
@@ -50,10 +50,10 @@ def short(text: str) -> str:
     """
     if not IS_INSTALLED:
         return text
-    return re.sub(rf"{re.escape(str(HOME))}/([\w./-]+)", lambda found: _reached(found[0], found[1]), text)
+    return re.sub(rf"{re.escape(str(HOME))}/([\w./-]+)", lambda match: _short_name(match[0], match[1]), text)
 
 
-def _reached(path: str, name: str) -> str:
+def _short_name(path: str, name: str) -> str:
     """`name`, unless something else is there."""
     return name if located(name.rstrip(".")) == path.rstrip(".") else path
 
@@ -65,7 +65,7 @@ def pip_install(group: str) -> str:
 
 
 def in_repository() -> bool:
-    """Whether the current folder is the repository's, whose Makefile no package has."""
+    """Return whether the current folder is the repository's, whose Makefile no package has."""
     ours, here = HOME / "Makefile", Path("Makefile")
     return not IS_INSTALLED and here.is_file() and here.samefile(ours)
 

@@ -130,8 +130,10 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
-    """For exceptions in a weak reference's callback, in a `__del__` or at the interpreter's end: Python prints them and
-    goes on. A process that a signal should end, as where another refused the recipe, would show a traceback and stay.
+    """Send the signal again after an `Ended` that Python has dropped.
+
+    Exceptions in a weak reference's callback, in a `__del__` or at the interpreter's end are printed, and Python
+    continues. A process that a signal should end, as where another refused the recipe, would show a traceback and stay.
     """
     global _is_ending
     if not isinstance(dropped.exc_value, Ended):

@@ -75,15 +75,17 @@ def attempt_id() -> str:
 
 
 def common_restarts() -> str:
-    """How often the launcher restarted the run, where all machines agree on it; else 0. Under `torchrun --nnodes 1:2`
-    each counts by itself, but each group has a port of its own (torch 2.13, dynamic_rendezvous.py, next_rendezvous).
+    """Number of the launcher's restarts of the run, where all machines agree on it; else 0.
+
+    Under `torchrun --nnodes 1:2` each counts by itself, but each group has a port of its own (torch 2.13,
+    dynamic_rendezvous.py, next_rendezvous).
     """
     is_fixed = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_fixed else "0"
 
 
 def is_restart(folder: Path) -> bool:
-    """Whether this process is a restart, by the same launcher, of the run in this folder.
+    """Return whether this process is a restart, by the same launcher, of the run in this folder.
 
     False after a start that died before it wrote its status: the folder may then hold another run.
     """
@@ -221,7 +223,7 @@ def answered(folder: Path, reason: str) -> None:
 
 
 def has_ended(record: dict[str, Any]) -> bool:
-    """Whether a run has nothing left to do, not even its export; one that was killed still has "running"."""
+    """Return whether a run has nothing left to do, not even its export; one that was killed still has "running"."""
     return record["state"] != "running" and (record["state"] != "stopped" or record.get("reason") != EXPORTING)
 
 
@@ -250,7 +252,7 @@ def hang(folder: Path, what: str, *, goes_on: bool) -> bool:
 
 
 def is_of_this_launch(record: dict[str, Any]) -> bool:
-    """Whether a record was written by a process of this launch, on any machine."""
+    """Return whether a record was written by a process of this launch, on any machine."""
     if record.get("host") == socket.gethostname():
         return record.get("launch") == launch_id()
     return record.get("started", 0) >= psutil.Process().create_time()
@@ -279,5 +281,5 @@ def note_exit(code: int) -> int:
 
 
 def has_noted_exit() -> bool:
-    """Whether a process of this launch has ended by itself, with a code above 0 that it passed on by `note_exit`."""
+    """Return whether a process of this launch has ended by itself, with a code above 0 noted by `note_exit`."""
     return Path(os.environ.get(EXIT_FILE) or os.devnull).is_file()

@@ -41,7 +41,7 @@ class Event:
     sequence: int = -1
     """Autograd's number, the same for an operation and its backward."""
     link: int = 0
-    """The same for an operation of the host and the GPU's kernels that it launched; 0: none."""
+    """Number shared by an operation of the host and the GPU's kernels that it launched; 0: none."""
 
 
 def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
     work = [event for event in events if event.on_device == has_device]
     phases = [event for event in events if event.name.startswith(PHASE) and not event.on_device]
     if has_device:
-        phases = [*_on_device(events, phases), *(one for one in phases if one.name == PHASE + STEP)]
+        phases = [*_on_device(events, phases), *(phase for phase in phases if phase.name == PHASE + STEP)]
     stretches = list(innermost(work))
     changes: list[tuple[int, int, str]] = []
     operations: Counter[str] = Counter()
@@ -73,11 +73,11 @@ def divide(events: list[Event], num_steps: int) -> dict[str, Any]:
         changes += [(event.start, 1, PHASE + name), (event.end, -1, PHASE + name)]
     sums, hidden = _sweep(changes)
     scale = 1e-9 / num_steps
-    found = {phase: {part: parts[part] * scale for part in PARTS} for phase, parts in sums.items()}
+    by_phase = {phase: {part: parts[part] * scale for part in PARTS} for phase, parts in sums.items()}
     return {
         "steps": num_steps,
-        "seconds": sum(sum(parts.values()) for parts in found.values()),
-        "phases": found,
+        "seconds": sum(sum(parts.values()) for parts in by_phase.values()),
+        "phases": by_phase,
         "hidden": hidden * scale,
         "operations": _largest(operations, scale),
         "communications": _largest(communications, scale),
@@ -90,17 +90,17 @@ def _on_device(events: list[Event], phases: list[Event]) -> Iterator[Event]:
     launched it, from whatever thread (the backward has its own); while there is none, the host's phase counts.
     """
     launched = {event.link: event.start for event in events if event.link and not event.on_device}
-    inner = sorted((one for one in phases if one.name != PHASE + STEP), key=lambda one: one.start)
-    starts, before = [one.start for one in inner], min(one.start for one in phases) if phases else 0
+    inner = sorted((phase for phase in phases if phase.name != PHASE + STEP), key=lambda phase: phase.start)
+    starts, before = [phase.start for phase in inner], min(phase.start for phase in phases) if phases else 0
 
     def at(time: int) -> Event | None:
         number = bisect_right(starts, time) - 1
         return inner[number] if number >= 0 and time <= inner[number].end else None
 
     def waiting(start: int, end: int) -> Iterator[Event]:
-        for one in inner[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, end)]:
-            if max(one.start, start) < min(one.end, end):
-                yield replace(one, start=max(one.start, start), end=min(one.end, end))
+        for phase in inner[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, end)]:
+            if max(phase.start, start) < min(phase.end, end):
+                yield replace(phase, start=max(phase.start, start), end=min(phase.end, end))
 
     kernels = (event for event in events if event.on_device and not event.is_note)
     for kernel in sorted(kernels, key=lambda event: event.start):
@@ -108,11 +108,11 @@ def _on_device(events: list[Event], phases: list[Event]) -> Iterator[Event]:
         if kernel.end > before and (phase := at(launched.get(kernel.link, kernel.start))):
             yield replace(phase, start=max(before, kernel.start), end=kernel.end)
         before = max(before, kernel.end)
-    yield from waiting(before, max((one.end for one in phases), default=before))
+    yield from waiting(before, max((phase.end for phase in phases), default=before))
 
 
 def part_of(name: str, *, on_device: bool) -> str | None:
-    """What an operation's own time is; None for what is no work."""
+    """The part of a step that an operation's own time counts for; None for what is no work."""
     if COMMUNICATION.match(name):
         return "communication"
     if COPIES.match(name):
@@ -172,19 +172,19 @@ def _largest(sums: Counter[str], scale: float) -> dict[str, float]:
 def _of_layers(events: list[Event], scale: float) -> dict[str, dict[str, float]]:
     """Seconds of each annotated layer, forward and backward, on the host's clock."""
     host = sorted((event for event in events if not event.on_device), key=lambda event: (event.start, -event.end))
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    layers: dict[str, Counter[str]] = defaultdict(Counter)
     layer_of: dict[int, str] = {}
     inside: Event | None = None
     for event in host:
         if event.name.startswith(LAYER):
             inside = event
-            found[event.name.removeprefix(LAYER)]["forward"] += event.end - event.start
+            layers[event.name.removeprefix(LAYER)]["forward"] += event.end - event.start
         elif event.sequence >= 0 and event.name.startswith("autograd::engine::evaluate_function"):
             if layer := layer_of.get(event.sequence):
-                found[layer]["backward"] += event.end - event.start
+                layers[layer]["backward"] += event.end - event.start
         elif event.sequence >= 0 and inside and event.thread == inside.thread and event.end <= inside.end:
             layer_of[event.sequence] = inside.name.removeprefix(LAYER)
-    return {name: {part: time * scale for part, time in parts.items()} for name, parts in found.items()}
+    return {name: {part: time * scale for part, time in parts.items()} for name, parts in layers.items()}
 
 
 def in_words(record: dict[str, Any], title: str) -> str:
@@ -194,7 +194,7 @@ def in_words(record: dict[str, Any], title: str) -> str:
     for phase, parts in record["phases"].items():
         rows.append((phase, *(_share(parts[part], total) for part in PARTS), _share(sum(parts.values()), total)))
     sums = [sum(parts[part] for parts in record["phases"].values()) for part in PARTS]
-    rows.append(("all", *(_share(one, total) for one in sums), _share(total, total)))
+    rows.append(("all", *(_share(time, total) for time in sums), _share(total, total)))
     exposed, hidden = sums[PARTS.index("communication")], record["hidden"]
     if exposed + hidden:
         share = f"{hidden / (exposed + hidden):.0%} hidden behind work"

@@ -49,10 +49,10 @@ def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     try:
         header = json.loads(text.decode(), object_pairs_hook=_each_once)
         metadata = header.get("__metadata__", {})
-        if not all(isinstance(one, str) for one in metadata.values()):
+        if not all(isinstance(text, str) for text in metadata.values()):
             raise BadHeader("has metadata in its header that is not text")
-        tensors = {key: one for key, one in header.items() if key != "__metadata__"}
-        spans = sorted((*_span(key, one), key) for key, one in tensors.items())
+        tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        spans = sorted((*_span(key, entry), key) for key, entry in tensors.items())
     except BadHeader:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -80,13 +80,13 @@ def weight_files(folder: Path) -> tuple[list[Path], str | None]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has weights, or a part of them, in any format that transformers reads; or says that it has."""
+    """Return whether a folder has weights, or a part or an index of them, in any format that transformers reads."""
     ends = (".safetensors", INDEX)
     return any(name.endswith(ends) or OTHER_WEIGHTS.fullmatch(name) for name in os.listdir(folder))
 
 
 def _way_to_weights(folder: Path) -> str:
-    """What to do where there is neither `WEIGHTS` nor `INDEX`."""
+    """Advise what to do where there is neither `WEIGHTS` nor `INDEX`."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     parts = [name for name in names if name.endswith(".safetensors")]
     if shards := [name for name in parts if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]:
@@ -137,17 +137,17 @@ def why_no_file(path: Path) -> str | None:
 
 
 def _each_once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise BadHeader(f"has {key} twice in its header")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
-def _span(key: str, one: dict[str, Any]) -> tuple[int, int]:
+def _span(key: str, entry: dict[str, Any]) -> tuple[int, int]:
     """First byte of a tensor's data, and the one after its last."""
-    dtype, shape, offsets = one["dtype"], one["shape"], one["data_offsets"]
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
         raise BadHeader(f"has no shape and place for {key} in its header")
     if dtype not in BITS:

@@ -34,12 +34,12 @@ def validate(
     homes = _homes(model) if problems else {}
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
-        mistakes = [_word(document, model, problem, owned, homes) for problem in unknown]
+        mistakes = [_word_problem(document, model, problem, owned, homes) for problem in unknown]
         values, guessed = _with_nearest_names(document.values, model, unknown, owned)
         parsed, problems = _try(values, model)
-        problems = [one for one in problems if not any(one["loc"][: len(path)] == path for path in guessed)]
+        problems = [problem for problem in problems if not any(problem["loc"][: len(path)] == path for path in guessed)]
     mistakes += [
-        _meant(document, problem, meanings or {}) or _word(document, model, problem, owned, homes)
+        _explain_value(document, problem, meanings or {}) or _word_problem(document, model, problem, owned, homes)
         for problem in problems
     ]
     return parsed, list(dict.fromkeys(mistakes))
@@ -51,7 +51,7 @@ def parts(document: Document, models: Mapping[str, type[BaseModel]]) -> dict[str
 
 
 def part(document: Document, name: str, model: type[Model]) -> Model | None:
-    """As `parts`, one section."""
+    """Validate one section of `parts`."""
     return validate(Document("", document.values.get(name, {})), model)[0]
 
 
@@ -59,22 +59,22 @@ def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
     try:
         return model.model_validate(values), []
     except ValidationError as error:
-        return None, [{**problem, "loc": _as_written(values, problem["loc"])} for problem in error.errors()]
+        return None, [{**problem, "loc": _to_file_path(values, problem["loc"])} for problem in error.errors()]
 
 
-def _as_written(values: Any, path: KeyPath) -> KeyPath:
+def _to_file_path(values: Any, path: KeyPath) -> KeyPath:
     """A pydantic location as a path in the file, which may have one value in place of a list or of a named mapping."""
-    found: list[str | int] = []
+    written: list[str | int] = []
     for part in path:
         is_list = isinstance(values, list | tuple)
         if (part == "" and not (isinstance(values, dict) and "" in values)) or (isinstance(part, int) and not is_list):
             continue
-        found.append(part)
+        written.append(part)
         if isinstance(values, dict):
             values = values.get(part)
         else:
             values = values[part] if is_list and isinstance(part, int) and part < len(values) else None
-    return tuple(found)
+    return tuple(written)
 
 
 def _with_nearest_names(
@@ -108,7 +108,7 @@ _EXPECTED = {
 }
 
 
-def _meant(document: Document, problem: Any, meanings: Mapping[str, Mapping[str, str]]) -> str | None:
+def _explain_value(document: Document, problem: Any, meanings: Mapping[str, Mapping[str, str]]) -> str | None:
     """The message for a value that is none of a key's, but of which is known what it means."""
     key = ".".join(part for part in problem["loc"] if isinstance(part, str))
     meaning = meanings.get(key, {}).get(str(problem["input"]).lower())
@@ -117,7 +117,7 @@ def _meant(document: Document, problem: Any, meanings: Mapping[str, Mapping[str,
     return f"{document.place(*problem['loc'])} is {show(problem['input'])}: {meaning}"
 
 
-def _word(
+def _word_problem(
     document: Document,
     model: type[BaseModel],
     problem: Any,

@@ -254,8 +254,8 @@ class Watch:
 
     def _read_all(self, kind: str) -> dict[int, Record]:
         """The files of all ranks, by rank."""
-        found = {rank: read_json(self.folder / f"{kind}_{rank}.json") for rank in range(self.num_ranks)}
-        return {rank: record for rank, record in found.items() if record}
+        records = {rank: read_json(self.folder / f"{kind}_{rank}.json") for rank in range(self.num_ranks)}
+        return {rank: record for rank, record in records.items() if record}
 
 
 class _Activity:
@@ -351,14 +351,14 @@ def entered_collectives() -> dict[str, Record]:
     with contextlib.suppress(Exception):
         world = torch.distributed.distributed_c10d._world
         members = {world.pg_names[group]: sorted(ranks) for group, ranks in world.pg_group_ranks.items()}
-    found: dict[str, Record] = {}
+    collectives: dict[str, Record] = {}
     for entry in entries:
         group, number, op = entry["process_group"][0], entry["collective_seq_id"], entry["profiling_name"]
         counted = f"{group} {op.partition(':')[0]}"
-        if not entry.get("is_p2p") and number >= found.get(counted, {"number": 0})["number"]:
+        if not entry.get("is_p2p") and number >= collectives.get(counted, {"number": 0})["number"]:
             at = entry["time_created_ns"]
-            found[counted] = {"number": number, "op": op, "entered_ns": at, "ranks": members.get(group)}
-    return found
+            collectives[counted] = {"number": number, "op": op, "entered_ns": at, "ranks": members.get(group)}
+    return collectives
 
 
 def _say(text: str) -> None:
@@ -369,12 +369,12 @@ def _say(text: str) -> None:
 def _stacks(main: int | None) -> dict[str, list[str]]:
     """The stack of every thread, outermost call first, by name; the main thread is "main"."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = {}
+    stacks = {}
     for ident, frame in sys._current_frames().items():
         name = "main" if ident == main else f"{names.get(ident, 'thread')} {ident}"
         lines = "".join(traceback.format_stack(frame)).splitlines()
-        found[name] = [line.removeprefix("  ") for line in lines]
-    return found
+        stacks[name] = [line.removeprefix("  ") for line in lines]
+    return stacks
 
 
 def _own_line(frame: FrameType | None) -> str:
