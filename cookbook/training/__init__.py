@@ -1,1 +1,1 @@
-"""What `train.py` is made of."""
+"""Parts that `train.py` is made of."""

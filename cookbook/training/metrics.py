@@ -83,11 +83,11 @@ def _truncate_lines(path: Path, last: tuple[int, bool]) -> str | None:
 def _place_of(line: bytes) -> tuple[float, bool] | None:
     """A line's step, and whether it is of the evaluation after that step."""
     try:
-        found = json.loads(line) if line.endswith(b"\n") else {}
-        step = found["step"]
+        record = json.loads(line) if line.endswith(b"\n") else {}
+        step = record["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return (step, "eval_loss" in found) if isinstance(step, int | float) else None
+    return (step, "eval_loss" in record) if isinstance(step, int | float) else None
 
 
 class _Lines:

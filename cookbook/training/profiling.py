@@ -95,7 +95,7 @@ class Profile:
             profiler.export_chrome_trace(str(trace))
             (self._folder / f"rank_{self._rank}.json").write_text(json.dumps(record, indent=1) + "\n")
         except (OSError, RuntimeError) as error:
-            self._say(f"run.profile: {trace} could not be written: {error}; the run goes on")
+            self._say(f"run.profile: {trace} could not be written: {error}; the run continues")
         self._say(in_words(record, f"PROFILE of steps {self._first} to {self._last}, rank {self._rank}"))
         self._say(f"  trace for Perfetto (ui.perfetto.dev) and TensorBoard: {trace}")
 

@@ -18,11 +18,11 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracke
 from cookbook.system.record_files import read_lines
 
 PROJECT = "cookbook"
-"""Where a tracker groups runs, unless its own environment variable names a group."""
+"""Group of runs in a tracker, unless its own environment variable names one."""
 Config: TypeAlias = dict[str, str | float]
 Started: TypeAlias = tuple[GeneralTracker, str]
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a tracker."""
+"""Limit of the wait for a tracker at the end of a run."""
 
 
 def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
@@ -80,8 +80,8 @@ def logged_after(metrics: Path, step: int) -> dict[str, int]:
 
     Call it before the log is opened, which removes them. Lines that cannot be read are passed over.
     """
-    found = {_key(line): int(line["step"]) for line in read_lines(metrics)}
-    return {key: number for key, number in found.items() if number >= step}
+    steps = {_key(line): int(line["step"]) for line in read_lines(metrics)}
+    return {key: number for key, number in steps.items() if number >= step}
 
 
 def _key(line: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ class Tracker(threading.Thread):
             name: a key of `STARTS`.
             folder: the run's output folder; the tracker's own is trackers/NAME in it.
             config: settings by `section.key`.
-            step: the run goes on from here.
+            step: the run resumes from here.
             repeated: the result of `logged_after`.
             say: logs the one warning of a tracker that fails.
         """
@@ -132,11 +132,11 @@ class Tracker(threading.Thread):
     def run(self) -> None:
         try:
             self._follow()
-        except BaseException as error:  # some end the process where they cannot go on
+        except BaseException as error:  # some end the process where they cannot continue
             self._warn(f"failed and is off: {type(error).__name__}: {error}")
 
     def _warn(self, what: str) -> None:
-        self._say(f"run.trackers: {self._tracker_name} {what}; the run and its metrics.jsonl go on without it")
+        self._say(f"run.trackers: {self._tracker_name} {what}; the run and its metrics.jsonl continue without it")
 
     def _follow(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

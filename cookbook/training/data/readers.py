@@ -143,7 +143,7 @@ def _first_item(decoder: json.JSONDecoder, rest: str, text: io.TextIOWrapper) ->
         try:
             item, end = decoder.raw_decode(rest)
             if not isinstance(item, int | float) or rest[end : end + 1] in {",", "]", " ", "\t", "\r", "\n"}:
-                return item, rest[end:]  # a number may go on
+                return item, rest[end:]  # a number may continue
         except json.JSONDecodeError as found:
             error = found
         more = text.read(max(READ_CHARACTERS, len(rest))) if len(rest) <= MAX_ITEM else ""

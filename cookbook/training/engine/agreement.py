@@ -1,4 +1,4 @@
-"""Whether the ranks agree: what several of them hold, they must hold alike, to the bit."""
+"""Agreement of the ranks: what several of them hold, they must hold alike, to the bit."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         sums.append(_sums(tensor.detach()))
     if not sums:
         return {}
-    together = torch.stack([one.to(sums[0].device) for one in sums])  # some may be offloaded
+    together = torch.stack([part.to(sums[0].device) for part in sums])  # some may be offloaded
     return dict(zip(names, together.tolist(), strict=True))
 
 
@@ -39,23 +39,23 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check(found: dict[str, Any], collectives: Collectives, step: int) -> None:
+def check(values: dict[str, Any], collectives: Collectives, step: int) -> None:
     """Compare what each rank has found. Every rank must call.
 
     Raises:
         RuntimeError: on every rank, with the names of what differs and the ranks.
     """
-    texts = collectives.gather_texts(json.dumps(found))
+    texts = collectives.gather_texts(json.dumps(values))
     verdict = collectives.broadcast_text("\n".join(differences([json.loads(text) for text in texts])))
     if verdict:
         raise RuntimeError(f"step {step}: the ranks no longer agree (run.check_ranks_every_steps):\n{verdict}")
 
 
-def differences(found: list[dict[str, Any]]) -> list[str]:
-    """What is not the same on all ranks that have it, by rank; the values of the most ranks count as right."""
+def differences(of_ranks: list[dict[str, Any]]) -> list[str]:
+    """Name what differs between the ranks that have it, by rank; the values of the most ranks count as right."""
     lines = []
-    for name in dict.fromkeys(name for of_rank in found for name in of_rank):
-        values = {rank: json.dumps(of_rank[name]) for rank, of_rank in enumerate(found) if name in of_rank}
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        values = {rank: json.dumps(of_rank[name]) for rank, of_rank in enumerate(of_ranks) if name in of_rank}
         usual, _ = Counter(values.values()).most_common(1)[0]
         others = [rank for rank, value in values.items() if value != usual]
         if others:

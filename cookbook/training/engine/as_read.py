@@ -52,10 +52,10 @@ class Shards:
             return weight
         chunks = weight.data.chunk(self._count)
         own = chunks[self._rank] if self._rank < len(chunks) else weight.data[:0]
-        found = _like(weight, torch.empty((), dtype=weight.dtype).expand(weight.shape))
-        self._shards[found] = torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
+        parameter = _like(weight, torch.empty((), dtype=weight.dtype).expand(weight.shape))
+        self._shards[parameter] = torch.empty(own.shape, dtype=own.dtype, device=self._device).copy_(own)
         weight.data = weight.data.new_empty(0)  # transformers holds it until the next one is read
-        return found
+        return parameter
 
     def remove_from(self, model: torch.nn.Module) -> dict[tuple[torch.nn.Module, str], torch.Tensor]:
         """Replace the stand-ins in a model by others on the meta device, which FSDP2 shards without data.
@@ -63,18 +63,21 @@ class Shards:
         Returns:
             The shard of each module's parameter. The weights are then those of the caller.
         """
-        metas = {one: _like(one, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in self._shards}
-        found = {}
+        metas = {
+            weight: _like(weight, torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+            for weight in self._shards
+        }
+        places = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter in metas:
                     module.register_parameter(name, metas[parameter])
-                    found[module, name] = self._shards[parameter]
-        return found
+                    places[module, name] = self._shards[parameter]
+        return places
 
 
 def _like(weight: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
     """A parameter of the same kind with other data: bitsandbytes and peft ask one in 4 bits for its scales."""
-    found = type(weight)(data, requires_grad=weight.requires_grad)
-    found.__dict__.update(weight.__dict__)
-    return found
+    parameter = type(weight)(data, requires_grad=weight.requires_grad)
+    parameter.__dict__.update(weight.__dict__)
+    return parameter

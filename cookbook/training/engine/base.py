@@ -1,4 +1,4 @@
-"""What all strategies share: the loop over micro-batches, the step, evaluation, and the check of what is in effect.
+"""Base of all strategies: the loop over micro-batches, the step, evaluation, and the check of what is in effect.
 
 Each family of strategies subclasses `Engine` in a file of its own. The methods here serve whole parameters and DTensors
 in plain torch.
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def _device_of_gradients(self) -> torch.device | None:
-        """Where it is not that of the loss."""
+        """The device of gradients, where it is not that of the loss."""
         return None
 
     def _scaler_class(self, accelerator: Accelerator) -> type:
@@ -134,8 +134,8 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """The strategy in effect, for run.json."""
-        found = {what: as_json(value) for what, _, value in self.findings()}
-        return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **found}
+        effects = {what: as_json(value) for what, _, value in self.findings()}
+        return {"file": self.strategy.path, "kind": self.strategy.kind, "processes": self.plan.num_processes, **effects}
 
     @property
     def data_parallel_rank(self) -> int:
@@ -215,9 +215,9 @@ class Engine:
         Raises:
             RuntimeError: lists every difference.
         """
-        wrong = [(what, asked, found) for what, asked, found in self.findings() if asked != found]
+        wrong = [(what, asked, effect) for what, asked, effect in self.findings() if asked != effect]
         if wrong:
-            lines = [f"  {what}: asked for {asked!r}, found {found!r}" for what, asked, found in wrong]
+            lines = [f"  {what}: asked for {asked!r}, found {effect!r}" for what, asked, effect in wrong]
             raise RuntimeError("\n".join([f"{self.strategy.path} is not what runs:", *lines]))
 
     def findings(self) -> Iterator[Comparison]:
@@ -381,20 +381,20 @@ class Engine:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _unusual(self, norm: float) -> Unusual | None:
-        """Where the gradients are large, if with this norm they leave what was usual. While they are there."""
+        """Find where the gradients are large, if their norm is unusual. Called while they are there."""
         usual = self._usual.median
         if not self._usual.begins(norm):
             return None
         names = list(self.parameter_shapes())
         places = {name: i for i, name in enumerate(names)}
-        found = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        squares = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for name, square in self._squares():
-            found[places[name]] = square
-        means = self.collectives.all_reduce_mean(found).tolist()
+            squares[places[name]] = square
+        means = self.collectives.all_reduce_mean(squares).tolist()
         return Unusual(norm=norm, usual=usual, squares=dict(zip(names, means, strict=True)))
 
     def _squares(self) -> Iterator[tuple[str, torch.Tensor | float]]:
-        """By parameter of this rank, numbers whose mean over the ranks is the square of its gradient's norm."""
+        """Yield, by parameter of this rank, numbers whose mean over the ranks is the square of its gradient's norm."""
         return squares(self.trained_parameters(), self._num_shards)
 
     def _num_shards(self, gradient: torch.Tensor) -> float:
@@ -465,8 +465,8 @@ class Engine:
         for start, group in _in_groups(batches):
             begin = partial(self._begin_batch_of, what, start)
             results = self._forwards(function, [batch for batch, _ in group], begin)
-            for (_, indices), found in zip(group, results, strict=True):
-                values[self._on_device(indices)] = found.double()
+            for (_, indices), result in zip(group, results, strict=True):
+                values[self._on_device(indices)] = result.double()
         self._end_evaluation()
         return self.collectives.all_reduce_sum(values).cpu().numpy()
 
@@ -500,11 +500,11 @@ class Engine:
         Raises:
             RuntimeError: see `agreement.check`.
         """
-        found = agreement.digests(self._replicated())
-        agreement.check({**position, **found}, self.collectives, self.current_step)
+        digests = agreement.digests(self._replicated())
+        agreement.check({**position, **digests}, self.collectives, self.current_step)
 
     def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What several ranks hold alike, by a name that is the same on these."""
+        """Yield the tensors that several ranks hold alike, by a name that is the same on these."""
         for piece in self.held_pieces():
             if piece.copies > 1:
                 where = f", from element {piece.start}" if piece.start else ""
@@ -522,7 +522,7 @@ class Engine:
         return (share for piece in self.held_pieces() if (share := piece.share()).data.numel())
 
     def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
-        """What this rank holds of every trained parameter and its optimizer state; tied parameters come once.
+        """Yield this rank's part of every trained parameter and its optimizer state; tied parameters come once.
 
         A piece is valid until the next is drawn: state on NVMe is swapped in only that long.
 

@@ -17,7 +17,7 @@ from cookbook.training.engine.norm import local
 EXPORT_TIMEOUT = timedelta(days=1)
 """For the main process to write the model, longer than any collective may take."""
 LEAVE_SECONDS = 1.0
-"""By how much rank 0 exits after the other machines' processes. Its torchrun holds the store: one that still enters
+"""Delay of rank 0's exit after the other machines' processes. Its torchrun holds the store: one that still enters
 torchrun's exit barrier (torch 2.13 elastic/agent/server/api.py:976) when it ends prints a traceback of a good run."""
 
 
@@ -116,7 +116,7 @@ class Collectives:
         return self.all_gather(*values).max(0).tolist() if dist.is_initialized() else [float(value) for value in values]
 
     def all_true(self, value: bool) -> bool:
-        """Whether `value` is true on every rank."""
+        """Return whether `value` is true on every rank."""
         return -self.all_reduce_max(-float(value))[0] > 0
 
     def broadcast_text(self, text: str) -> str:
@@ -141,11 +141,11 @@ class Collectives:
         keys = [f"cookbook/text/{self._num_texts}/{other}" for other in range(self.world.num_processes)]
         store.set(keys[rank], text)
         self.beat("waiting for the others")
-        found = [store.get(key).decode() for key in keys]
+        texts = [store.get(key).decode() for key in keys]
         if self._gathered is not None:  # all have written this text, and so have read the one before
             store.delete_key(self._gathered)
         self._gathered = keys[rank]
-        return found
+        return texts
 
     def leave(self, timeout: timedelta) -> None:
         """End the process group. A rank that exits while another still reads its last message would fail a run that

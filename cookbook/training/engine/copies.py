@@ -20,10 +20,10 @@ from cookbook.training.engine.start import shard_while_loading, start_processes
 
 
 def shards_of_matrices(engine: Engine) -> Iterator[Comparison]:
-    """What tensor parallel must have done to the parameters of this process."""
+    """Compare the shards of this process with those that tensor parallel must have made."""
     # Norms stay whole, and so do one of an adapter's two matrices and a head for sequences, of a few rows; every other
     # matrix of the model itself is sharded.
-    named = {name: one for name, one in engine.model.named_parameters() if not name.startswith(f"{HEAD}.")}
+    named = {name: parameter for name, parameter in engine.model.named_parameters() if not name.startswith(f"{HEAD}.")}
     frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
     matrices = [p for p in frozen or named.values() if p.ndim >= 2]
     yield "whole matrices", 0, sum(not is_sharded(parameter) for parameter in matrices)
@@ -32,7 +32,7 @@ def shards_of_matrices(engine: Engine) -> Iterator[Comparison]:
 
 
 class Copies(Engine):
-    """What tensor and pipeline parallel share."""
+    """Base of tensor and pipeline parallel."""
 
     def _start(self, *, on_cpu: bool, **options: Any) -> Accelerator:
         start_processes(self.timeout, as_gpus=True)
@@ -60,8 +60,8 @@ class Copies(Engine):
         transformers 5.23 all-reduces some of them over the mesh after each backward (Qwen3's q_norm and k_norm; class
         ReplicatedWithGradAllReduce), which would count the gradients accumulated so far again each time.
         """
-        whole = [p for p in self.model.parameters() if self.mesh.tensor > 1 and not isinstance(p, DTensor)]
-        earlier = [(parameter, parameter.grad) for parameter in whole if parameter.grad is not None]
+        replicated = [p for p in self.model.parameters() if self.mesh.tensor > 1 and not isinstance(p, DTensor)]
+        earlier = [(parameter, parameter.grad) for parameter in replicated if parameter.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         yield

@@ -58,14 +58,14 @@ class Ddp(Engine):
         """DDP reduces a bucket when all its gradients have come. Those beside a parameter that gets none stay as each
         rank has them, and torch raises only in the next step, without names.
         """
-        found = super().unreached()
-        if found and self._is_wrapped:
+        names = super().unreached()
+        if names and self._is_wrapped:
             self.close()
-            what = f"{len(found)} trained parameters got no gradient in the first step, and DDP waits for them"
+            what = f"{len(names)} trained parameters got no gradient in the first step, and DDP waits for them"
             raise RecipeError(
-                f"{self.strategy.path}: {what}: {in_words(found)}; take fsdp2 or zero2, or take them out of the model"
+                f"{self.strategy.path}: {what}: {in_words(names)}; take fsdp2 or zero2, or take them out of the model"
             )
-        return found
+        return names
 
     def _clear_gradients(self) -> None:
         # Gradients are views of DDP's buckets. Set to None, all but the last micro-batch would allocate copies of them.
@@ -77,9 +77,9 @@ class Ddp(Engine):
         yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
         yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
         if self._is_wrapped:
-            found = {name: getattr(self.model, name, None) for name in self._options}
-            found["bucket_cap_mb"] = self.model.bucket_bytes_cap // 2**20
-            yield "DDP", self._options, found
+            effects = {name: getattr(self.model, name, None) for name in self._options}
+            effects["bucket_cap_mb"] = self.model.bucket_bytes_cap // 2**20
+            yield "DDP", self._options, effects
             dtypes = [dtype for _, dtype in self.model._comm_hooks]
             yield "dtypes of exchanged gradients", [self.gradient_dtype] if self.gradient_dtype else [], dtypes
 

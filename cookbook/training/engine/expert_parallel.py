@@ -21,8 +21,8 @@ class ExpertParallel(Fsdp2WhileRead):
         yield from super()._findings()
         experts: list[Any] = [module for module in self.model.modules() if hasattr(module, "_is_expert_parallel")]
         here = {(module._is_expert_parallel, module.num_experts) for module in experts}
-        whole = {len(weight) for module in experts for weight in module.parameters(recurse=False)}
-        yield "experts of this process", {(True, number // self.mesh.expert) for number in whole}, here
+        counts = {len(weight) for module in experts for weight in module.parameters(recurse=False)}
+        yield "experts of this process", {(True, number // self.mesh.expert) for number in counts}, here
         # Tokens of the whole expert-parallel group reach an expert, so that its own group alone is no divisor.
         groups = [
             module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None for module in experts

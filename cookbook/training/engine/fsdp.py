@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 share: how accelerate starts them, and which ranks read the weights."""
+"""Base of FSDP1 and FSDP2: how accelerate starts them, and which ranks read the weights."""
 
 import contextlib
 import os
@@ -37,12 +37,12 @@ class Fsdp(Engine):
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         # By which transformers leaves the weights of all processes but one empty.
-        found = os.environ.pop("ACCELERATE_USE_FSDP", None)
+        value = os.environ.pop("ACCELERATE_USE_FSDP", None)
         try:
             yield
         finally:
-            if found is not None:
-                os.environ["ACCELERATE_USE_FSDP"] = found
+            if value is not None:
+                os.environ["ACCELERATE_USE_FSDP"] = value
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
@@ -60,10 +60,10 @@ class Fsdp(Engine):
         Raises:
             RecipeError: it has none.
         """
-        found: Any = model
+        untyped: Any = model
         there = {type(module).__name__ for module in model.modules()}
-        found._no_split_modules = [name for name in found._no_split_modules or () if name in there]
-        if not found._no_split_modules:
+        untyped._no_split_modules = [name for name in untyped._no_split_modules or () if name in there]
+        if not untyped._no_split_modules:
             kind = type(model).__name__
             raise RecipeError(f"{self.strategy.path}: transformers names no layers of {kind} to shard; use zero3")
 

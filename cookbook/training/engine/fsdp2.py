@@ -22,7 +22,7 @@ from cookbook.training.engine.start import shard_while_loading, start_processes
 
 class Fsdp2(Fsdp):
     casts_output = True
-    """Whether the output of a layer has its dtype from FSDP2."""
+    """True if the output of a layer has its dtype from FSDP2."""
 
     def _plugin(self, *, on_cpu: bool) -> Any:
         block, low, reduce = self._block, self.low_dtype, self._reduce_dtype
@@ -44,7 +44,7 @@ class Fsdp2(Fsdp):
         return torch.device("cpu") if self._block.fsdp_offload_params else None
 
     _shards: Shards | None = None
-    """What a model in 4 bits has read, until FSDP2 has it."""
+    """Shards that a model in 4 bits has read, until FSDP2 has them."""
 
     def reading(self, *, is_quantized: bool) -> contextlib.AbstractContextManager:
         if not is_quantized:
@@ -103,8 +103,10 @@ class Fsdp2(Fsdp):
             self._keep_sums_in_float32()
 
     def _keep_sums_in_float32(self) -> None:
-        """What waits for the replicas FSDP2 would add up in the dtype of the exchange, and lose what is small beside
-        the sum (torch 2.13, _fsdp_collectives.py, foreach_reduce). On the stream on which it adds.
+        """Make FSDP2 add up in float32 the gradients that wait for the exchange with the replicas.
+
+        It would add in the dtype of the exchange, and lose what is small beside the sum (torch 2.13,
+        _fsdp_collectives.py, foreach_reduce). On the stream on which it adds.
         """
         for group in _groups(self.model):
             if group._partial_reduce_output is not None:
@@ -184,7 +186,7 @@ class Fsdp2WhileRead(Fsdp2):
         return model, self.accelerator.prepare(optimizer)
 
     def _complete(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """What transformers left to do. Before the first forward."""
+        """Finish what transformers left to do. Before the first forward."""
         shard_late(model, optimizer)
         gather_tied_once(model)
         self._reduce_in_gradient_dtype(model)
@@ -299,7 +301,7 @@ def _cast_between_units(model: torch.nn.Module, low: torch.dtype) -> None:
 
 
 def _cast_inputs(low: torch.dtype, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.to(low) if torch.is_tensor(one) and one.is_floating_point() else one for one in inputs)
+    return tuple(value.to(low) if torch.is_tensor(value) and value.is_floating_point() else value for value in inputs)
 
 
 def _gather_as_bytes() -> None:

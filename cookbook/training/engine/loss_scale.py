@@ -49,7 +49,7 @@ class LossScale:
         self.scale = max(self.scale / 2, self.settings.minimum)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, which any engine resumes."""
+        """The scale's state for a checkpoint, which any engine resumes."""
         return {name: value for name, value in asdict(self).items() if name != "settings"}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def grad_scaler(kind: type, rule: LossScale, device: torch.device | None = None)
             it finds without waiting, and read both at once (amp/grad_scaler.py:33, optim/adam.py:871).
     """
 
-    class Ruled(kind):  # type: ignore[misc]
+    class RuledScaler(kind):  # type: ignore[misc]
         def scale(self, outputs: Any) -> Any:
             if device is not None and self._scale is None:
                 self._lazy_init_scale_growth_tracker(device)
@@ -76,4 +76,4 @@ def grad_scaler(kind: type, rule: LossScale, device: torch.device | None = None)
         def update(self, new_scale: Any = None) -> None:
             super().update(rule.scale)
 
-    return Ruled(init_scale=rule.scale)
+    return RuledScaler(init_scale=rule.scale)

@@ -28,15 +28,15 @@ def square_sum(
             gradient, norm = _norm_of(parameter)
             norms[num_shards(gradient), norm.device].append(norm)
     total = to_device(torch.zeros((), dtype=torch.float64))
-    for (times, _), found in norms.items():
-        total = total + times * to_device(torch.stack(found).square().sum())
+    for (times, _), of_weights in norms.items():
+        total = total + times * to_device(torch.stack(of_weights).square().sum())
     return total
 
 
 def squares(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], num_shards: Callable[[torch.Tensor], float]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What `square_sum` adds up, by parameter."""
+    """The squares that `square_sum` adds up, by parameter."""
     for name, parameter in parameters:
         if parameter.grad is not None:
             gradient, norm = _norm_of(parameter)
@@ -64,8 +64,8 @@ def norm_in_float64(tensor: torch.Tensor) -> torch.Tensor:
     if flat.numel() < LARGE:
         return torch.linalg.vector_norm(flat, dtype=torch.float64)
     rows = flat.numel() // ROW
-    whole, rest = flat[: rows * ROW].view(rows, ROW), flat[rows * ROW :]
-    of_rows = torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32)
+    full_rows, rest = flat[: rows * ROW].view(rows, ROW), flat[rows * ROW :]
+    of_rows = torch.linalg.vector_norm(full_rows, dim=1, dtype=torch.float32)
     return torch.hypot(*(torch.linalg.vector_norm(part, dtype=torch.float64) for part in (of_rows, rest)))
 
 

@@ -136,16 +136,20 @@ def _cut_by_cost() -> None:
 
     apply_pipeline: Any = mixin.apply_pipeline_parallelism
     apply_tensor: Any = mixin.apply_tensor_parallelism
-    theirs: Any = pipeline_parallel.PipelineStage
+    base: Any = pipeline_parallel.PipelineStage
 
     def cut(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
-        found: Any = model
-        layers, head, chunks = found.base_model.layers, head_in_layers(model), found.config.distributed_config.chunks
+        untyped: Any = model
+        layers, head, chunks = (
+            untyped.base_model.layers,
+            head_in_layers(model),
+            untyped.config.distributed_config.chunks,
+        )
         stages = [
             stage_chunks(len(layers), stage, mesh.size(), chunks, head_layers=head) for stage in range(mesh.size())
         ]
 
-        class Stage(theirs):  # type: ignore[misc]
+        class Stage(base):  # type: ignore[misc]
             def layer_range_for_rank(self, rank: int, num_layers: int) -> tuple[int, int]:
                 return stages[rank][0].start, stages[rank][-1].stop
 
@@ -156,16 +160,16 @@ def _cut_by_cost() -> None:
                 if inside == key:
                     return super().find_rank_for_key(key, num_layers, base_model_prefix)
                 layer = int(inside.partition(".")[0])
-                return next((rank for rank, own in enumerate(stages) if any(layer in one for one in own)), None)
+                return next((rank for rank, own in enumerate(stages) if any(layer in chunk for chunk in own)), None)
 
         pipeline_parallel.PipelineStage = Stage
         apply_pipeline(model, mesh)
-        found._pp_stage.chunks = own = stages[mesh.get_local_rank()]
-        if is_scored(found.config) and not found._pp_stage.pp_is_last_stage:
-            setattr(found, HEAD, pipeline_parallel.PipelineIdentityLayer())
+        untyped._pp_stage.chunks = own = stages[mesh.get_local_rank()]
+        if is_scored(untyped.config) and not untyped._pp_stage.pp_is_last_stage:
+            setattr(untyped, HEAD, pipeline_parallel.PipelineIdentityLayer())
         for i in range(len(layers)):
             # Identities keep the names of all other layers, and with them checkpoints, adapters and optimizer groups.
-            if not any(i in one for one in own):
+            if not any(i in chunk for chunk in own):
                 layers[i] = pipeline_parallel.PipelineIdentityLayer()
         return model
 

@@ -1,4 +1,4 @@
-"""Where each strategy keeps weights and optimizer state, in one description: runs of the elements of a parameter.
+"""Layout of weights and optimizer state under each strategy, in one description: runs of the elements of a parameter.
 
 However a parameter is sharded, a rank holds `count` runs of `length` consecutive elements of the flattened tensor, at
 distances of `stride`: one run under data parallelism, one per row under tensor parallelism by columns. So each rank can
@@ -180,7 +180,7 @@ def _placement(parameter: torch.Tensor, ranks: Sequence[int], rank: int) -> tupl
     strides = tuple((_distance(mesh.mesh, dim), mesh.size(dim)) for dim in sharded_dims(parameter))
     holders = _holders(strides, ranks, rank)
     copies, copy = len(holders), holders.index(rank)
-    dims = [dim for dim, (length, whole) in enumerate(zip(part, shape, strict=True)) if length != whole]
+    dims = [dim for dim, (length, full) in enumerate(zip(part, shape, strict=True)) if length != full]
     if not dims:
         return 0, 0, 1, copies, copy
     # Along the last of them lie the runs; one before it must be the first, or their distances would differ.
@@ -198,7 +198,7 @@ def _distance(ranks: torch.Tensor, dim: int) -> int:
 
 @functools.cache
 def _holders(strides: tuple[tuple[int, int], ...], ranks: Sequence[int], rank: int) -> list[int]:
-    """Those of `ranks` that hold the same part as `rank`.
+    """Return the members of `ranks` that hold the same part as `rank`.
 
     Args:
         strides: distance between neighbouring ranks, and number of ranks, of each dimension that shards.

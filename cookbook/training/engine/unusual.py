@@ -37,14 +37,14 @@ class Unusual:
     @property
     def shares(self) -> dict[str, float]:
         """Shares of the squared norm, by layer, largest first; of a finite one."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name, square in self.squares.items():
-            found[layer_of(name)] = found.get(layer_of(name), 0.0) + square
-        total = sum(found.values()) or 1.0
-        return {layer: found[layer] / total for layer in sorted(found, key=lambda one: -found[one])}
+            sums[layer_of(name)] = sums.get(layer_of(name), 0.0) + square
+        total = sum(sums.values()) or 1.0
+        return {layer: sums[layer] / total for layer in sorted(sums, key=lambda layer: -sums[layer])}
 
     def details(self) -> dict[str, Any]:
-        """For events.jsonl, in which a norm that is not finite is None."""
+        """The record for events.jsonl, in which a norm that is not finite is None."""
         if not math.isfinite(self.norm):
             bad = self.not_finite
             return {"norm": None, "not_finite": bad[:MOST_NAMED], "parameters": f"{len(bad)} of {len(self.squares)}"}
@@ -99,5 +99,5 @@ class Usual:
 
 def layer_of(name: str) -> str:
     """The layer of a parameter, or its module outside of layers."""
-    found = _LAYER.match(name)
-    return found[1] if found else name.rpartition(".")[0] or name
+    match = _LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0] or name

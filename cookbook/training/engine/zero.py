@@ -112,7 +112,7 @@ class Zero(Engine):
         (modeling_utils.py, get_init_context).
         """
         if self._is_stage3 and not is_quantized:
-            return self._cut_as_it_is_created()
+            return self._partition_at_creation()
         if not self._is_stage3:
             return super().reading(is_quantized=is_quantized)
         from deepspeed.runtime.zero.partition_parameters import Init
@@ -139,7 +139,7 @@ class Zero(Engine):
             of_transformers._hf_deepspeed_config_weak_ref = config
 
     @contextlib.contextmanager
-    def _cut_as_it_is_created(self) -> Iterator[None]:
+    def _partition_at_creation(self) -> Iterator[None]:
         """The code of some models (RWKV, Youtu) draws weights by their rows or shapes, of which a cut one has none."""
         try:
             yield
@@ -207,15 +207,17 @@ class Zero(Engine):
             if self.strategy.offload_optimizer:  # DeepSpeed has them already
                 norms = [zero.norm_for_param_grads.get(zero.get_param_id(parameter), 0.0) for parameter in group]
             else:
-                held = [one for one in zero.averaged_gradients[i] if not getattr(one, "_zero_padding", False)]
-                norms = [torch.linalg.vector_norm(one, dtype=torch.float64) for one in held]
-            yield from ((names[id(one)], parts * norm**2) for one, norm in zip(group, norms, strict=True))
+                held = [
+                    gradient for gradient in zero.averaged_gradients[i] if not getattr(gradient, "_zero_padding", False)
+                ]
+                norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in held]
+            yield from ((names[id(parameter)], parts * norm**2) for parameter, norm in zip(group, norms, strict=True))
 
     def unreached(self) -> list[str]:
-        found = super().unreached()
+        names = super().unreached()
         while self._hooks:
             self._hooks.pop().remove()
-        return found
+        return names
 
     def _is_reached(self, parameter: torch.nn.Parameter) -> bool:
         return parameter in self._with_gradient  # DeepSpeed takes a gradient away as soon as it has come
@@ -286,13 +288,13 @@ class Zero(Engine):
         return self._sub_group_pieces(create) if self._is_stage3 else self._partition_pieces(create)
 
     def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stages 1 and 2: the whole weights of the forward. Stage 3: those too small to be partitioned."""
+        """Yield the weights that ranks hold whole: in stages 1 and 2 all of the forward's; in stage 3 the smallest."""
         for name, parameter in self.trained_parameters():
             if not self._is_stage3 or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
                 yield f"{state.WEIGHT} of {name}", parameter
 
     def _runs(self) -> Iterator[tuple[torch.Tensor, list[Run]]]:
-        """What lies in each flat tensor that the optimizer updates."""
+        """Yield the runs of parameters in each flat tensor that the optimizer updates."""
         zero = self.model.optimizer
         run_of = self._run_in_sub_group if self._is_stage3 else self._run_in_partition
         flats = zero.fp32_partitioned_groups_flat if self._is_stage3 else zero.single_partition_of_fp32_groups
@@ -348,7 +350,7 @@ class Zero(Engine):
         zero._set_fp32_optimizer_param_groups()  # else the optimizer's groups are empty (stage3.py)
         try:
             for i, group in enumerate(zero.fp16_groups):
-                with _swapped_in(zero, i, changed=create is not None):
+                with _swap_in(zero, i, changed=create is not None):
                     for parameter in group:
                         name, flat = names[id(parameter)], zero.fp32_partitioned_groups_flat[i]
                         held = {state.WEIGHT: flat.detach(), **moments.of(flat, create and create(name))}
@@ -365,7 +367,7 @@ class Zero(Engine):
         zero = self.model.optimizer
         if self._is_stage3:
             for i in range(len(zero.fp16_groups)):
-                with _swapped_in(zero, i, changed=True):
+                with _swap_in(zero, i, changed=True):
                     zero._reassign_or_swap_out_partitioned_parameters(i)
             for parameter in zero.persistent_parameters:
                 parameter.partition()
@@ -426,20 +428,20 @@ class Zero(Engine):
             states = {p.ds_status.name for p in model.parameters() if p.ds_numel > persistent}
             yield "parameters between steps", {"NOT_AVAILABLE"}, states or {"NOT_AVAILABLE"}
         if (group := asked.get("zero_hpz_partition_size", 1)) > 1:
-            found = {parameter.ds_secondary_tensor_group_size for parameter in model.parameters()}
-            yield "processes that share a second copy of the weights", {group}, found
+            sizes = {parameter.ds_secondary_tensor_group_size for parameter in model.parameters()}
+            yield "processes that share a second copy of the weights", {group}, sizes
 
 
 def _ruled_scaler(rule: LossScale) -> Any:
     """DeepSpeed's loss scaler with the scale of `rule`."""
     from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
-    class Ruled(LossScalerBase):
+    class RuledScaler(LossScalerBase):
         def update_scale(self, overflow: bool) -> None:
             rule.update(overflowed=bool(overflow))
             self.cur_scale = rule.scale
 
-    return Ruled(rule.scale)
+    return RuledScaler(rule.scale)
 
 
 def _gather_for_readers(model: torch.nn.Module) -> None:
@@ -463,8 +465,10 @@ def _ask_for_gradients(model: torch.nn.Module) -> None:
 
     def ask(_: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         given = dict(enumerate(inputs)) | named
-        floats = {place: one for place, one in given.items() if torch.is_tensor(one) and one.is_floating_point()}
-        if torch.is_grad_enabled() and floats and not any(one.requires_grad for one in floats.values()):
+        floats = {
+            place: value for place, value in given.items() if torch.is_tensor(value) and value.is_floating_point()
+        }
+        if torch.is_grad_enabled() and floats and not any(value.requires_grad for value in floats.values()):
             place = next(iter(floats))
             given[place] = floats[place].detach().requires_grad_()
         return tuple(given[place] for place in range(len(inputs))), {name: given[name] for name in named}
@@ -475,8 +479,8 @@ def _ask_for_gradients(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _swapped_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
-    """Swap a sub-group's state in from NVMe, if it lies there, and always release its buffers, which are few."""
+def _swap_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
+    """Swap a sub-group's state in from NVMe, if it is there, and always release its buffers, which are few."""
     if not zero._swappable_optimizer_subgroup(i):
         yield
         return
