@@ -20,22 +20,15 @@ from typing import TYPE_CHECKING, Any
 from cookbook.config import schedule
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import BatchSection, is_due
+from cookbook.config.sections import is_due
 from cookbook.config.strategy import Strategy
-from cookbook.run import shortage
+from cookbook.run import preflight, shortage
 from cookbook.start import launchers
 from cookbook.start.run_plan import (
-    BrokenPair,
     Plan,
-    autos,
-    begun_elsewhere,
     describe_batch,
-    load_pair,
-    refuse_rounds,
-    try_plan,
-    without_auto,
 )
-from cookbook.system import faults, lock, machine, signals, status, watchdog
+from cookbook.system import faults, lock, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports, quiet_libraries
@@ -65,7 +58,7 @@ def main() -> int:
     try:
         refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
-        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
+        recipe, strategy, plan, world, notes = preflight.check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
             if world.rank == 0:
                 say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
@@ -100,76 +93,6 @@ def refuse_words(words: list[str]) -> None:
             if word.startswith("-") or word not in values
         ]
     )
-
-
-def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, launchers.World, list[str]]:
-    """Check everything that needs no torch: files, launcher, environment, batch, GPUs."""
-    launcher, world = launchers.find_launcher(), launchers.read_world()
-    in_force = partial(launchers.strategy_in_force, launcher, world)
-    try:
-        recipe, strategy = load_pair(Path(recipe_name), assignments, in_force)
-    except BrokenPair as found:
-        *_, mistakes = fit(found.recipe, found.strategy, launcher, world, recipe_name, found.batch)
-        raise RecipeError([*found.mistakes, *mistakes]) from None
-    note = launchers.strategy_note(launcher, strategy.path, recipe.strategy)
-    world, plan, mistakes = fit(recipe, strategy, launcher, world, recipe_name)
-    refuse([*refuse_rounds(recipe, recipe_name), *mistakes])
-    assert plan is not None
-    strategy = strategy.fitted(world.num_processes, world.num_local)
-    notes = [*([note] if note else []), *shortage.unanswered(recipe)]
-    if keys := autos(recipe):
-        recipe = without_auto(recipe)
-        notes.append(f"{' and '.join(keys)}: auto is what takes least memory here; `cookbook launch` finds the fastest")
-    return (
-        recipe,
-        strategy,
-        plan,
-        world,
-        notes
-        + strategy.notes
-        + schedule.short_run(recipe.schedule, recipe.run.max_steps and recipe.in_schedule(0, recipe.run.max_steps)[1])
-        + begun_elsewhere(Path(recipe_name), recipe, strategy),
-    )
-
-
-def fit(
-    recipe: Recipe | None,
-    strategy: Strategy | None,
-    launcher: launchers.Launcher,
-    world: launchers.World,
-    recipe_name: str,
-    batch: BatchSection | None = None,
-) -> tuple[launchers.World, Plan | None, list[str]]:
-    """The processes of a run, its plan if it can run, and what launcher, environment and machine have against it.
-
-    Args:
-        recipe, strategy: None: with mistakes of its own; what concerns the other is found all the same.
-        batch: that of a recipe with mistakes elsewhere.
-    """
-    mistakes = launchers.check_environment(strategy, launcher, None if recipe is None else recipe.mixed_precision)
-    launchers.clear_environment()
-    num_gpus = machine.num_gpus()
-    if num_gpus:
-        # Here and not in `launch`: accelerate, torchrun and srun start runs as well.
-        machine.expand_segments()
-    if strategy is not None:
-        world = launchers.trim_world(world, strategy, launcher, num_gpus)
-        mistakes += launchers.check_shares(strategy, world)
-    mistakes += launchers.check_count(world, launcher)
-    mistakes += launchers.choose_network(world)
-    sizes = launchers.elastic_sizes(world)
-    if recipe is not None:
-        mistakes += launchers.check_elastic(sizes, recipe.run.resume)
-        mistakes += launchers.check_machine(
-            strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
-        )
-    plans = []
-    for count in (world.num_processes, *sizes):
-        counts = {"num_processes": count, "num_local": world.num_local, "num_gpus": num_gpus}
-        plan, more = try_plan(recipe, strategy, **counts, recipe_name=recipe_name, batch=batch)
-        plans.append(plan)
-        mistakes += more
-    return world, plans[0], mistakes
 
 
 def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:

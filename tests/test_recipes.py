@@ -18,7 +18,7 @@ from cookbook.config.recipe import Recipe, Section, load_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.facts.packing import decide, known_config
-from cookbook.start.run_plan import begun_elsewhere, load_pair, make_plan
+from cookbook.start.run_plan import find_runs_elsewhere, load_pair, make_plan
 from cookbook.system.hardware import GIB, parse_machines
 from cookbook.system.registry import Named
 
@@ -283,13 +283,13 @@ def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(book
     path = Path("recipes/qwen25_7b/sft.yaml")
     recipe, strategy = load_pair(path, [], find_strategy("fsdp2"))
     Path("outputs/qwen25_7b-sft_lora-zero3/checkpoints/step-00000003").mkdir(parents=True)
-    assert begun_elsewhere(path, recipe, strategy) == []
+    assert find_runs_elsewhere(path, recipe, strategy) == []
     begun = Path("outputs/qwen25_7b-sft-zero3/checkpoints/step-00000003")
     begun.mkdir(parents=True)
-    (note,) = begun_elsewhere(path, recipe, strategy)
+    (note,) = find_runs_elsewhere(path, recipe, strategy)
     assert "--set run.output_dir=outputs/qwen25_7b-sft-zero3" in note
     never = load_pair(path, ["run.resume=never"], find_strategy("fsdp2"))[0]
     own = load_pair(path, ["run.output_dir=outputs/own"], find_strategy("fsdp2"))[0]
-    assert begun_elsewhere(path, never, strategy) == begun_elsewhere(path, own, strategy) == []
+    assert find_runs_elsewhere(path, never, strategy) == find_runs_elsewhere(path, own, strategy) == []
     Path("outputs/qwen25_7b-sft-fsdp2/checkpoints/step-00000001").mkdir(parents=True)
-    assert begun_elsewhere(path, recipe, strategy) == []
+    assert find_runs_elsewhere(path, recipe, strategy) == []

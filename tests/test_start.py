@@ -37,7 +37,7 @@ STAYS = 29
 WALK = """
 import sys
 from pathlib import Path
-import train
+from cookbook.run import preflight
 
 NAME, HERE = "recipes/quickstart.yaml", str(Path.cwd())
 carried, walk = [], []
@@ -60,7 +60,7 @@ def visit(frame, event, _):
         walk.append(carried[-1].f_code.co_filename)
 
 sys.setprofile(visit)
-train.check(NAME, [])
+preflight.check(NAME, [])
 sys.setprofile(None)
 print("WALK", *(Path(one).relative_to(HERE) for one in walk))
 """
@@ -122,7 +122,7 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
 def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
     walk = lines_after(WALK)["WALK"]
     print(len(walk), *walk)
-    assert {"train.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
+    assert {"cookbook/run/preflight.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
     assert len(walk) <= STAYS
 
 

@@ -137,22 +137,15 @@ def _load_pair(
     Raises:
         RecipeError: all mistakes of a broken pair, those of what is readable in it included.
     """
-    try:
-        return run_plan.load_pair(path, assignments, strategy)
-    except run_plan.BrokenPair as error:
-        if error.strategy is not None:
-            mistakes += _no_address(found, error.strategy)
-            count, num_local = _processes(error.strategy, processes, gpus, found.count)
-            mistakes += run_plan.try_plan(
-                error.recipe,
-                error.strategy,
-                num_processes=count,
-                num_local=num_local,
-                num_gpus=gpus,
-                recipe_name=str(path),
-                batch=error.batch,
-            )[1]
-        raise RecipeError([*error.mistakes, *placed(mistakes, path, assignments)]) from None
+    pair = run_plan.read_pair(path, assignments, strategy)
+    if pair.recipe is not None and pair.strategy is not None and not pair.mistakes:
+        return pair.recipe, pair.strategy
+    if pair.strategy is not None:
+        mistakes += _no_address(found, pair.strategy)
+        count, num_local = _processes(pair.strategy, processes, gpus, found.count)
+        counts = {"num_processes": count, "num_local": num_local, "num_gpus": gpus}
+        mistakes += run_plan.try_plan(pair, **counts, recipe_name=str(path))[1]
+    raise RecipeError([*pair.mistakes, *placed(mistakes, path, assignments)])
 
 
 def _interfaces(found: hosts.Hosts, strategy: Strategy, count: int, environment: dict[str, str]) -> list[str]:

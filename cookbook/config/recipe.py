@@ -1,14 +1,14 @@
 """A recipe: what to train. `sections` has its keys with their defaults, `checks` what no section sees alone.
 
-A file becomes a recipe in steps, each from document to document, mistakes on the way in it (`open_recipe`): read, write
---set into it, choose between alternatives, import plugins, locate paths; and is then validated (`parse_recipe`).
+A file becomes a recipe in `STEPS`, each from document to document with the mistakes on the way in it (`open_recipe`),
+and is then validated (`parse_recipe`).
 
 `cookbook schema` writes `recipes/schema.json` from these models, so that an editor completes and checks a
 recipe while it is typed.
 """
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -127,18 +127,26 @@ def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
 
 def prepare(document: Document, assignments: list[str] | None = None) -> Document:
     """As `open_recipe`, for a document that has been read."""
-    document = _take_out(apply_overrides(document, assignments or []))
-    if ("mixed_precision",) in document.overrides and document.values.get("mixed_precision") is False:
-        document.values["mixed_precision"] = "no"  # YAML's reading of a bare no; a shell takes the quotes away
-    return _locate_paths(_use_plugins(_choose_alternatives(document)))
+    document = apply_overrides(document, assignments or [])
+    for step in STEPS:
+        document = step(document)
+    return document
 
 
-def _take_out(document: Document) -> Document:
-    """What --set gives null is as if it had never been written; a name that no recipe has is a mistake all the same."""
+def _take_out_nulls(document: Document) -> Document:
+    """Take out what --set gives null, as if it had never been written; a name that no recipe has is a mistake all the
+    same."""
     known = {*leaves(Recipe)}
     for path in document.overrides:
         if path in document.lines or ".".join(map(str, path)) in known:
             _take_out_null(document.values, path, (), document.lines.keys())
+    return document
+
+
+def _read_bare_no(document: Document) -> Document:
+    """Undo YAML's reading of a bare no in --set mixed_precision=no, of which a shell takes the quotes away."""
+    if ("mixed_precision",) in document.overrides and document.values.get("mixed_precision") is False:
+        document.values["mixed_precision"] = "no"
     return document
 
 
@@ -271,6 +279,16 @@ def _use_plugins(document: Document) -> Document:
     document.mistakes += mistakes
     document.is_whole = not mistakes
     return document
+
+
+STEPS: tuple[Callable[[Document], Document], ...] = (
+    _take_out_nulls,
+    _read_bare_no,
+    _choose_alternatives,
+    _use_plugins,
+    _locate_paths,
+)
+"""What happens to a recipe's document between its file with --set and validation, in this order."""
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

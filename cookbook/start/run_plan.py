@@ -26,7 +26,7 @@ from cookbook.start.claims import owned, owned_by
 from cookbook.start.hosts import Hosts
 from cookbook.start.refusals import refusals
 from cookbook.system.console import several
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import gathered, refuse
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
 from cookbook.system.validation import validate
@@ -107,23 +107,17 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
     return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
 
 
-class BrokenPair(RecipeError):
-    """Mistakes of a recipe or its strategy, with what is known of the two all the same."""
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A recipe and its strategy as far as their files are good, with every mistake in them."""
 
-    def __init__(
-        self,
-        mistakes: list[str],
-        recipe: Recipe | None = None,
-        strategy: Strategy | None = None,
-        batch: BatchSection | None = None,
-    ) -> None:
-        super().__init__(mistakes)
-        self.recipe = recipe
-        """As if every misspelt key had its nearest name; None: there are other mistakes."""
-        self.strategy = strategy
-        """None: it has mistakes."""
-        self.batch = batch
-        """The recipe's, if it is valid by itself."""
+    mistakes: list[str]
+    recipe: Recipe | None
+    """As if every misspelt key had its nearest name; None: there are other mistakes."""
+    strategy: Strategy | None
+    """None: it has mistakes."""
+    batch: BatchSection | None = None
+    """The recipe's, if it is valid by itself while others of its sections are not."""
 
 
 def load_pair(
@@ -131,44 +125,57 @@ def load_pair(
     assignments: list[str] | None = None,
     strategy: Path | Callable[[Path | None], Path | None] | None = None,
 ) -> tuple[Recipe, Strategy]:
-    """A validated recipe and its strategy, whose sizes that are "auto" have those of the model, where files tell them.
+    """Load a recipe and its strategy; arguments as `read_pair`.
+
+    Raises:
+        RecipeError: all mistakes of the recipe, the YAML and the JSON together.
+    """
+    pair = read_pair(recipe_path, assignments, strategy)
+    refuse(pair.mistakes)
+    assert pair.recipe is not None and pair.strategy is not None
+    return pair.recipe, pair.strategy
+
+
+def read_pair(
+    recipe_path: Path,
+    assignments: list[str] | None = None,
+    strategy: Path | Callable[[Path | None], Path | None] | None = None,
+) -> Pair:
+    """Read a recipe and its strategy. A good strategy has the model's sizes where it says "auto" and files tell them.
 
     Args:
         strategy: instead of the one that the recipe names, which then need not name one; or a choice, given that one,
             or None if there is none.
-
-    Raises:
-        BrokenPair: all mistakes of the recipe, the YAML and the JSON together.
     """
     document = open_recipe(recipe_path, assignments)
-    named = named_strategy(document)
     path, recipe, loaded = None, None, None
     claims: tuple[Claim, ...] = ()
     mistakes: list[str] = []
-    in_choice: list[str] = []
-    with gathered(in_choice):
+    of_choice: list[str] = []
+    named = named_strategy(document)
+    with gathered(of_choice):
         path = strategy(named) if callable(strategy) else strategy or named
     if path is not None:
         document.values.setdefault("strategy", str(path))
     with gathered(mistakes):
         recipe = parse_recipe(document, path)
-    mistakes += in_choice
+    mistakes += of_choice
     sound: dict[str, Any] = sound_keys(document) if recipe is None else {}
     if path is not None:
         with gathered(mistakes):
-            loaded, claims, wrong = read_strategy(path)
-            mistakes += wrong
-        more = contradicted(path, claims, owned_by(sound) if recipe is None else owned(recipe))
-        mistakes = [*(one for one in mistakes if one not in more), *more]
-    if mistakes or recipe is None or loaded is None:
-        if recipe is None and document.is_whole:
-            recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
-        raise BrokenPair(mistakes, recipe, loaded, sound.get("batch"))
-    hidden = getattr(known_config(recipe.model), "hidden_size", None)
-    return recipe, loaded if hidden is None else loaded.of_width(hidden)
+            loaded, claims, of_strategy = read_strategy(path)
+            mistakes += of_strategy
+        contradictions = contradicted(path, claims, owned_by(sound) if recipe is None else owned(recipe))
+        mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
+    if recipe is None and document.is_whole:
+        recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
+    elif recipe is not None and loaded is not None and not mistakes:
+        hidden = getattr(known_config(recipe.model), "hidden_size", None)
+        loaded = loaded if hidden is None else loaded.of_width(hidden)
+    return Pair(mistakes=mistakes, recipe=recipe, strategy=loaded, batch=sound.get("batch"))
 
 
-def begun_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
+def find_runs_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
     """Notes for a run with nothing to resume in its default folder while that of another strategy has checkpoints."""
     folder = default_output_dir(recipe_path, strategy.path)
     if recipe.run.resume != "auto" or recipe.run.output_dir != folder or any(Path(folder).glob("checkpoints/step-*")):
@@ -220,32 +227,22 @@ def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, 
 
 
 def try_plan(
-    recipe: Recipe | None,
-    strategy: Strategy | None,
-    *,
-    num_processes: int,
-    num_local: int,
-    num_gpus: int,
-    recipe_name: str,
-    batch: BatchSection | None = None,
+    pair: Pair, *, num_processes: int, num_local: int, num_gpus: int, recipe_name: str
 ) -> tuple[Plan | None, list[str]]:
-    """The plan of a pair of which one may have mistakes of its own (None), and what a machine has against it; arguments
-    as `make_plan`.
-
-    Args:
-        batch: that of a recipe with mistakes elsewhere.
+    """Plan a pair that may have mistakes of its own, and return what a machine has against it; arguments as
+    `make_plan`. The plan is None where a file has such mistakes that there is none.
     """
     plan: Plan | None = None
     mistakes: list[str] = []
     counts = {"num_processes": num_processes, "num_local": num_local, "num_gpus": num_gpus}
     with gathered(mistakes):
-        if recipe is not None and strategy is not None:
-            plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
-        elif strategy is not None:
-            mistakes += machine_problems(strategy, **counts)
-            if batch is not None:
-                mesh = strategy.fitted(num_processes, num_local).mesh(num_processes)
-                mistakes += split_problems(batch, mesh, num_processes, recipe_name)
+        if pair.recipe is not None and pair.strategy is not None:
+            plan = make_plan(pair.recipe, pair.strategy, **counts, recipe_name=recipe_name)
+        elif pair.strategy is not None:
+            mistakes += machine_problems(pair.strategy, **counts)
+            if pair.batch is not None:
+                mesh = pair.strategy.fitted(num_processes, num_local).mesh(num_processes)
+                mistakes += split_problems(pair.batch, mesh, num_processes, recipe_name)
     return plan, mistakes
 
 

@@ -58,11 +58,11 @@ def check(
 def _check_recipe(
     path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
 ) -> Iterator[str]:
-    try:
-        recipe, strategy = run_plan.load_pair(path, assignments, override)
-    except run_plan.BrokenPair as error:
-        more = _mistakes_behind(path, assignments, error, processes)
-        raise RecipeError([*error.mistakes, *placed(more, path, assignments)]) from None
+    pair = run_plan.read_pair(path, assignments, override)
+    recipe, strategy = pair.recipe, pair.strategy
+    if pair.mistakes or recipe is None or strategy is None:
+        more = _mistakes_behind(path, pair, processes)
+        raise RecipeError([*pair.mistakes, *placed(more, path, assignments)])
     if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
         processes = None
     mistakes = _no_address(strategy)
@@ -112,16 +112,13 @@ def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: in
     return run_plan.make_plan(recipe, strategy, **counts, recipe_name=str(path))
 
 
-def _mistakes_behind(
-    path: Path, assignments: list[str], found: run_plan.BrokenPair, processes: int | None
-) -> list[str]:
-    """Mistakes behind the first ones, as far as they can be told."""
+def _mistakes_behind(path: Path, pair: run_plan.Pair, processes: int | None) -> list[str]:
+    """Find mistakes behind those of the files, as far as they can be told."""
     mistakes: list[str] = []
-    if found.strategy is not None:
-        mistakes += _no_address(found.strategy)
-        counts = _processes_of_label(path, found.strategy, processes)
-        if found.recipe is not None:
-            mistakes += _lacks_of_label(path, found.recipe)
-        more = run_plan.try_plan(found.recipe, found.strategy, **counts, recipe_name=str(path), batch=found.batch)[1]
-        mistakes += more
-    return mistakes if found.recipe is None else mistakes + _on_disk(path, found.recipe)[1]
+    if pair.strategy is not None:
+        mistakes += _no_address(pair.strategy)
+        counts = _processes_of_label(path, pair.strategy, processes)
+        if pair.recipe is not None:
+            mistakes += _lacks_of_label(path, pair.recipe)
+        mistakes += run_plan.try_plan(pair, **counts, recipe_name=str(path))[1]
+    return mistakes if pair.recipe is None else mistakes + _on_disk(path, pair.recipe)[1]
