@@ -16,8 +16,8 @@ from conftest import ROOT
 
 from cookbook.commands.cli import main
 from cookbook.config.chat_templates import known_templates
-from cookbook.config.foreign import MEANINGS, PROJECTS, answers
-from cookbook.config.recipe import OWNED_ELSEWHERE, Recipe, apply_overrides, leaves, parse_recipe
+from cookbook.config.foreign import answers, tables
+from cookbook.config.recipe import Recipe, answer_to, apply_overrides, leaves, parse_recipe
 from cookbook.config.strategy import load_strategy, missing_strategy
 from cookbook.system.files import Document, RecipeError, read_document
 from cookbook.system.validation import validate
@@ -273,7 +273,7 @@ def convert(text: str, *arguments: str, name: str = "file.yaml") -> int:
 def test_a_file_becomes_exactly_this_recipe_and_the_rest_is_listed(folder, capsys, project):
     assert convert(FILES[project]) == 0
     printed = capsys.readouterr().out
-    assert PROJECTS[project].name in printed
+    assert tables().projects[project].name in printed
     assert yaml.safe_load(Path("recipes/file.yaml").read_text()) == _as_yaml(RECIPES[project])
     for line in LISTED[project]:
         assert line in printed, printed
@@ -291,7 +291,7 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
     """Negative control of the tables: a key that they do not know, at each depth, is listed with its line."""
     values = yaml.safe_load(FILES[project])
     values["not_known"] = 1
-    known = PROJECTS[project].keys
+    known = tables().projects[project].keys
     sections = [
         key for key in values if isinstance(values[key], dict) and any(one.startswith(f"{key}.") for one in known)
     ]
@@ -519,7 +519,7 @@ def test_a_named_template_that_is_not_shipped_is_listed(folder, capsys):
 
 
 def test_every_named_template_has_its_file():
-    keys = [PROJECTS["llama-factory"].keys["template"], PROJECTS["axolotl"].keys["chat_template"]]
+    keys = [tables().projects["llama-factory"].keys["template"], tables().projects["axolotl"].keys["chat_template"]]
     names = {name for key in keys for name in (key.values or {}).values() if name}
     assert len(names) >= 9 and names <= set(known_templates())
 
@@ -593,7 +593,7 @@ def test_from_decides_between_two_and_leaves_a_distribution_alone(folder):
 
 def test_every_counterpart_is_a_key_of_ours_and_every_other_key_has_advice():
     known = set(leaves(Recipe))
-    for name, project in PROJECTS.items():
+    for name, project in tables().projects.items():
         for path, key in project.keys.items():
             if key.ours is None:
                 assert key.why, (name, path)
@@ -606,7 +606,7 @@ def test_each_key_of_another_project_is_answered_in_a_recipe():
     own = {path.rpartition(".")[2] for path in leaves(Recipe)}
     foreign = sorted(answers().keys() - own)
     assert len(foreign) > 150
-    _, mistakes = validate(Document("mine.yaml", dict.fromkeys(foreign, 1)), Recipe, OWNED_ELSEWHERE)
+    _, mistakes = validate(Document("mine.yaml", dict.fromkeys(foreign, 1)), Recipe, answer_to)
     for key in foreign:
         (answer,) = [line for line in mistakes if line.startswith(f"mine.yaml: {key}: ")]
         assert "does not belong here; " in answer and not answer.endswith("; "), answer
@@ -628,12 +628,12 @@ ANSWERS = {
 
 @pytest.mark.parametrize("key", ANSWERS)
 def test_the_answer_in_a_recipe_is_our_key(key):
-    assert OWNED_ELSEWHERE[key].startswith(ANSWERS[key])
+    assert str(answer_to(key)).startswith(ANSWERS[key])
 
 
 def test_a_name_that_the_user_chose_is_no_foreign_key():
     values = {"data": {"train": "python-stdlib", "eval": {"dataset": {"split": "test"}}}}
-    _, mistakes = validate(Document("mine.yaml", values), Recipe, OWNED_ELSEWHERE)
+    _, mistakes = validate(Document("mine.yaml", values), Recipe, answer_to)
     assert "mine.yaml: data.eval.dataset.path: is missing; this key has no default" in mistakes
 
 
@@ -641,7 +641,7 @@ def test_a_name_that_the_user_chose_is_no_foreign_key():
     "value", [0, -1, 0.5, "x", "", True, [1], ["a"], {"a": 1}, [{"a": 1}], [{"path": 3}]], ids=repr
 )
 def test_no_value_of_any_key_is_a_traceback(folder, value):
-    for name, project in PROJECTS.items():
+    for name, project in tables().projects.items():
         values: dict = {}
         for path in project.keys:
             *sections, last = path.split(".")
@@ -959,9 +959,9 @@ def test_the_defaults_of_trl_are_those_of_its_own_classes():
         {one.name: one.default for one in dataclasses.fields(kind)}
         for kind in (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig)
     )
-    own = PROJECTS["trl"].defaults
+    own = tables().projects["trl"].defaults
     assert own["optim.learning_rate"] == sft["learning_rate"]
-    assert PROJECTS["trl"].of_preferences["optim.learning_rate"] == dpo["learning_rate"]
+    assert tables().projects["trl"].of_preferences["optim.learning_rate"] == dpo["learning_rate"]
     assert (own["data.max_length"], own["adapter.dropout"]) == (sft["max_length"], model["lora_dropout"])
     assert (own["schedule.name"], own["run.num_epochs"]) == (sft["lr_scheduler_type"], sft["num_train_epochs"])
     assert own["batch.micro_batch_size"] == sft["per_device_train_batch_size"]
@@ -1148,7 +1148,7 @@ def check_strategy(recipe: Recipe) -> None:
 
 def test_what_a_value_means_is_never_said_of_one_that_is_here():
     document = read_document(ROOT / "recipes/quickstart.yaml")
-    for key, values in MEANINGS.items():
+    for key, values in tables().meanings.items():
         for value in values:
             text = f"[{value!r}]" if key == "run.trackers" else repr(value)
             section = f"adapter={{name: {text}}}" if key == "adapter.name" else f"{key}={text}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
 from conftest import ROOT, clean_environment
 
 from tests.curves import RECIPE
@@ -26,6 +27,7 @@ loop = train.loop
 def first(run, services):
     names = sorted(name for name in sys.modules if name.startswith("cookbook."))
     print("BEFORE", sum(name == sys.argv[1] for name in opened), *names)
+    print("FOREIGN", sum(name.endswith("/foreign.yaml") for name in opened))
     return loop(run, services)
 
 train.loop = first
@@ -82,8 +84,10 @@ def lines_after(code, *arguments):
         [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = (line.split() for line in done.stdout.splitlines() if line.startswith(("HEAVY", "BEFORE", "WALK")))
-    return {word: words for word, *words in found}
+    marks = ("HEAVY", "BEFORE", "FOREIGN", "WALK")
+    return {
+        word: words for word, *words in map(str.split, filter(str.strip, done.stdout.splitlines())) if word in marks
+    }
 
 
 def code_lines(path):
@@ -109,6 +113,7 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
     num_reads, *modules = found["BEFORE"]
     assert num_reads == "1", "a recipe is read once"
+    assert found["FOREIGN"] == ["0"], "tables of other projects' keys are for keys that are not ours"
     rooms = Counter(name.split(".")[1] for name in modules)
     assert not {"commands", "forecast"} & rooms.keys() and rooms["training"] > 30
     paths = {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in modules}
@@ -124,6 +129,31 @@ def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
     print(len(walk), *walk)
     assert {"cookbook/run/preflight.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
     assert len(walk) <= STAYS
+
+
+CHECKED = """
+import sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+from cookbook.commands.cli import main
+code = main(["check", "recipes/quickstart.yaml", *sys.argv[1:]])
+print("FOREIGN", code, sum(name.endswith("/foreign.yaml") for name in opened))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ((), ["0", "0"]),
+        (("--set", "seed=-1"), ["2", "0"]),
+        (("--set", "num_train_epochs=3"), ["2", "1"]),
+        (("--set", "optim.name=paged_adamw_8bit"), ["2", "1"]),
+    ],
+    ids=["a good recipe", "a wrong value", "a key of another project", "a value of another project"],
+)
+def test_the_keys_of_other_projects_are_read_when_one_is_met(words, answer):
+    """The code of `check`, and how often it opens their tables."""
+    assert lines_after(CHECKED, *words)["FOREIGN"] == answer
 
 
 def test_lines_of_code_are_counted_without_words(tmp_path):

@@ -1,5 +1,6 @@
 """Keys of other projects' configuration files, each with ours, by `foreign.yaml`. No torch."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -58,8 +59,8 @@ class Key:
             return value if values is None else values(value)
         value = value.lower() if isinstance(value, str) else value
         if isinstance(value, list | dict) or value not in values:
-            if (meant := MEANINGS.get(self.ours, {}).get(str(value))) is not None:
-                raise NoCounterpart(meant)
+            if (meaning := meaning_of(self.ours, str(value))) is not None:
+                raise NoCounterpart(meaning)
             known = ", ".join(dict.fromkeys(str(one) for one in values.values() if one is not None))
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
         return values[value]
@@ -75,7 +76,7 @@ class Key:
     def answer(self) -> str:
         """What to write in a recipe in the place of this key."""
         if self.ours is not None and self.ours.startswith("strategy."):
-            return self.why or STRATEGY
+            return self.why or tables().texts["strategy"]
         if self.ours is None or self.ours[0] == "~":
             return self.why
         return f"write it as {self.ours}"
@@ -113,6 +114,15 @@ class Project:
         """What a key trains otherwise, with any value that asks for something."""
         names = {path, path.partition(".")[0]}
         return next((what for what, keys in self.changes.items() if names & {*keys}), None)
+
+    def has_section(self, path: str) -> bool:
+        """Whether a distribution's files have keys below this one."""
+        return any(name.startswith(f"{path}.") for name in (*self.keys, *self.passes, *self.compares))
+
+    def passes_over(self, path: str, value: Any) -> bool:
+        """Whether a distribution's key asks for nothing with this value, or for what a run does in any case."""
+        values = self.passes.get(path, [])
+        return values == "any" or any(type(value) is type(passed) and value == passed for passed in values)
 
 
 def asks_for_nothing(value: Any) -> bool:
@@ -301,55 +311,67 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
 }
 """How a value for a key of ours is read, whosever file has it; others are taken as they are."""
 
-_TABLES: dict[str, Any] = yaml.load(
-    Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
-)
-_TEXTS: dict[str, str] = _TABLES.pop("texts")
-_DERIVED: dict[str, str] = _TABLES.pop("derived")
-MEANINGS: dict[str, dict[str, str]] = {
-    key: {value: meaning for meaning, values in table.items() for value in values}
-    for key, table in _TABLES.pop("meanings").items()
-}
-"""What other projects' values for keys of ours are, with what to write here; in small letters."""
-for _key, _known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
-    MEANINGS[_key] = {theirs: f"write {ours}" for theirs, ours in _known.items() if theirs != ours} | MEANINGS[_key]
 NEVER_TRAINED = (
     *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~save_epochs", "~keep", "~deepspeed", "~fsdp"),
     *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),
 )
 """Derived keys without influence on the curve."""
-ADAPTER, EVALUATION, LOADER, SAVING, STRATEGY = (
-    _TEXTS[name] for name in ("adapter", "evaluation", "loader", "saving", "strategy")
-)
-
-
 WITHOUT: dict[str, Cost] = {"advice": "decide", "differs": "changes", "idle": "idle", "sizes": "sizes"}
 """Tables of keys without a counterpart."""
 
 
-def _keys_of(table: dict[str, Any]) -> dict[str, Key]:
-    found: dict[str, Key] = {}
-    for name in table.get("like", ()):
-        found |= _keys_of(_TABLES[name])
-    found = {theirs: key for theirs, key in found.items() if theirs not in table.get("without", ())}
-    for theirs, given in table["keys"].items():
-        fields = given if isinstance(given, dict) else {"ours": given}
-        why: str = fields.get("why", _DERIVED.get(fields.get("ours", ""), ""))
-        found[theirs] = Key(**fields | {"why": _TEXTS.get(why, why)})
-    for name, cost in WITHOUT.items():
-        for why, names in table.get(name, {}).items():
-            found |= dict.fromkeys(names, Key(why=_TEXTS.get(why, why), without=cost))
-    return found
+@dataclass(frozen=True)
+class Tables:
+    projects: Mapping[str, Project]
+    meanings: Mapping[str, Mapping[str, str]]
+    """What other projects' values for keys of ours are, with what to write here; in small letters."""
+    texts: Mapping[str, str]
+    """Advice that several keys share, by its name."""
+    elsewhere: dict[str, str]
+    """Keys that belong into a file beside the recipe, or into none, with what to write instead."""
 
 
-PROJECTS = {
-    name: Project(
-        keys=_keys_of(table),
-        **{key: value for key, value in table.items() if key not in ("keys", "like", "without", *WITHOUT)},
-    )
-    for name, table in _TABLES.items()
-    if "name" in table
-}
+@functools.cache
+def tables() -> Tables:
+    """The tables of foreign.yaml. A key that is not ours is the first to ask: a run without one does not parse them."""
+    text = Path(__file__).with_name("foreign.yaml").read_text(encoding="utf-8")
+    given = yaml.load(text, Loader=yaml.CSafeLoader)
+    texts, derived, meanings, elsewhere = (given.pop(name) for name in ("texts", "derived", "meanings", "elsewhere"))
+    meant = {
+        key: {value: meaning for meaning, values in table.items() for value in values}
+        for key, table in meanings.items()
+    }
+    for name, known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
+        meant[name] = {theirs: f"write {ours}" for theirs, ours in known.items() if theirs != ours} | meant[name]
+
+    def keys_of(table: dict[str, Any]) -> dict[str, Key]:
+        keys: dict[str, Key] = {}
+        for name in table.get("like", ()):
+            keys |= keys_of(given[name])
+        keys = {theirs: key for theirs, key in keys.items() if theirs not in table.get("without", ())}
+        for theirs, written in table["keys"].items():
+            fields = written if isinstance(written, dict) else {"ours": written}
+            why: str = fields.get("why", derived.get(fields.get("ours", ""), ""))
+            keys[theirs] = Key(**fields | {"why": texts.get(why, why)})
+        for name, cost in WITHOUT.items():
+            for why, names in table.get(name, {}).items():
+                keys |= dict.fromkeys(names, Key(why=texts.get(why, why), without=cost))
+        return keys
+
+    projects = {
+        name: Project(
+            keys=keys_of(table),
+            **{key: value for key, value in table.items() if key not in ("keys", "like", "without", *WITHOUT)},
+        )
+        for name, table in given.items()
+        if "name" in table
+    }
+    return Tables(projects, meant, texts, {key: texts.get(why, why) for key, why in elsewhere.items()})
+
+
+def meaning_of(key: str, value: str) -> str | None:
+    """Advice for a key of ours that has another project's value, in small letters; None: nobody has that value."""
+    return tables().meanings.get(key, {}).get(value)
 
 
 SHORT = {
@@ -369,19 +391,20 @@ def as_assignment(word: str) -> str | None:
     if "=" in word and not word.startswith("-"):
         return f"{word}: write --set before each: --set {word}"
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    projects = ("trl", "trainer", "llama-factory")
-    keys = {theirs: key.ours for one in projects for theirs, key in PROJECTS[one].keys.items()}
+    projects = [tables().projects[name] for name in ("trl", "trainer", "llama-factory")]
+    keys = {theirs: key.ours for project in projects for theirs, key in project.keys.items()}
     ours = SHORT.get(name) or keys.get(name)
     if ours is None or ours[0] == "~" or ours.startswith("strategy."):
         return None
     return f"{word}: write --set {ours}=VALUE"
 
 
+@functools.cache
 def answers() -> dict[str, str]:
-    """What to write in a recipe in the place of each key of another project, by its name there."""
-    found: dict[str, list[str]] = {"lr": [PROJECTS["trainer"].keys["learning_rate"].answer]}
-    for project in PROJECTS.values():
+    """What to write in a recipe in the place of each key of another project or file, by its name there."""
+    texts: dict[str, list[str]] = {"lr": [tables().projects["trainer"].keys["learning_rate"].answer]}
+    for project in tables().projects.values():
         for path, key in project.keys.items():
-            if "." not in path and key.answer not in found.setdefault(path, []):
-                found[path].append(key.answer)
-    return {path: "; or, ".join(texts) for path, texts in found.items()}
+            if "." not in path and key.answer not in texts.setdefault(path, []):
+                texts[path].append(key.answer)
+    return {path: "; or, ".join(several) for path, several in texts.items()} | tables().elsewhere

@@ -173,7 +173,7 @@ def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:
     if not document.is_whole:
         raise RecipeError(document.mistakes)
     document = _name_output(document, strategy)
-    recipe, found = validate(document, Recipe, OWNED_ELSEWHERE, foreign.MEANINGS)
+    recipe, found = validate(document, Recipe, answer_to, foreign.meaning_of)
     sections = parts(document, KINDS) if found else {name: getattr(recipe, name) for name in KINDS}
     mistakes = [*document.mistakes, *found, *check_across_keys(document, sections, {*leaves(Recipe)})]
     if mistakes or recipe is None:
@@ -302,17 +302,12 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from leaves(kind, f"{prefix}{name}.")
 
 
-_OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
-OWNED_ELSEWHERE = {
-    **{key: answer for key, answer in foreign.answers().items() if key not in _OWN_NAMES},
-    "num_processes": "the accelerate YAML or the launch command owns it (cookbook launch --processes ...)",
-    "gradient_clipping": "write optim.max_grad_norm",
-    "r": "write it as adapter.rank",  # in peft
-    "deepspeed": "name an accelerate YAML in `strategy`; it names its DeepSpeed JSON",
-    "fsdp": "name an accelerate YAML in `strategy`",
-    **dict.fromkeys(("workers", "num_workers", "pin_memory", "prefetch_factor"), foreign.LOADER),
-}
-"""Keys that belong into other files, and those of other projects, with what to write instead."""
+OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
+
+
+def answer_to(key: str) -> str | None:
+    """What to write instead of a key that is no recipe's, but another file's or project's; None: nobody has it."""
+    return None if key in OWN_NAMES else foreign.answers().get(key)
 
 
 def dump_recipe(recipe: Recipe) -> str:

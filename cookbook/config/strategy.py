@@ -21,9 +21,9 @@ from cookbook.config.accelerate_yaml import (
     in_terms_of_block,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero
-from cookbook.config.foreign import MEANINGS
+from cookbook.config.foreign import meaning_of
 from cookbook.config.mesh import Mesh
-from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, contradictions, settle
+from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, Sorting, contradictions
 from cookbook.system.files import (
     Document,
     RecipeError,
@@ -258,10 +258,10 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     """
     document = read_document(path)
     refuse(_wrong_kind(document))
-    rest, settled = settle(_with_names_of_today(document), AccelerateFile, "accelerate")
-    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE, MEANINGS)
+    sorted_keys = [Sorting(_with_names_of_today(document), "accelerate")]
+    rest = sorted_keys[0].strip(AccelerateFile)
+    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE.get, meaning_of)
     mistakes = [*_unknown_to_accelerate(document), *mistakes]
-    found = [settled]
     deepspeed_name, source = None, _json_of_block(rest)
     if (written := _deepspeed_file(rest)) is not None:
         deepspeed_name = located(written, path)
@@ -272,24 +272,25 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
                 source = read_document(Path(deepspeed_name))
     deepspeed = None
     if source is not None:
-        source, more = settle(source, DeepspeedFile, "deepspeed")
-        found.append(more)
-        deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE)
+        sorted_keys.append(Sorting(source, "deepspeed"))
+        source = sorted_keys[1].strip(DeepspeedFile)
+        deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE.get)
         mistakes += [*wrong, *check_zero(source)] if written is not None else in_terms_of_block(check_zero(source))
     if parsed is not None:
-        lacks_a_size = any("parallelism_config." in one for one in settled.mistakes)
+        lacks_a_size = any("parallelism_config." in mistake for mistake in sorted_keys[0].mistakes)
         in_blocks = check_blocks(parsed, document.place)
-        mistakes += [one for one in in_blocks if not (lacks_a_size and "the mesh of parallelism_config is" in one)]
+        of_mesh = "the mesh of parallelism_config is"
+        mistakes += [mistake for mistake in in_blocks if not (lacks_a_size and of_mesh in mistake)]
     else:
         mistakes += check_fsdp_alone(rest)
-    foreign = [mistake for one in found for mistake in one.mistakes]
-    claims = tuple(claim for one in found for claim in one.claims)
+    foreign = [mistake for keys in sorted_keys for mistake in keys.mistakes]
+    claims = tuple(claim for keys in sorted_keys for claim in keys.claims)
+    passed = tuple(text for keys in sorted_keys for text in keys.passed)
     if mistakes or foreign or parsed is None:
-        is_foreign = bool(foreign or claims or any(one.passed for one in found))
+        is_foreign = bool(foreign or claims or passed)
         return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[to_convert(path)] * is_foreign]
     blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
     written_keys = {PREFIXED.get(key, key): value for block in blocks for key, value in block.items()}
-    passed = tuple(text for one in found for text in one.passed)
     strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, written_keys)
     return replace(strategy, claims=claims, passed=passed), claims, []
 
@@ -451,7 +452,7 @@ def find_strategy(name: str) -> Path:
     """
     path = strategy_path(name)
     if not path.is_file():
-        raise RecipeError(f"strategy {name!r}: no file {path}; {_meant(Path(name).stem)}")
+        raise RecipeError(f"strategy {name!r}: no file {path}; {_suggest_strategy(Path(name).stem)}")
     return path
 
 
@@ -460,13 +461,12 @@ def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
     path = strategy_path(name)
     if not is_short(name) and path == Path(name):
         return find_file(name, place, STRATEGIES)
-    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {_meant(name)}"]
+    return [] if path.is_file() else [f"{place()} is {name!r}: no such strategy; {_suggest_strategy(name)}"]
 
 
-def _meant(name: str) -> str:
+def _suggest_strategy(name: str) -> str:
     """What to write instead of a name that no strategy has."""
-    meaning = MEANINGS["strategy"].get(name.lower().replace("-", "_"))
-    return meaning or nearest(name, known_strategies())
+    return meaning_of("strategy", name.lower().replace("-", "_")) or nearest(name, known_strategies())
 
 
 def exchange_precision(strategy: Strategy, mixed_precision: str, asked: str | None) -> str:

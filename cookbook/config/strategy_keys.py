@@ -5,12 +5,12 @@ value asks for nothing or for what a run does anyway, compared with the recipe w
 import copy
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from cookbook.config.foreign import PROJECTS, NoCounterpart, Project, asks_for_nothing
+from cookbook.config.foreign import NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.system.files import Document, show
 
 AUTO = "auto"
@@ -50,7 +50,7 @@ OWNED_BY_THE_RECIPE = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What a strategy file says of something that the recipe owns."""
+    """A value in a strategy file for something that the recipe owns."""
 
     place: str
     """As in `file:line: key`."""
@@ -62,126 +62,128 @@ class Claim:
     """In the recipe's terms."""
 
 
-@dataclass
-class Settled:
-    """What `settle` found."""
-
-    passed: list[str] = field(default_factory=list)
-    """Keys without effect, with their values."""
-    claims: list[Claim] = field(default_factory=list)
-    mistakes: list[str] = field(default_factory=list)
-
-
-def settle(document: Document, model: type[BaseModel], project: str) -> tuple[Document, Settled]:
-    """The document without what is no key of a strategy.
+class Sorting:
+    """The keys of a document that are not a strategy's, sorted by what becomes of them.
 
     Args:
-        model: the keys of a strategy, with their sections.
         project: `accelerate` or `deepspeed`, of which the file is.
     """
-    values, found = copy.deepcopy(document.values), Settled()
-    if isinstance(values, dict):
-        _settle(values, model, (), document, PROJECTS[project], found)
-    rest = Document(document.name, values, document.lines, document.overrides, document.file)
-    return rest, found
 
+    def __init__(self, document: Document, project: str) -> None:
+        self.document = document
+        self.is_json = project == "deepspeed"
+        self._project = project
+        self.passed: list[str] = []
+        """Keys without effect, with their values."""
+        self.claims: list[Claim] = []
+        self.mistakes: list[str] = []
 
-def _settle(
-    values: dict[str, Any],
-    model: type[BaseModel] | None,
-    path: tuple[str, ...],
-    document: Document,
-    project: Project,
-    found: Settled,
-) -> None:
-    is_off = model is None and values.get(SWITCH) is False
-    for name, value in list(values.items()):
-        here, info = (*path, str(name)), None if model is None else model.model_fields.get(name)
-        section = None if info is None else _section(info.annotation)
-        if info is not None and section is None:
-            continue
-        if not path and project is PROJECTS["deepspeed"] and here[0].startswith(COMMENT):
-            found.passed.append(here[0])
-            del values[name]
-            continue
-        if isinstance(value, dict) and value.get("device") == "none":
-            found.passed.append(f"{'.'.join(here)}.device: none")
-        elif isinstance(value, dict) and value and (section or _knows(project, here) or value.get(SWITCH) is False):
-            _settle(value, section, here, document, project, found)
-            key = project.keys.get(".".join(here))
-            if value and section is None and key is not None and key.ours is None:
-                found.mistakes.append(_refusal(document.place(*here), value, key.answer))
-            elif value and section is None and model is not None:
-                found.mistakes += [] if _has_no_kind(here, document, found) else _unknown(here, value, document)
-            elif value:  # a key of a strategy, or for the section around it
+    @property
+    def project(self) -> Project:
+        """What is known of all keys of such files; asked for at the first that is not a strategy's."""
+        return tables().projects[self._project]
+
+    def strip(self, model: type[BaseModel]) -> Document:
+        """The document without what is no key of a strategy.
+
+        Args:
+            model: the keys of a strategy, with their sections.
+        """
+        values = copy.deepcopy(self.document.values)
+        if isinstance(values, dict):
+            self._strip_section(values, model, ())
+        return replace(self.document, values=values)
+
+    def _strip_section(self, values: dict[str, Any], model: type[BaseModel] | None, path: tuple[str, ...]) -> None:
+        is_off = model is None and values.get(SWITCH) is False
+        for name, value in list(values.items()):
+            here, info = (*path, str(name)), None if model is None else model.model_fields.get(name)
+            section = None if info is None else _section_in(info.annotation)
+            if info is not None and section is None:
                 continue
-        elif value if section else not _judge(here, value, model, document, project, found, is_off=is_off):
-            continue
-        del values[name]
+            if not path and self.is_json and here[0].startswith(COMMENT):
+                self.passed.append(here[0])
+                del values[name]
+                continue
+            dotted = ".".join(here)
+            if isinstance(value, dict) and value.get("device") == "none":
+                self.passed.append(f"{dotted}.device: none")
+            elif (
+                isinstance(value, dict)
+                and value
+                and (section or self.project.has_section(dotted) or value.get(SWITCH) is False)
+            ):
+                self._strip_section(value, section, here)
+                is_refused = section is None and self._refuse_section(value, here, is_in_ours=model is not None)
+                if value and not is_refused:  # a key of a strategy, or for the section around it
+                    continue
+            elif value if section else not self._judge(here, value, model, is_off=is_off):
+                continue
+            del values[name]
+
+    def _refuse_section(self, values: dict[str, Any], path: tuple[str, ...], *, is_in_ours: bool) -> bool:
+        """Refuse what is left of a section that is no strategy's; one within such a section may be left to that.
+
+        Returns:
+            Whether nobody else is to refuse it.
+        """
+        key = self.project.keys.get(".".join(path))
+        if values and key is not None and key.ours is None:
+            self.mistakes.append(_refusal(self.document.place(*path), values, key.answer))
+            return True
+        if is_in_ours and not self._has_wrong_type(path):
+            self.mistakes += _unknown_keys(path, values, self.document)
+        return is_in_ours
+
+    def _has_wrong_type(self, path: tuple[str, ...]) -> bool:
+        """Whether the `type` of a section is refused, for which its other keys may be right."""
+        start = f"{self.document.place(*path, 'type')} is "
+        return any(mistake.startswith(start) for mistake in self.mistakes)
+
+    def _judge(self, path: tuple[str, ...], value: Any, model: type[BaseModel] | None, *, is_off: bool) -> bool:
+        """Sort one key. Returns whether the project has it."""
+        dotted, place, project = ".".join(path), self.document.place(*path), self.project
+        key, ours = project.keys.get(dotted), project.compares.get(dotted)
+        is_section = project.has_section(dotted)
+        is_known = bool(key or ours or dotted in project.passes or is_section)
+        if is_known and _is_open(value):  # whoever trains fills it in
+            return True
+        if (is_off and path[-1] != SWITCH) or _asks_for_nothing(dotted, value, project, is_known=is_known):
+            self.passed.append(f"{dotted}: {show(value)}")
+        elif ours is not None:
+            self.claims.append(Claim(place, ours, value, value))
+        elif key is None and dotted in project.passes:
+            wanted = " or ".join(map(show, project.passes[dotted]))
+            self.mistakes.append(f"{place} is {show(value)}, which a run does not do; write {wanted}, or take it out")
+        elif key is None and is_section:
+            self.mistakes.append(f"{place} is {show(value)}, which is no section of `key: value` lines; take it out")
+        elif key is None and (name := _nearest_key(path, project, model)):
+            self.mistakes.append(f"{place}: unknown key; did you mean {name}?")
+        elif key is None:
+            return False
+        elif key.ours is None or key.ours.startswith("strategy."):
+            self.mistakes.append(_refusal(place, value, key.answer))
+        else:
+            try:
+                self.claims.append(Claim(place, key.ours, value, key.translate(value)))
+            except NoCounterpart as error:
+                self.mistakes.append(f"{place} is {show(value)}: {error}; take it out")
+        return True
 
 
-def _has_no_kind(path: tuple[str, ...], document: Document, found: Settled) -> bool:
-    """Whether the `type` of a section is refused, and its other keys may be right for that."""
-    return any(one.startswith(f"{document.place(*path, 'type')} is ") for one in found.mistakes)
-
-
-def _unknown(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Iterator[str]:
-    """What is left of a section that is no strategy's."""
+def _unknown_keys(path: tuple[str, ...], values: dict[str, Any], document: Document) -> Iterator[str]:
+    """One mistake for each key of a section, at any depth."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _unknown((*path, str(name)), value, document)
+            yield from _unknown_keys((*path, str(name)), value, document)
         else:
             yield f"{document.place(*path, name)}: unknown key; {OWNED_BY_THE_RECIPE.get(path[0], 'take it out')}"
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _section_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next(filter(None, map(_section, getattr(annotation, "__args__", ()))), None)
-
-
-def _knows(project: Project, path: tuple[str, ...]) -> bool:
-    start = f"{'.'.join(path)}."
-    return any(name.startswith(start) for name in (*project.keys, *project.passes, *project.compares))
-
-
-def _judge(
-    path: tuple[str, ...],
-    value: Any,
-    model: type[BaseModel] | None,
-    document: Document,
-    project: Project,
-    found: Settled,
-    *,
-    is_off: bool,
-) -> bool:
-    """Whether the project has such a key; what becomes of it is in `found`."""
-    dotted, place = ".".join(path), document.place(*path)
-    key, ours = project.keys.get(dotted), project.compares.get(dotted)
-    is_known = bool(key or ours or dotted in project.passes or _knows(project, path))
-    if is_known and _is_open(value):  # whoever trains fills it in
-        return True
-    if (is_off and path[-1] != SWITCH) or _asks_for_nothing(dotted, value, project, is_known=is_known):
-        found.passed.append(f"{dotted}: {show(value)}")
-    elif ours is not None:
-        found.claims.append(Claim(place, ours, value, value))
-    elif key is None and dotted in project.passes:
-        wanted = " or ".join(map(show, project.passes[dotted]))
-        found.mistakes.append(f"{place} is {show(value)}, which a run does not do; write {wanted}, or take it out")
-    elif key is None and _knows(project, path):
-        found.mistakes.append(f"{place} is {show(value)}, which is no section of `key: value` lines; take it out")
-    elif key is None and (name := _misspelt(path, project, model)):
-        found.mistakes.append(f"{place}: unknown key; did you mean {name}?")
-    elif key is None:
-        return False
-    elif key.ours is None or key.ours.startswith("strategy."):
-        found.mistakes.append(_refusal(place, value, key.answer))
-    else:
-        try:
-            found.claims.append(Claim(place, key.ours, value, key.translate(value)))
-        except NoCounterpart as error:
-            found.mistakes.append(f"{place} is {show(value)}: {error}; take it out")
-    return True
+    return next(filter(None, map(_section_in, getattr(annotation, "__args__", ()))), None)
 
 
 def _refusal(place: str, value: Any, answer: str) -> str:
@@ -192,27 +194,21 @@ def _is_open(value: Any) -> bool:
     return all(map(_is_open, value.values())) if isinstance(value, dict) and value else value == AUTO
 
 
-def _misspelt(path: tuple[str, ...], project: Project, model: type[BaseModel] | None) -> str | None:
-    """The key of the project that was meant, if it is none of a strategy, which whoever validates that names."""
+def _nearest_key(path: tuple[str, ...], project: Project, model: type[BaseModel] | None) -> str | None:
+    """The key of the project that was meant; None if it is a strategy's, which whoever validates that names."""
     start = "".join(f"{part}." for part in path[:-1])
     own = {*model.model_fields} if model else set()
     names = (*project.keys, *project.passes, *project.compares)
     here = {name.removeprefix(start).partition(".")[0] for name in names if name.startswith(start)} | own
-    found = difflib.get_close_matches(path[-1], here, n=1, cutoff=0.75)
-    return found[0] if found and found[0] not in own else None
+    nearest = difflib.get_close_matches(path[-1], here, n=1, cutoff=0.75)
+    return nearest[0] if nearest and nearest[0] not in own else None
 
 
 def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bool) -> bool:
     if dotted not in project.passes and dotted.endswith(f".{SWITCH}") and not is_known:
         return value is False
     is_empty = value in (None, {}, []) or (isinstance(value, dict) and asks_for_nothing(value))
-    return (is_known and is_empty) or passes(dotted, value, project)
-
-
-def passes(dotted: str, value: Any, project: Project) -> bool:
-    """Whether a distribution's key asks for nothing with this value, or for what a run does in any case."""
-    values = project.passes.get(dotted, [])
-    return values == "any" or any(type(value) is type(one) and value == one for one in values)
+    return (is_known and is_empty) or project.passes_over(dotted, value)
 
 
 def contradictions(claims: tuple[Claim, ...], ours: dict[str, Any]) -> Iterator[str]:

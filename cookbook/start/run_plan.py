@@ -9,8 +9,8 @@ from typing import Any
 
 from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import (
-    OWNED_ELSEWHERE,
     Recipe,
+    answer_to,
     default_output_dir,
     named_strategy,
     open_recipe,
@@ -168,7 +168,7 @@ def read_pair(
         contradictions = contradicted(path, claims, owned_by(sound) if recipe is None else owned(recipe))
         mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
     if recipe is None and document.is_whole:
-        recipe, _ = validate(document, Recipe, OWNED_ELSEWHERE)
+        recipe, _ = validate(document, Recipe, answer_to)
     elif recipe is not None and loaded is not None and not mistakes:
         hidden = getattr(known_config(recipe.model), "hidden_size", None)
         loaded = loaded if hidden is None else loaded.of_width(hidden)

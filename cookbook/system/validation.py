@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,8 +17,8 @@ Model = TypeVar("Model", bound=BaseModel)
 def validate(
     document: Document,
     model: type[Model],
-    owned_elsewhere: Mapping[str, str] | None = None,
-    meanings: Mapping[str, Mapping[str, str]] | None = None,
+    answer_to: Callable[[str], str | None] = lambda key: None,
+    meaning_of: Callable[[str, str], str | None] = lambda key, value: None,
 ) -> tuple[Model | None, list[str]]:
     """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
 
@@ -26,20 +26,20 @@ def validate(
     under such a name nothing is said, since the file does not have it there.
 
     Args:
-        owned_elsewhere: for keys that this file may not set, what to write instead.
-        meanings: by key and value, in small letters, what is meant by a wrong one.
+        answer_to: what to write instead of a key that this file may not set; asked about a key that is not the model's.
+        meaning_of: what to write instead of a wrong value of a key; it is given in small letters.
     """
-    owned, mistakes = owned_elsewhere or {}, []
+    mistakes: list[str] = []
     parsed, problems = _try(document.values, model)
     homes = _homes(model) if problems else {}
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
-        mistakes = [_word_problem(document, model, problem, owned, homes) for problem in unknown]
-        values, guessed = _with_nearest_names(document.values, model, unknown, owned)
+        mistakes = [_word_problem(document, model, problem, answer_to, homes) for problem in unknown]
+        values, guessed = _use_nearest_names(document.values, model, unknown, answer_to)
         parsed, problems = _try(values, model)
         problems = [problem for problem in problems if not any(problem["loc"][: len(path)] == path for path in guessed)]
     mistakes += [
-        _explain_value(document, problem, meanings or {}) or _word_problem(document, model, problem, owned, homes)
+        _explain_value(document, problem, meaning_of) or _word_problem(document, model, problem, answer_to, homes)
         for problem in problems
     ]
     return parsed, list(dict.fromkeys(mistakes))
@@ -77,8 +77,8 @@ def _to_file_path(values: Any, path: KeyPath) -> KeyPath:
     return tuple(written)
 
 
-def _with_nearest_names(
-    values: Any, model: type[BaseModel], unknown: list[Any], owned: Mapping[str, str]
+def _use_nearest_names(
+    values: Any, model: type[BaseModel], unknown: list[Any], answer_to: Callable[[str], str | None]
 ) -> tuple[Any, list[KeyPath]]:
     """The values under the nearest names, and the paths of these."""
     values, guessed = copy.deepcopy(values), []
@@ -89,7 +89,7 @@ def _with_nearest_names(
             section = section[part_of_path]
         value = section.pop(key)
         close = difflib.get_close_matches(key, _fields(model, tuple(path), values), n=1)
-        if close and key not in owned and close[0] not in section:
+        if close and answer_to(key) is None and close[0] not in section:
             section[close[0]] = value
             guessed.append((*path, close[0]))
     return values, guessed
@@ -108,31 +108,29 @@ _EXPECTED = {
 }
 
 
-def _explain_value(document: Document, problem: Any, meanings: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The message for a value that is none of a key's, but of which is known what it means."""
-    key = ".".join(part for part in problem["loc"] if isinstance(part, str))
-    meaning = meanings.get(key, {}).get(str(problem["input"]).lower())
-    if problem["type"] != "literal_error" or meaning is None or isinstance(problem["input"], bool):
+def _explain_value(document: Document, problem: Any, meaning_of: Callable[[str, str], str | None]) -> str | None:
+    """The message for a wrong value with a known meaning; None for all others."""
+    if problem["type"] != "literal_error" or isinstance(problem["input"], bool):
         return None
-    return f"{document.place(*problem['loc'])} is {show(problem['input'])}: {meaning}"
+    key = ".".join(part for part in problem["loc"] if isinstance(part, str))
+    meaning = meaning_of(key, str(problem["input"]).lower())
+    return meaning and f"{document.place(*problem['loc'])} is {show(problem['input'])}: {meaning}"
 
 
 def _word_problem(
     document: Document,
     model: type[BaseModel],
     problem: Any,
-    owned_elsewhere: Mapping[str, str],
+    answer_to: Callable[[str], str | None],
     known: Mapping[str, list[tuple[str, ...]]],
 ) -> str:
     """The message for a pydantic error; `known` is the result of `_homes`."""
     path, kind, value = tuple(problem["loc"]), problem["type"], problem["input"]
     place, context = document.place(*path), problem.get("ctx", {})
-    # A name that the user chose, such as that of an evaluation set, is no key and has no owner.
-    owner = next((owned_elsewhere[key] for key in reversed(path) if key in owned_elsewhere and key in known), None)
     if kind == "extra_forbidden":
         key = str(path[-1])
-        if key in owned_elsewhere:
-            return f"{place}: does not belong here; {owned_elsewhere[key]}"
+        if (answer := answer_to(key)) is not None:
+            return f"{place}: does not belong here; {answer}"
         homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
         here = _fields(model, path[:-1], document.values)
         if len(homes) == 1 and not difflib.get_close_matches(key, here):
@@ -152,9 +150,10 @@ def _word_problem(
         return f"{place} is empty; this key has no default{_example(document, model, path)}"
     if value is None:
         return f"{place} is empty; write a value, or leave the key out for its default"
-    if kind == "literal_error" and owner:
-        return f'{place} is {show(value)}; write "auto": {owner}'
     if kind == "literal_error":
+        # A name that the user chose, such as that of an evaluation set, is no key and has no owner.
+        if owner := next(filter(None, (answer_to(str(key)) for key in reversed(path) if key in known)), None):
+            return f'{place} is {show(value)}; write "auto": {owner}'
         expected = context["expected"].replace("False", "false").replace("True", "true")
         choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
         if value is False and "no" in choices:

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.commands.convert import references
-from cookbook.config.foreign import PROJECTS, Key, NoCounterpart, Project, asks_for_nothing
-from cookbook.config.strategy_keys import passes
+from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
 
@@ -58,7 +57,7 @@ class Collected:
         key = project.keys.get(dotted)
         if key is not None and key.ours is not None:
             self._translate(key, dotted, value, place)
-        elif passes(dotted, value, project) or (asks_for_nothing(value) and (key or project.change(dotted))):
+        elif project.passes_over(dotted, value) or (asks_for_nothing(value) and (key or project.change(dotted))):
             self.idle.append(dotted)
         elif key is None:
             self.changes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
@@ -128,5 +127,5 @@ def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Ite
         is_value = dotted in project.keys and not any(key.startswith(f"{dotted}.") for key in project.keys)
         if isinstance(value, dict) and not is_value:
             yield from _leaves(value, project, here)
-        elif value is not None and not (value == "auto" and project is PROJECTS["deepspeed"]):
+        elif value is not None and not (value == "auto" and project is tables().projects["deepspeed"]):
             yield here, value

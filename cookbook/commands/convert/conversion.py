@@ -2,7 +2,7 @@
 
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from typer import Argument, Option
 
@@ -10,7 +10,7 @@ from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
 from cookbook.commands.shared.arguments import positive
-from cookbook.config.foreign import PROJECTS
+from cookbook.config.foreign import tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
@@ -43,7 +43,9 @@ def convert(
     project: Annotated[
         ProjectName | None,
         Option(
-            "--from", metavar="PROJECT", help=f"whose FILE it is, if its keys leave that open: {', '.join(PROJECTS)}"
+            "--from",
+            metavar="PROJECT",
+            help=f"whose FILE it is, if its keys leave that open: {', '.join(get_args(ProjectName))}",
         ),
     ] = None,
     processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
@@ -54,7 +56,7 @@ def convert(
         raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
     documents = [read_document(path) for path in files]
     projects = [recognize(document, project) for document in documents]
-    names = [PROJECTS[name] for name in projects]
+    names = [tables().projects[name] for name in projects]
     if sum(not one.is_distribution for one in names) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     found = Conversion(processes)
@@ -150,25 +152,25 @@ def recognize(document: Document, name: str | None = None) -> str:
     """
     if {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
-    keys = document.values.keys()
+    keys, known = document.values.keys(), tables().projects
     fits = {
         one: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
-        for one, project in PROJECTS.items()
+        for one, project in known.items()
     }
     most = max(fits.values())
     best = [one for one, number in fits.items() if number == most]
-    best = [one for one in best if PROJECTS[one].base not in best]  # the base knows them all
-    if name is not None and PROJECTS[name].is_distribution == PROJECTS[best[0]].is_distribution:
+    best = [one for one in best if known[one].base not in best]  # the base knows them all
+    if name is not None and known[name].is_distribution == known[best[0]].is_distribution:
         if fits[name] * 2 < len(document.values):
             raise RecipeError(
-                f"{document.name}: of its {len(document.values)} keys {PROJECTS[name].name} has {fits[name]}; it is"
+                f"{document.name}: of its {len(document.values)} keys {known[name].name} has {fits[name]}; it is"
                 " another project's, or no settings of a training"
             )
         return name
     if most * 2 < len(document.values):
         raise RecipeError(
-            f"{document.name}: of its {len(document.values)} keys {most} are known, as {PROJECTS[best[0]].name}'s;"
-            f" files of {', '.join(one.name for one in PROJECTS.values())} can be converted; name yours with --from"
+            f"{document.name}: of its {len(document.values)} keys {most} are known, as {known[best[0]].name}'s;"
+            f" files of {', '.join(one.name for one in known.values())} can be converted; name yours with --from"
         )
     if len(best) > 1:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")

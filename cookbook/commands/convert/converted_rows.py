@@ -5,7 +5,7 @@ from typing import Any
 
 from cookbook.commands.convert import source_sections
 from cookbook.commands.convert.collected import Collected, in_short
-from cookbook.config.foreign import PROJECTS, NoCounterpart, Project, asks_for_nothing, share
+from cookbook.config.foreign import NoCounterpart, Project, asks_for_nothing, share, tables
 from cookbook.system.files import read_document, show
 
 SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
@@ -21,7 +21,7 @@ SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.colum
 def read_test_split(found: Collected, project: Project | None) -> None:
     """TRL's `dataset_test_split` is `test`, and is read where a file asks for evaluations."""
     is_named = found.other.keys() & {"~mixture", "~sources", "~test_split"} or "~dataset" not in found.other
-    if project is PROJECTS["trl"] and not is_named and found.other.get("~eval_strategy") in ("steps", "epoch"):
+    if project is tables().projects["trl"] and not is_named and found.other.get("~eval_strategy") in ("steps", "epoch"):
         found.other["~test_split"] = "test"
         found.notes.append("not in the file: the split test is evaluated, TRL's own")
 

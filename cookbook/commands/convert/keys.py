@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cookbook.commands.convert.collected import Collected
 from cookbook.commands.convert.converted_rows import derive_rows, read_test_split
-from cookbook.config.foreign import ADAPTER, EVALUATION, MEANINGS, PROJECTS, SAVING, Project
+from cookbook.config.foreign import Project, meaning_of, tables
 from cookbook.config.strategy import known_strategies
 from cookbook.system.files import Document, read_document, show
 
@@ -121,7 +121,7 @@ class Conversion(Collected):
                 del self.recipe[key]
                 self.idle.append(_name_in(self.places[key]))
         elif "strategy.zero_stage" in self.other:
-            for key, value in PROJECTS["deepspeed"].defaults.items():
+            for key, value in tables().projects["deepspeed"].defaults.items():
                 self.recipe.setdefault(key, value)
 
     def _template(self) -> None:
@@ -139,14 +139,14 @@ class Conversion(Collected):
         """A DeepSpeed JSON, inline or by path, and FSDP in one line."""
         named = self.take("deepspeed")
         if isinstance(named, dict):
-            self.read(Document(f"{self.places['~deepspeed']}", named), PROJECTS["deepspeed"])
+            self.read(Document(f"{self.places['~deepspeed']}", named), tables().projects["deepspeed"])
         elif named is not None:
             path = next((one for one in (Path(str(named)), self.folder / str(named)) if one.is_file()), None)
             if path is None:
                 known = _named_strategy(Path(str(named)).stem)
                 self.note("~deepspeed", f"no such file; give it to `convert` beside this one{known}")
             else:
-                self.read(read_document(path), PROJECTS["deepspeed"])
+                self.read(read_document(path), tables().projects["deepspeed"])
         for key, value in (self.take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
 
@@ -176,7 +176,7 @@ class Conversion(Collected):
                 self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
             elif name not in (None, "nll", "chunked_nll"):
                 key = next(one for one in ("~rl", "~pref_loss", "~loss_type") if one in self.places)
-                why = SAMPLED if name in ONLINE else MEANINGS["objective.name"].get(str(name), NO_SUCH)
+                why = SAMPLED if name in ONLINE else meaning_of("objective.name", str(name)) or NO_SUCH
                 self.others.append(f"{self.places[key]}: {why}")
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
@@ -233,11 +233,11 @@ class Conversion(Collected):
             for key in [key for key in self.recipe if key.startswith("adapter.")]:
                 del self.recipe[key]
                 if key in self.places:
-                    self.note(key, f"without an adapter, left out; {ADAPTER}")
+                    self.note(key, f"without an adapter, left out; {tables().texts['adapter']}")
             if four:
-                self.change("~4bit", f"without an adapter, left out; {ADAPTER}")
+                self.change("~4bit", f"without an adapter, left out; {tables().texts['adapter']}")
             if parameters:
-                self.note("~lora_parameters", f"without an adapter, left out; {ADAPTER}")
+                self.note("~lora_parameters", f"without an adapter, left out; {tables().texts['adapter']}")
             return
         self.recipe["adapter.name"] = "qlora" if four else "dora" if dora and name == "lora" else name
         if four and dora:
@@ -300,8 +300,8 @@ class Conversion(Collected):
 
     def _evaluation_and_saving(self) -> None:
         for what, key, advice in (
-            ("eval", "run.eval_every_steps", EVALUATION),
-            ("save", "run.save_every_steps", SAVING),
+            ("eval", "run.eval_every_steps", tables().texts["evaluation"]),
+            ("save", "run.save_every_steps", tables().texts["saving"]),
         ):
             per_epoch = f"run.{what}s_per_epoch"
             strategy, steps = self.take(f"{what}_strategy"), self.take(f"{what}_steps")
@@ -333,7 +333,7 @@ class Conversion(Collected):
         has_rows = self.recipe.get("data.eval") or self.recipe.get("data.holdout")
         for key in ("run.evals_per_epoch", "run.early_stopping_patience"):
             if not has_rows and key in self.places and self.recipe.pop(key, None):
-                self.note(key, f"left out, as there are no held-out rows; {EVALUATION}")
+                self.note(key, f"left out, as there are no held-out rows; {tables().texts['evaluation']}")
         if self.take("load_best"):
             names = ("save_every_steps", "eval_every_steps"), ("evals_per_epoch", "saves_per_epoch")
             counts = [[self.recipe.get(f"run.{name}", 0) for name in pair] for pair in names]
@@ -354,7 +354,7 @@ def _named_strategy(stem: str) -> str:
     """The end of a message about a file of DeepSpeed's that is not there, if its name says what it has."""
     if stem in known_strategies():
         return f"; or, by its name, write strategy: {stem}"
-    meaning = MEANINGS["strategy"].get(stem.lower())
+    meaning = meaning_of("strategy", stem.lower())
     return f"; or, by its name, {meaning.replace('write', 'write strategy:')}" if meaning else ""
 
 
