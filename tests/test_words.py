@@ -24,7 +24,6 @@ NOT_DONE = {
     "config": 83,
     "config/objectives": 20,
     "config/optim": 7,
-    "facts": 31,
     "forecast": 180,
     "forecast/costs": 53,
     "start": 22,

@@ -41,16 +41,16 @@ class Attention(NamedTuple):
 
 
 def first_of(config: Any, *names: str) -> Any:
-    """The first of these that a configuration has, or None."""
+    """The value of the first of several keys that a configuration has, or None."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def layer_configs(text: Any) -> Sequence[Any]:
     """The configuration of each layer of a language model, which all read the same where layers are alike."""
     # transformers 5.23 raises an error if a value that differs between layers is read from the configuration of all.
-    found = getattr(text, "per_layer_config", None)  # older ones have none
+    per_layer = getattr(text, "per_layer_config", None)  # older versions have none
     count = text.num_hidden_layers
-    return [text] * count if found is None else [found[i] for i in range(count)]
+    return [text] * count if per_layer is None else [per_layer[i] for i in range(count)]
 
 
 def attention_layers(config: Any) -> list[Attention]:
@@ -70,7 +70,7 @@ def attention_layers(config: Any) -> list[Attention]:
     if unknown := sorted(set(kinds) - {*SEES_ALL, *HAS_WINDOW, *HAS_NONE}):
         raise RecipeError(f"model {config.model_type}: layers of {', '.join(unknown)} are not known to the forecast")
     layers = zip(kinds, layer_configs(text), strict=True)
-    return [_attention(one, kind) for kind, one in layers if kind not in HAS_NONE]
+    return [_attention(layer, kind) for kind, layer in layers if kind not in HAS_NONE]
 
 
 def _attention(layer: Any, kind: str) -> Attention:

@@ -25,7 +25,7 @@ of the class for the language part."""
 
 
 def has_tower(config: Any) -> bool:
-    """Whether a model's configuration is one whose language part is trained."""
+    """Return whether a configuration is of a model with a tower whose language part can be trained alone."""
     is_tower = look_up(config.model_type).language_part is True
     return is_tower and config.get_text_config() is not config and why_whole(config) is None
 
@@ -38,8 +38,9 @@ def language_config(config: Any) -> Any:
     if twin := look_up(text.model_type).computes_as:
         from transformers import AutoConfig
 
-        text = AutoConfig.for_model(twin, **{key: of for key, of in text.to_dict().items() if key != "model_type"})
-    # The class of the whole goes by its own, whatever stands in the part.
+        values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
+        text = AutoConfig.for_model(twin, **values)
+    # The class of the whole model reads its own value, whatever stands in the part.
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = config.dtype or text.dtype
     if (quantization := getattr(config, "quantization_config", None)) is not None:
@@ -48,12 +49,12 @@ def language_config(config: Any) -> Any:
 
 
 def why_whole(config: Any) -> str | None:
-    """Why the language part of a model cannot be trained alone, or None if it can, or if the model is nothing else."""
+    """Why the language part of a model cannot be trained alone; None if it can, or if the model has no other part."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
         text = config.get_text_config()
-    except ValueError:  # there are several
+    except ValueError:  # transformers found several text configurations
         return "several language models"
     if text is config:
         return None
@@ -77,7 +78,7 @@ def changes_of_logits(text: Any) -> dict[str, float]:
 
 
 def language_values(values: dict[str, Any]) -> dict[str, Any]:
-    """As `language_config`, from the values of a `config.json`; `part_of` is then the type of the whole."""
+    """The values of a `config.json` for the language part, see `language_config`; `part_of` has the model's type."""
     text = values.get("text_config")
     if look_up(str(values.get("model_type"))).language_part is not True or not isinstance(text, dict):
         return values
@@ -90,10 +91,10 @@ def with_rows(values: dict[str, Any], rows: int) -> dict[str, Any]:
     return values | {"text_config": values["text_config"] | {"vocab_size": rows}}
 
 
-def tower_tokens(whole: Any) -> dict[str, int]:
+def tower_tokens(config: Any) -> dict[str, int]:
     """The keys of a configuration by which a tower's own places in a text are known, with the ids of their tokens."""
     ends = ("_token_id", "_token_index")
-    return {key: of for key, of in whole.to_dict().items() if key.endswith(ends) and isinstance(of, int)}
+    return {key: number for key, number in config.to_dict().items() if key.endswith(ends) and isinstance(number, int)}
 
 
 def open_config(name: str | Path, **options: Any) -> Any:
@@ -116,8 +117,8 @@ def whole_config(folder: str | Path) -> Any | None:
 
 def open_options(folder: str | Path) -> dict[str, Any]:
     """Arguments of `AutoModelForCausalLM.from_pretrained` that open what is trained of a folder's model."""
-    whole = whole_config(folder)
-    return {} if whole is None else {"config": language_config(whole), "key_mapping": KEY_MAPPING}
+    config = whole_config(folder)
+    return {} if config is None else {"config": language_config(config), "key_mapping": KEY_MAPPING}
 
 
 def language_key(key: str) -> str:

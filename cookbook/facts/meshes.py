@@ -1,4 +1,4 @@
-"""Which models can be divided over which mesh, decided from a model's configuration. No torch.
+"""Checks whether a model can be divided over a mesh, from the model's configuration. No torch.
 
 A configuration is transformers', or the values of a `config.json`, which may lack some: what is missing is not judged.
 """
@@ -19,14 +19,14 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _size(config: Any, *names: str) -> int | None:
-    """The first of these that the configuration has; None if it has none of them, or no number."""
+    """The value of the first of several keys that a configuration has; None if it has none, or no positive number."""
     text = config.get_text_config() if _is_whole(config) else config
-    found = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
-    return found if isinstance(found, int) and found > 0 else None
+    size = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _is_whole(config: Any) -> bool:
-    """Whether nothing is missing in a configuration: transformers' has all defaults."""
+    """Return whether a configuration lacks nothing: an object of transformers, which has all defaults."""
     return hasattr(config, "get_text_config")
 
 
@@ -55,8 +55,8 @@ def pipeline_problem(config: Any, num_stages: int, chunks: int = 1) -> str | Non
         return problem
     layers = _size(config, "num_hidden_layers")
     if layers is not None and layers < num_stages * chunks:
-        each = f" x pp_chunks {chunks}" if chunks > 1 else ""
-        return f"{several(layers, 'layer')} cannot be divided over pp_size {num_stages}{each}"
+        times = f" x pp_chunks {chunks}" if chunks > 1 else ""
+        return f"{several(layers, 'layer')} cannot be divided over pp_size {num_stages}{times}"
     return None
 
 
@@ -66,17 +66,17 @@ def tensor_problem(config: Any) -> str | None:
     return why_not(config.model_type, look_up(config.model_type).tp, unknown)
 
 
-def _undivided(config: Any, size: int) -> str | None:
-    """What of a model so many processes cannot share under tensor parallel, or None. transformers 5.23 shards the
-    matrices of attention between heads, and does not check that."""
+def _division_problem(config: Any, size: int) -> str | None:
+    """Name the parts of a model that `size` processes cannot share under tensor parallel, or return None."""
+    # transformers 5.23 shards the matrices of attention between heads, and does not check that they can be.
     heads = _size(config, "num_attention_heads")
     counts = {
         "query head": heads,
         "key head": _size(config, "num_key_value_heads") or heads,
         "inner feature": _size(config, "intermediate_size"),
     }
-    found = [several(count, what) for what, count in counts.items() if count and count % size]
-    return f"{' and '.join(found)} cannot be divided over tp_size {size}; use a divisor" if found else None
+    parts = [several(count, part) for part, count in counts.items() if count and count % size]
+    return f"{' and '.join(parts)} cannot be divided over tp_size {size}; use a divisor" if parts else None
 
 
 def sequence_problem(config: Any, size: int) -> str | None:
@@ -157,7 +157,7 @@ def mesh_problem(config: Any, mesh: Mesh) -> str | None:
     """Why a model cannot be trained on this mesh, or None."""
     if mesh.tensor > 1 and (problem := tensor_problem(config)):
         return f"{problem}; use fsdp2 or zero3"
-    if mesh.tensor > 1 and (problem := _undivided(config, mesh.tensor)):
+    if mesh.tensor > 1 and (problem := _division_problem(config, mesh.tensor)):
         return problem
     if mesh.sequence > 1 and (problem := sequence_problem(config, mesh.sequence)):
         return problem

@@ -131,7 +131,7 @@ def values_of(path: Path) -> dict[str, Any]:
         if why is None:
             values = json.loads(path.read_text(encoding="utf-8-sig"))
             if isinstance(values, dict):
-                refuse([f"{path}: {one}; fetch it again, or correct it" for one in _odd_values(path.name, values)])
+                refuse([f"{path}: {odd}; fetch it again, or correct it" for odd in _odd_values(path.name, values)])
                 return values
             why = f"holds {kind_in_words(values)}, and should hold keys and values"
     except RecipeError:
@@ -172,31 +172,32 @@ def why_not(what: str, error: Exception) -> str:
 
 
 def _odd_values(name: str, values: dict[str, Any]) -> list[str]:
-    found = [
+    mistakes = [
         f"{key} is {kind_in_words(value)}, which it cannot be"
         for key, kinds in KINDS.get(name, {}).items()
         if (value := values.get(key)) is not None
         and not (isinstance(value, kinds) and isinstance(value, bool) <= (bool in kinds) and _is_finite(value))
     ]
     if name == CONFIG:
-        parts = (one for key, one in values.items() if isinstance(one, dict) and key != "quantization_config")
+        # Those of a model with towers. How weights are quantized says nothing of the model's sizes.
+        parts = (part for key, part in values.items() if isinstance(part, dict) and key != "quantization_config")
         for part in (values, *parts):
-            found += [
+            mistakes += [
                 f"{key} is {part[key]:,}, more than any model has"
                 for key, most in MOST.items()
                 if isinstance(part.get(key), int) and part[key] > most
             ]
-            found += [
+            mistakes += [
                 f"{key} is {part[key]!r:.40}, and should be float32, bfloat16 or float16"
                 for key in ("dtype", "torch_dtype")
                 if part.get(key) not in (None, *DTYPES)
             ]
-            found += [
+            mistakes += [
                 f"{key} is {value}, and should be at least 0 and less than 1"
                 for key, value in part.items()
                 if key.endswith(("dropout", "pdrop")) and isinstance(value, float) and not 0 <= value < 1
             ]
-    return found
+    return mistakes
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What is known of models and data sets without the Hub, and whether the Hub answers."""
+"""Facts about models and data sets for use without the Hub, and a check that the Hub answers."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ def known_kind(name: str) -> str | None:
 
 @cache
 def hub_answers() -> bool:
-    """Whether the Hub accepts a connection within 3 seconds."""
+    """Return whether the Hub accepts a connection within 3 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

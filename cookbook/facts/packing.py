@@ -1,4 +1,4 @@
-"""Whether the samples of a micro-batch form one row: decided from the recipe and the model's architecture, never from
+"""Decision to pack the samples of a micro-batch into one row: from the recipe and the model's architecture, never from
 the strategy or the machine. No torch."""
 
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_
 
 @dataclass(frozen=True)
 class Packing:
-    """What `data.packing` comes to in a run."""
+    """Decision of a run between packed and padded rows."""
 
     is_on: bool
     why: str
     """Why rows are padded; empty if they are packed."""
     can_pack: bool = False
-    """Whether `data.packing: true` would pack the padded rows."""
+    """True if `data.packing: true` would pack the padded rows."""
 
     @property
     def words(self) -> str:
-        """What rows are."""
+        """Description of the rows, for the user."""
         return "packed" if self.is_on else f"padded: {self.why}"
 
     def settle(self, recipe: Recipe) -> Recipe:
@@ -63,24 +63,24 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
 
     Args:
         config: as for `packing_problem`.
-        before: what the run to resume had, which `auto` keeps.
+        before: the decision of the run to resume, which `auto` keeps.
 
     Raises:
         RecipeError: `data.packing` is true, and the model would mix samples.
     """
-    asked, problem = recipe.data.packing, packing_problem(config)
-    if asked is False:
+    setting, problem = recipe.data.packing, packing_problem(config)
+    if setting is False:
         return Packing(False, "data.packing is false", can_pack=problem is None and not stops_compiling(recipe, config))
     if problem is not None:
-        if asked is True:
+        if setting is True:
             name = recipe.model.name_or_path or config.model_type
             refused = f"data.packing is true, but {name!r} cannot be packed: {problem}; write data.packing: false"
             raise RecipeError(refused)
         return Packing(False, problem)
-    if asked == "auto" and before is False:
+    if setting == "auto" and before is False:
         why = "the run was started with padded rows; data.packing: true packs from here on"
         return Packing(False, why, can_pack=not stops_compiling(recipe, config))
-    if asked == "auto" and stops_compiling(recipe, config):
+    if setting == "auto" and stops_compiling(recipe, config):
         otherwise = (
             "it has layers that carry a state" if look_up(config.model_type).has_state else "mixed_precision is no"
         )
@@ -89,8 +89,8 @@ def decide(recipe: Recipe, config: Any, *, before: bool | None = None) -> Packin
 
 
 def stops_compiling(recipe: Recipe, config: Any) -> bool:
-    """Whether packed rows undo `model.compile`: where samples are computed one by one they break a layer's graph, which
-    checkpointing does not support (cookbook/training/models/efficiency.py)."""
+    """Return whether packed rows undo `model.compile`: where samples are computed one by one they break a layer's
+    graph, which checkpointing does not support (cookbook/training/models/efficiency.py)."""
     is_split = recipe.mixed_precision == "no" or look_up(config.model_type).has_state or why_split(config) is not None
     return recipe.model.compile and bool(recipe.model.gradient_checkpointing) and is_split
 
@@ -131,7 +131,8 @@ def packing_problem(config: Any) -> str | None:
 def short_window(config: Any, max_length: int | None = None) -> int | None:
     """Tokens of the model's attention window, if a sample may have more; default: the model's positions."""
     max_length = max_length or getattr(config, "max_position_embeddings", None)
-    slides = getattr(config, "use_sliding_window", not config.model_type.startswith("qwen"))  # transformers' default
+    # Qwen's configurations have the key, by default false in transformers; other types use a window that they have.
+    slides = getattr(config, "use_sliding_window", not config.model_type.startswith("qwen"))
     window = getattr(config, "sliding_window", None) if slides else None
     return window if window is not None and window < (max_length or 2**62) else None
 
@@ -142,8 +143,8 @@ def known_config(model: ModelSection) -> SimpleNamespace | None:
         return SimpleNamespace(**model.from_scratch.model_dump())
     assert model.name_or_path is not None
     try:
-        found = SimpleNamespace(**language_values(values_of(Path(model.name_or_path, CONFIG))))
-        return found if hasattr(found, "model_type") else None
+        config = SimpleNamespace(**language_values(values_of(Path(model.name_or_path, CONFIG))))
+        return config if hasattr(config, "model_type") else None
     except (OSError, ValueError, TypeError, AttributeError):
         facts = known_model(model.name_or_path)
         return None if facts is None else SimpleNamespace(**language_values(facts["config"]))

@@ -1,4 +1,4 @@
-"""How a pipeline divides layers over its stages, and in which order each stage computes micro-batches. No torch."""
+"""Layers of each stage of a pipeline, and the order in which a stage computes micro-batches. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -44,11 +44,11 @@ def stage_layers(num_layers: int, stage: int, num_stages: int, *, head_layers: i
 
 
 def stage_chunks(num_layers: int, stage: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> list[range]:
-    """The ranges of layers of a stage, in the order of the layers: those of every `num_stages`-th of so many times as
-    many stages.
+    """The ranges of layers of a stage, in the order of the layers: the layers are divided into `chunks` times as many
+    ranges as stages, and a stage has every `num_stages`-th of them.
     """
-    own = range(stage, num_stages * chunks, num_stages)
-    return [stage_layers(num_layers, one, num_stages * chunks, head_layers=head_layers) for one in own]
+    numbers = range(stage, num_stages * chunks, num_stages)
+    return [stage_layers(num_layers, number, num_stages * chunks, head_layers=head_layers) for number in numbers]
 
 
 def layers_of_stage(num_layers: int, stage: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> list[int]:
@@ -57,7 +57,7 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int, chunks: int = 
 
 
 def slowest_share(num_layers: int, num_stages: int, chunks: int = 1, *, head_layers: int) -> float:
-    """What the slowest stage computes of a token's products, in [1 / stages, 1]."""
+    """The share of a token's products that the slowest stage computes, in [1 / stages, 1]."""
     if num_stages == 1:
         return 1.0
     stages = range(num_stages)
@@ -67,9 +67,9 @@ def slowest_share(num_layers: int, num_stages: int, chunks: int = 1, *, head_lay
 
 
 def num_planned(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int:
-    """For how many micro-batches the schedule is made, of which those that there are not are left out. With several
-    chunks a chunk runs a round of at least as many micro-batches as stages before the next chunk's turn, and torch has
-    rounds of one size (2.13, pipelining/schedules.py, ScheduleInterleaved1F1B).
+    """The number of micro-batches that the schedule is made for: at least `num_micro_batches`. A step leaves the turns
+    of the others out. With several chunks a chunk runs a round of at least as many micro-batches as stages before the
+    next chunk's turn, and torch has rounds of one size (2.13, pipelining/schedules.py, ScheduleInterleaved1F1B).
     """
     if chunks == 1:
         return num_micro_batches
@@ -89,21 +89,26 @@ def num_turns(num_micro_batches: int, num_stages: int, chunks: int = 1) -> int:
 def pipeline_order(
     num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1
 ) -> Sequence[tuple[bool, int, int]]:
-    """What a stage computes, one after the other: whether a backward, the chunk, and the micro-batch. 1F1B, or with
-    several chunks torch's interleaved 1F1B (pipelining/schedules.py, _get_1f1b_rank_ops); with one chunk and fewer
-    micro-batches than stages GPipe (engine/pipeline.py chooses).
+    """The forwards and backwards of a stage in their order: true for a backward, the chunk, and the micro-batch. 1F1B,
+    or with several chunks torch's interleaved 1F1B (pipelining/schedules.py, _get_1f1b_rank_ops); with one chunk and
+    fewer micro-batches than stages GPipe (engine/pipeline.py chooses).
     """
     planned = num_planned(num_micro_batches, num_stages, chunks)
-    each = planned if chunks == 1 else planned // max(1, planned // num_stages)  # micro-batches of a round
-    passes = [(i // each % chunks, i // (each * chunks) * each + i % each) for i in range(planned * chunks)]
-    ahead = (1 if chunks == 1 else 2) * (num_stages - 1 - stage) + (chunks - 1) * each
+    per_round = planned if chunks == 1 else planned // max(1, planned // num_stages)
+    passes = [
+        (i // per_round % chunks, i // (per_round * chunks) * per_round + i % per_round)
+        for i in range(planned * chunks)
+    ]
+    # Forwards before they alternate with backwards: one for each later stage; where chunks take turns two, and those
+    # of a round for each chunk but the last.
+    ahead = (1 if chunks == 1 else 2) * (num_stages - 1 - stage) + (chunks - 1) * per_round
     if chunks == 1 and planned < num_stages:
         ahead = planned
     forwards = [(False, chunk, i) for chunk, i in passes]
     backwards = [(True, chunks - 1 - chunk, i) for chunk, i in passes]
     in_turn = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))
     order = [*forwards[:ahead], *in_turn, *backwards[len(forwards[ahead:]) :]]
-    return [one for one in order if one[2] < num_micro_batches]
+    return [(is_backward, chunk, i) for is_backward, chunk, i in order if i < num_micro_batches]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,26 +119,26 @@ class Begun:
     counts: tuple[int, ...]
     """For each chunk, the micro-batches whose forward has begun and whose backward has not ended."""
     is_first: bool
-    """Whether no backward has ended yet."""
+    """True if no backward has ended yet."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The same without the one that is computed."""
+        """`counts` without the micro-batch that is computed now."""
         return tuple(number - (chunk == self.chunk) for chunk, number in enumerate(self.counts))
 
 
 @cache
 def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[Begun]:
     """The distinct counts that a stage has at the forwards and backwards of a step, in no order."""
-    found, counts, is_first = set(), [0] * chunks, True
+    moments, counts, is_first = set(), [0] * chunks, True
     for is_backward, chunk, _ in pipeline_order(num_micro_batches, stage, num_stages, chunks):
         counts[chunk] += not is_backward
-        found.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
+        moments.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
         counts[chunk] -= is_backward
         is_first = is_first and not is_backward
-    return frozenset(found)
+    return frozenset(moments)
 
 
 def in_flight(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> int:
-    """The most that a stage has begun at a time; with several chunks a micro-batch counts in each."""
-    return max(sum(one.counts) for one in begun(num_micro_batches, stage, num_stages, chunks))
+    """The most micro-batches that a stage has begun at a time; with several chunks a micro-batch counts in each."""
+    return max(sum(moment.counts) for moment in begun(num_micro_batches, stage, num_stages, chunks))

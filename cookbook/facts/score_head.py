@@ -17,7 +17,7 @@ SUFFIX = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """What a configuration says of such a head."""
+    """Settings of a head for sequences, as a configuration has them."""
 
     num_labels: int
     """Numbers for each sequence."""
@@ -26,11 +26,11 @@ class ScoreHead:
     GenericForSequenceClassification)."""
     problem_type: str | None = None
     classes: Sequence[str] = ()
-    """Names of these numbers, if they have names."""
+    """Names of the `num_labels` numbers, if they have names."""
 
 
 def is_scored(config: Any) -> bool:
-    """Whether the model of a configuration scores sequences."""
+    """Return whether the model of a configuration scores sequences."""
     return any(name.endswith(SUFFIX) for name in getattr(config, "architectures", None) or ())
 
 
@@ -64,7 +64,7 @@ def empty_model(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """The same as one of transformers' auto classes."""
+    """transformers' auto class that opens the model of a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if is_scored(config) else AutoModelForCausalLM
@@ -83,12 +83,12 @@ def backbone_of(model: Any) -> Any:
 
 def backbone_name(model: Any) -> str:
     """The name of `backbone_of` in the model."""
-    found = backbone_of(model)
-    return next((name for name, module in model.named_children() if module is found), model.base_model_prefix)
+    backbone = backbone_of(model)
+    return next((name for name, module in model.named_children() if module is backbone), model.base_model_prefix)
 
 
 def why_no_score(config: Any) -> str | None:
-    """Why a model cannot be given such a head, or None."""
+    """Why a model cannot be given a head for sequences, or None."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -101,7 +101,7 @@ def why_no_score(config: Any) -> str | None:
 
 
 def head_wanted(objective: Any, config: Any, pad_token_id: int | None) -> ScoreHead | None:
-    """The head that an objective trains; None for that of a language model.
+    """The head for sequences that an objective trains; None for the head of a language model.
 
     Raises:
         RecipeError: an objective of a language model, and a model that has none any more.
@@ -123,7 +123,7 @@ def head_note(config: Any, head: ScoreHead) -> str:
 
 
 def with_head(config: Any, head: ScoreHead) -> Any:
-    """The configuration of a model with such a head."""
+    """A copy of a configuration whose model has a head for sequences."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     own = copy.deepcopy(config)
