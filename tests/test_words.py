@@ -23,7 +23,6 @@ NOT_DONE = {
     "commands/shared": 26,
     "config": 83,
     "config/objectives": 20,
-    "config/optim": 7,
     "forecast": 180,
     "forecast/costs": 53,
     "start": 22,

@@ -20,7 +20,7 @@ def adamw_8bit(
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
             params = [group["params"] for group in self.param_groups]
-            shards = [[_shard(parameter) for parameter in found] for found in params]
+            shards = [[_shard(parameter) for parameter in of_group] for of_group in params]
             self._exchange(params, shards)
             super().step()
             self._exchange(shards, params)
@@ -32,15 +32,16 @@ def adamw_8bit(
 
         @torch.no_grad()
         def set_moments(self, parameter: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-            """Loads the output of `moments`; exact to the last bit if the sharding is unchanged."""
+            """Load the output of `moments`; exact to the last bit if the sharding is unchanged."""
             shard = _shard(parameter)
-            group, place = next(
-                (group, i)
-                for group, found in enumerate(self.param_groups)
-                for i, other in enumerate(found["params"])
+            number, place = next(
+                (number, i)
+                for number, group in enumerate(self.param_groups)
+                for i, other in enumerate(group["params"])
                 if other is parameter
             )
-            self.init_state(self.param_groups[group], shard, group, place)
+            self.init_state(self.param_groups[number], shard, number, place)
+            # bitsandbytes keys its state by the tensor that it updates, and between steps that is the parameter.
             if shard is not parameter:
                 self.state[parameter] = self.state.pop(shard)
             for kind, value in values.items():
@@ -80,7 +81,10 @@ def _decode_8bit(state: dict[str, Any], key: str) -> torch.Tensor:
 
 
 def _encode_8bit(state: dict[str, Any], key: str, values: torch.Tensor) -> None:
-    """Rounds to the nearest code; on CPU, bitsandbytes' own function is off by one for small values."""
+    """Write values into a state, rounded to the nearest code.
+
+    bitsandbytes' own function takes a neighbouring code for small values on CPU.
+    """
     number = key[-1]
     if state[key].dtype != torch.uint8:
         state[key].copy_(values)

@@ -1,4 +1,4 @@
-"""Builds the torch optimizer of a recipe: parameter groups and learning rate. Imports torch."""
+"""Parameter groups and learning rate of a recipe's torch optimizer. Imports torch."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,33 +15,33 @@ CONSTANTS = ("A_log", "D")
 
 
 class Kind(NamedTuple):
-    """What a parameter is to an optimizer."""
+    """Properties of a parameter by which optimizers treat it."""
 
     is_matrix: bool
-    """Whether it decays: not a bias, the weight of a norm, or a vector, whatever their number of dimensions."""
+    """True if it decays: not a bias, the weight of a norm, or a vector, whatever their number of dimensions."""
     is_orthogonal: bool
-    """Whether Muon orthogonalizes it: a matrix inside the layers, also of an adapter. Not an embedding or head, as
+    """True if Muon orthogonalizes it: a matrix inside the layers, also of an adapter. Not an embedding or head, as
     Muon's author advises, nor experts that are stacked, in three dimensions or in two, nor their adapters."""
 
 
 def kinds(model: torch.nn.Module) -> dict[torch.nn.Parameter, Kind]:
-    """The kind of each parameter of a model, by its module and name. Tied ones count once."""
+    """The kind of each parameter of a model, by its module and name. A tied parameter counts once."""
     apart = {parameter for module in _not_orthogonal(model) for parameter in module.parameters()}
-    found: dict[torch.nn.Parameter, Kind] = {}
+    kind_of: dict[torch.nn.Parameter, Kind] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             shape = _shape(parameter)
             is_matrix = _is_matrix(module, name, shape)
             is_stacked = "expert" in type(module).__name__.lower()
             is_orthogonal = is_matrix and len(shape) == 2 and not is_stacked and parameter not in apart
-            found.setdefault(parameter, Kind(is_matrix, is_orthogonal))
-    return found
+            kind_of.setdefault(parameter, Kind(is_matrix, is_orthogonal))
+    return kind_of
 
 
 def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """Under ZeRO-3 a parameter is an empty placeholder; ds_shape is its real shape."""
-    whole: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return whole
+    """The shape of a parameter, also under ZeRO-3, where it is an empty placeholder with its real shape in ds_shape."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def _is_matrix(module: torch.nn.Module, name: str, shape: torch.Size) -> bool:
@@ -75,7 +75,9 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
             key = kind_of[parameter].is_matrix, isinstance(parameter, DTensor)
             groups.setdefault(key, []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0], reverse=True)
-    return [{"params": found, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), found in ordered]
+    return [
+        {"params": params, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), params in ordered
+    ]
 
 
 def build_optimizer(model: torch.nn.Module, settings: Optimizer, mixed_precision: str) -> torch.optim.Optimizer:

@@ -71,8 +71,8 @@ class Optimizer(Named):
     def state_bytes(self, tensors: Iterable[tuple[int, bool]]) -> int:
         """Bytes of the state of tensors, given by number of elements and `is_matrix` (see `state`)."""
         states = {is_matrix: self.state(is_matrix=is_matrix) for is_matrix in (True, False)}
-        each = {is_matrix: STEP * (self.counts_beside in found) for is_matrix, found in states.items()}
-        return sum(int(numel * sum(states[is_matrix].values())) + each[is_matrix] for numel, is_matrix in tensors)
+        counts = {is_matrix: STEP * (self.counts_beside in state) for is_matrix, state in states.items()}
+        return sum(int(numel * sum(states[is_matrix].values())) + counts[is_matrix] for numel, is_matrix in tensors)
 
     def words(self) -> list[str]:
         """Settings other than learning rate and clipping, for `explain`."""

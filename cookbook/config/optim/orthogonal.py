@@ -13,7 +13,7 @@ from cookbook.config.optim.groups import kinds
 
 
 def split_for_muon(groups: list[dict[str, Any]], model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Splits each group by `orthogonal`, see `groups.Kind`."""
+    """Split each parameter group by `orthogonal`, see `groups.Kind`."""
     kind_of, split = kinds(model), []
     for group in groups:
         for orthogonal in (True, False):
@@ -28,14 +28,14 @@ class Run:
     """The elements of a parameter that this process has in a flat tensor; none, if only others have some."""
 
     shape: tuple[int, ...]
-    """The whole parameter's."""
+    """Shape of the whole parameter."""
     start: int
-    """Index of the first of them in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     place: int
-    """Index of the first of them in the flat tensor."""
+    """Index of the first element in the flat tensor."""
     length: int
     is_split: bool
-    """Whether several processes have elements of it; then all have this run, in the same order."""
+    """True if several processes have elements of the parameter; then all have this run, in the same order."""
 
 
 class MuonOptimizer(torch.optim.Optimizer):
@@ -75,9 +75,10 @@ class MuonOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def read_flat(self, runs: Mapping[torch.Tensor, list[Run]], device: torch.device) -> None:
-        """Tell what lies in the flat tensors that have taken the place of the parameters (ZeRO).
+        """Take the places of the parameters in the flat tensors that ZeRO made of them.
 
         Args:
+            runs: the parameters in each flat tensor, in their order.
             device: on which matrices are gathered and orthogonalized.
         """
         self._runs, self._device = runs, device
@@ -107,27 +108,28 @@ class MuonOptimizer(torch.optim.Optimizer):
                 self._update_runs(parameter, average, group)
                 continue
             nesterov = parameter.grad.lerp(average, group["momentum"])
-            whole = orthogonalize(_gathered(nesterov.to(_mesh_device(parameter))), self.dtype)
-            update = _like(parameter, whole).to(parameter.device)
+            matrix = orthogonalize(_gather(nesterov.to(_mesh_device(parameter))), self.dtype)
+            update = _shard_like(parameter, matrix).to(parameter.device)
             parameter.add_(update, alpha=_rate(group, parameter.shape))
 
     def _update_runs(self, flat: torch.Tensor, average: torch.Tensor, group: dict[str, Any]) -> None:
         assert flat.grad is not None
         for run in self._runs[flat]:
-            weight, grad, smooth = (one.narrow(0, run.place, run.length) for one in (flat, flat.grad, average))
-            whole = self._gathered_run(run, grad.lerp(smooth, group["momentum"]).to(self._device))
+            weight, grad, smooth = (values.narrow(0, run.place, run.length) for values in (flat, flat.grad, average))
+            # Before `run.length` is looked at: a process without elements of a split matrix takes part in the sum.
+            matrix = self._gather_run(run, grad.lerp(smooth, group["momentum"]).to(self._device))
             if run.length:
-                update = orthogonalize(whole.view(run.shape), self.dtype).flatten().narrow(0, run.start, run.length)
+                update = orthogonalize(matrix.view(run.shape), self.dtype).flatten().narrow(0, run.start, run.length)
                 weight.add_(update.to(weight.device), alpha=_rate(group, run.shape))
 
-    def _gathered_run(self, run: Run, part: torch.Tensor) -> torch.Tensor:
-        """The whole matrix, flattened; collective if it is split."""
+    def _gather_run(self, run: Run, part: torch.Tensor) -> torch.Tensor:
+        """The whole matrix of a run, flattened; collective if it is split."""
         if not run.is_split:
             return part
-        whole = part.new_zeros(math.prod(run.shape))
-        whole.narrow(0, run.start, run.length).copy_(part)
-        dist.all_reduce(whole)  # of zeros and one value an element: exact
-        return whole
+        flattened = part.new_zeros(math.prod(run.shape))
+        flattened.narrow(0, run.start, run.length).copy_(part)
+        dist.all_reduce(flattened)  # a sum of zeros and one value for each element: exact
+        return flattened
 
 
 def _rate(group: dict[str, Any], shape: Sequence[int]) -> float:
@@ -155,13 +157,13 @@ def _mesh_device(parameter: torch.Tensor) -> torch.device | str:
     return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """`whole`, sharded like the parameter, without communication."""
+def _shard_like(parameter: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix that each process has whole, sharded like a parameter, without communication."""
     if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return matrix
+    return distribute_tensor(matrix, parameter.device_mesh, parameter.placements, src_data_rank=None)
