@@ -26,7 +26,6 @@ NOT_DONE = {
     "forecast": 180,
     "forecast/costs": 53,
     "start": 22,
-    "training/adapters": 40,
     "training/engine": 10,
     "training/models": 62,
 }

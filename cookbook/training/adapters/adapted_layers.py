@@ -68,7 +68,7 @@ def lora_config(
 
 
 def whole_modules(settings: AdapterSection, config: PreTrainedConfig) -> list[str]:
-    """Modules that are trained whole: a head for sequences too, which is new (as peft 0.21.2 has it, peft_model.py,
+    """Modules that are trained whole, with a head for sequences, which is new (as peft 0.21.2 has it, peft_model.py,
     PeftModelForSequenceClassification)."""
     return list(dict.fromkeys([*settings.modules_to_save, *([HEAD] if is_scored(config) else [])]))
 
@@ -86,9 +86,9 @@ def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple
         for target in targets
         for name in (last if target == ALL_LINEAR else [target] if _matching(linear, target) else [])
     ]
-    found = [name for target in targets for name in _matching(stacked, target)]
+    parameters = [name for target in targets for name in _matching(stacked, target)]
     # With the name of the module: a linear layer of a shared expert may have the parameter's.
-    return list(dict.fromkeys(modules)), last_parts(found, 2)
+    return list(dict.fromkeys(modules)), last_parts(parameters, 2)
 
 
 def _matching(names: Iterable[str], target: str) -> list[str]:
@@ -106,7 +106,8 @@ def _of_experts(stacked: Iterable[str]) -> str:
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
-    """Linear layers but the head; not those that share the last part of their name with something else."""
+    """Names of linear layers, without the head, and without layers whose last part another kind of module has too: peft
+    would adapt that module as well."""
     head = head_of(model)
     named = [(name, module) for name, module in model.named_modules() if module is not head]
     others = {name.rpartition(".")[2] for name, module in named if not _is_linear(module)}
@@ -123,9 +124,9 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _other_products(model: PreTrainedModel) -> list[str]:
-    """Classes of linear layers that compute something else."""
-    found = (module for module in model.modules() if isinstance(module, LINEAR) and not _is_linear(module))
-    return sorted({type(module).__name__ for module in found})
+    """Names of subclasses of linear layers that compute more than a product."""
+    others = (module for module in model.modules() if isinstance(module, LINEAR) and not _is_linear(module))
+    return sorted({type(module).__name__ for module in others})
 
 
 def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
@@ -141,15 +142,19 @@ def stacked_experts(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 def whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
     """The shape of a parameter, also where it is a placeholder (ZeRO-3) or in 4 bits."""
-    packed = getattr(parameter, "quant_state", None)
-    found: torch.Size = getattr(parameter, "ds_shape", parameter.shape) if packed is None else packed.shape
-    return found
+    state = getattr(parameter, "quant_state", None)
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape) if state is None else state.shape
+    return shape
 
 
 def experts_in_4_bits(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """The parameters of a model, as transformers creates it, that `is_in_4_bits` means."""
-    found = ((one, parameter) for one in model.modules() for parameter in one.parameters(recurse=False))
-    return [parameter for module, parameter in found if is_in_4_bits(module, parameter)]
+    """The parameters of stacked experts that `qlora` stores in 4 bits, of a model as transformers creates it."""
+    return [
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if is_in_4_bits(module, parameter)
+    ]
 
 
 def _renamed(model: PreTrainedModel, names: str | Collection[str] | None) -> list[str]:
@@ -186,7 +191,7 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
     head = head_of(model)
     linear, stacked = _linear_names(model), stacked_experts(model)
     # peft takes every module whose name ends so; a name that several layers share would train all of them.
-    whole = [
+    trainable = [
         leaf for leaf, (first, *more) in leaves.items() if not more and (first is head or type(first) is Embedding)
     ]
     mistakes = []
@@ -212,10 +217,10 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
                 f" {', '.join(last_parts(linear))}{_of_experts(stacked)}"
             )
     for name in settings.modules_to_save:
-        if name not in whole:
+        if name not in trainable:
             mistakes.append(
                 f"adapter.modules_to_save has {name!r}; of {type(model).__name__} these can be trained whole:"
-                f" {', '.join(whole)}"
+                f" {', '.join(trainable)}"
             )
         elif getattr(model.config, "tie_word_embeddings", False):
             mistakes.append(
@@ -243,18 +248,23 @@ def _no_4_bits(model: PreTrainedModel) -> str | None:
 def _note_on_experts(
     model: PreTrainedModel, settings: AdapterSection, stacked: dict[str, torch.nn.Parameter]
 ) -> list[str]:
-    packed = {id(one) for one in experts_in_4_bits(model)} if settings.is_quantized else set()
-    left = {name: one for name, one in stacked.items() if id(one) not in packed}
+    in_4_bits = {id(parameter) for parameter in experts_in_4_bits(model)} if settings.is_quantized else set()
+    left = {name: parameter for name, parameter in stacked.items() if id(parameter) not in in_4_bits}
     notes = [_note_on_4_bits(left)] if settings.is_quantized and left else []
     if ALL_LINEAR in settings.targets and (others := _other_products(model)):
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {', '.join(others)}, which compute more than a product")
     if ALL_LINEAR in settings.targets and (outside := look_up(model.config.model_type).reads_weights):
         what = f"{', '.join(outside)}, whose weights the model's code reads by itself"
         notes.append(f"adapter.targets: {ALL_LINEAR} leaves out {what}")
-    frozen = {name: one for name, one in stacked.items() if not any(_matching([name], t) for t in settings.targets)}
+    frozen = {
+        name: parameter
+        for name, parameter in stacked.items()
+        if not any(_matching([name], target) for target in settings.targets)
+    }
     if not frozen:
         return notes
-    share = sum(one.numel() for one in frozen.values()) / sum(one.numel() for one in model.parameters())
+    num_frozen = sum(parameter.numel() for parameter in frozen.values())
+    share = num_frozen / sum(parameter.numel() for parameter in model.parameters())
     what = f"the experts' {', '.join(last_parts(frozen, 2))}, {share:.0%} of the weights, stay frozen"
     served = last_parts((name for name in frozen if _is_multiplied(model, name)), 2)
     if not served:
@@ -270,7 +280,7 @@ def _is_multiplied(model: torch.nn.Module, name: str) -> bool:
 
 
 def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
-    size = 2 * sum(one.numel() for one in stacked.values()) / 2**30
+    size = 2 * sum(parameter.numel() for parameter in stacked.values()) / 2**30
     names = ", ".join(last_parts(stacked, 2))
     return (
         f"adapter.name: qlora leaves the experts' {names} in 16 bits, {size:,.1f} GiB: no kernel here serves them in 4"
@@ -278,13 +288,14 @@ def _note_on_4_bits(stacked: dict[str, torch.nn.Parameter]) -> str:
 
 
 def check_parameters(model: PreTrainedModel, settings: AdapterSection, config: "LoraConfig") -> None:
-    """Check what peft adapts as parameters, in training or when it reads the file.
+    """Check the layers that peft adapts as parameters, in training or when it reads the file.
 
     Raises:
-        RecipeError: everything that it does not serve for these.
+        RecipeError: every setting that peft does not support for them.
     """
     experts = stacked_experts(model)
-    targeted = list(dict.fromkeys(name for one in config.target_parameters or () for name in _matching(experts, one)))
+    targets = config.target_parameters or ()
+    targeted = list(dict.fromkeys(name for target in targets for name in _matching(experts, target)))
     what = last_parts(targeted, 2) or _renamed(model, config.target_modules)
     mistakes = []
     if others := last_parts((name for name in targeted if not _is_multiplied(model, name)), 2):

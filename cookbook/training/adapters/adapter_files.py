@@ -55,7 +55,7 @@ def check_names(config: PreTrainedConfig, settings: AdapterSection) -> list[str]
 
 
 def weights_digest(settings: AdapterSection, *, cache: Path) -> str:
-    """SHA-256 of what an adapter with a `path` begins with."""
+    """SHA-256 of the weights that an adapter with a `path` begins with."""
     path = Path(settings.path or "") / ADAPTER_WEIGHTS
     return sha256_of([path], cache=cache)[path]
 
@@ -73,7 +73,7 @@ def write_adapter(
 
     Args:
         weights: the whole trained parameters by their names in the model.
-        whole: of the model whose language part was trained; the adapter is then one of the whole.
+        whole: of the model whose language part was trained; the adapter is then written for the whole model.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -89,7 +89,7 @@ def write_adapter(
         named = {in_whole(name, roots): tensor for name, tensor in named.items()}
         peft_config.target_modules = _in_language_part(peft_config, weights, roots[backbone_name(empty)])
         rows: Any = peft_config.trainable_token_indices or {}
-        peft_config.trainable_token_indices = {in_whole(name, roots): of for name, of in rows.items()} or None
+        peft_config.trainable_token_indices = {in_whole(name, roots): ids for name, ids in rows.items()} or None
     tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     peft_config.inference_mode = True
@@ -98,17 +98,22 @@ def write_adapter(
     base.write(folder)
 
 
-def module_roots(whole: PreTrainedConfig) -> dict[str, str]:
-    """By the first part of a name in the language part of a model with a tower, what stands for it in the whole."""
-    part, model = _empty_model(language_config(whole)), _empty_model(whole)
-    inside, paths = ({module: name for name, module in one.named_modules()} for one in (part, model))
+def module_roots(config: PreTrainedConfig) -> dict[str, str]:
+    """The place of the language part in a model with a tower: for the first part of a name in the class for the
+    language part, the beginning of that name in the whole model.
+    """
+    part, model = _empty_model(language_config(config)), _empty_model(config)
+    names_in_part = {module: name for name, module in part.named_modules()}
+    names_in_model = {module: name for name, module in model.named_modules()}
     roots = {}
-    for one, other in (
+    # Embedding and head are asked for by function, so that no name of a model type has to be known here.
+    for in_part, in_model in (
         (part.get_input_embeddings(), model.get_input_embeddings()),
         (part.get_output_embeddings(), model.get_output_embeddings()),
     ):
-        root, _, rest = inside[one].partition(".")
-        roots[root] = paths[other].removesuffix(f".{rest}") if rest else paths[other]
+        root, _, rest = names_in_part[in_part].partition(".")
+        name = names_in_model[in_model]
+        roots[root] = name.removesuffix(f".{rest}") if rest else name
     return roots
 
 
@@ -119,7 +124,7 @@ def in_whole(name: str, roots: dict[str, str]) -> str:
 
 
 def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str) -> str:
-    """The modules as a pattern for peft, which else would adapt layers of these names in the tower too."""
+    """A pattern of the adapted modules for peft, which by names alone would adapt layers of the tower too."""
     names = settings.target_modules
     if names == ALL_LINEAR:
         names = last_parts(name.partition(".lora_")[0] for name in weights if ".lora_" in name)
@@ -127,7 +132,7 @@ def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str)
 
 
 def check_fits(folder: Path, config: PreTrainedConfig) -> None:
-    """Compare the tensors of an adapter's file with what its settings make of the base model, without data.
+    """Compare the tensors of an adapter's file with the adapter that its settings give the base model, without data.
 
     Raises:
         RecipeError: it is the adapter of another model.
@@ -169,8 +174,8 @@ def _first_difference(folder: Path, config: PreTrainedConfig) -> str | None:
     shapes = {f"base_model.model.{name}": [*tensor.shape] for name, tensor in wanted.items()}
     stored = shapes_in(folder, str(folder))
     # peft writes an embedding or a head that was resized beside them (utils/save_and_load.py, save_embedding_layers).
-    resized = [id(one) for one in (model.get_input_embeddings(), model.get_output_embeddings())]
-    beside = tuple(f"base_model.model.{name}." for name, one in model.named_modules() if id(one) in resized)
+    resized = [id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())]
+    beside = tuple(f"base_model.model.{name}." for name, module in model.named_modules() if id(module) in resized)
     others = {name for name in stored if not name.startswith(beside) or "lora_" in name} - shapes.keys()
     differ = sorted(others | {name for name, shape in shapes.items() if stored.get(name) != shape})
     if not differ:

@@ -26,7 +26,7 @@ class Base:
     sha256: str
     """SHA-256 of its weights; see `model_source.weights_digest`."""
     is_new: bool = False
-    """Created for the run."""
+    """True if it was created for the run."""
     new_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens that the run added, with their ids, which are consecutive."""
     head: ScoreHead | None = None
@@ -34,7 +34,7 @@ class Base:
 
     @property
     def new_rows(self) -> range:
-        """Their rows of embedding and head."""
+        """Rows of the new tokens in embedding and head."""
         ids = self.new_tokens.values()
         return range(min(ids), max(ids) + 1) if ids else NO_ROWS
 
@@ -49,21 +49,21 @@ class Base:
         path = folder / BASE_RECORD
         path.lstat()
         try:
-            found = cls(**values_of(path))
-            found = found if found.head is None else replace(found, head=ScoreHead(**vars(found)["head"]))
+            base = cls(**values_of(path))
+            base = base if base.head is None else replace(base, head=ScoreHead(**vars(base)["head"]))
         except TypeError as error:
             raise RecipeError(f"{path}: is no record of a base model ({first_line(error)}); put it back") from None
-        if not all(isinstance(number, int) for number in found.new_tokens.values()):
+        if not all(isinstance(number, int) for number in base.new_tokens.values()):
             raise RecipeError(f"{path}: new_tokens has ids that are no numbers; put it back")
-        return found
+        return base
 
     def write(self, folder: Path) -> None:
         (folder / BASE_RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def check_base(settings: AdapterSection, digest: str) -> None:
-    """Compare the base that the adapter in `path` was trained on with the model; those of other projects have no record
-    of it.
+    """Compare the base that the adapter in `path` was trained on with the model. Adapters of other projects have no
+    record of their base, and pass.
 
     Args:
         digest: `model_source.weights_digest` of the model.
@@ -85,7 +85,7 @@ def check_base(settings: AdapterSection, digest: str) -> None:
 
 
 def base_notes(settings: AdapterSection, model: ModelSection) -> list[str]:
-    """For the user: the adapter in `path` names another base than the recipe, and has no digest to tell whether it is.
+    """Notes for the user if the adapter in `path` names another base than the recipe, and no digest of its weights.
 
     Names are compared by their last part, since a model of the Hub may lie in a folder.
     """
@@ -97,8 +97,9 @@ def base_notes(settings: AdapterSection, model: ModelSection) -> list[str]:
     revisions = {revision, model.revision} - {None}
     if Path(name).name == Path(here).name and len(revisions) < 2:
         return []
-    its, ours = (f"{one} at {other}" if other else one for one, other in ((name, revision), (here, model.revision)))
+    named = f"{name} at {revision}" if revision else name
+    ours = f"{here} at {model.revision}" if model.revision else here
     return [
-        f"adapter.path is {settings.path!r}, an adapter of {its or 'a base without a name'} by its adapter_config.json,"
-        f" and the model here is {ours}: only their shapes were compared"
+        f"adapter.path is {settings.path!r}, an adapter of {named or 'a base without a name'} by its"
+        f" adapter_config.json, and the model here is {ours}: only their shapes were compared"
     ]

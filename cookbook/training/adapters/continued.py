@@ -15,7 +15,7 @@ from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS, in_language_
 
 
 def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
-    """Compare the folder that a recipe's adapter begins with to that adapter.
+    """Compare a recipe's adapter with the folder whose weights it begins with.
 
     Args:
         empty: the model with the recipe's adapter, without data.
@@ -28,7 +28,8 @@ def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
     refuse([f"{place}, {what}" for what in _differences(folder, settings)])
     with in_language_names(folder) as named:
         there = shapes_in(named, place)
-    here = {_key(name): [*one.shape] for name, one in empty.named_parameters() if one.requires_grad}
+    trained = ((name, parameter) for name, parameter in empty.named_parameters() if parameter.requires_grad)
+    here = {_key(name): [*parameter.shape] for name, parameter in trained}
     if others := sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key)):
         shapes = f"{others[0]} is {there.get(others[0])} there, and {here.get(others[0])} here"
         raise RecipeError(f"{place}, an adapter of other layers ({shapes}); see adapter.targets")
@@ -37,12 +38,12 @@ def check(empty: PreTrainedModel, settings: AdapterSection) -> None:
 def _differences(folder: Path, settings: AdapterSection) -> Iterator[str]:
     saved = values_of(folder / "adapter_config.json")
     own = {"rank": settings.rank, "alpha": settings.alpha, "rslora": settings.rslora}
-    for (key, value), theirs in zip(own.items(), ("r", "lora_alpha", "use_rslora"), strict=True):
-        found = saved.get(theirs) or False
-        if not found and key != "rslora":
-            yield f"whose adapter_config.json has no {theirs}; fetch it again, or correct it"
-        elif found != value:
-            yield f"whose {theirs} is {found}, and adapter.{key} is {value}; write adapter.{key}: {found}"
+    for (key, value), peft_key in zip(own.items(), ("r", "lora_alpha", "use_rslora"), strict=True):
+        saved_value = saved.get(peft_key) or False  # an adapter from before peft had use_rslora has no such key
+        if not saved_value and key != "rslora":
+            yield f"whose adapter_config.json has no {peft_key}; fetch it again, or correct it"
+        elif saved_value != value:
+            yield f"whose {peft_key} is {saved_value}, and adapter.{key} is {value}; write adapter.{key}: {saved_value}"
     if saved.get("peft_type") != "LORA":
         yield f"whose peft_type is {saved.get('peft_type')}, and here it is LORA"
     if saved.get("use_dora", False) != (settings.name == "dora"):
@@ -58,10 +59,10 @@ def fill(model: PreTrainedModel, folder: Path) -> None:
     with in_language_names(folder) as named:
         saved = load_file(named / ADAPTER_WEIGHTS)
     for name, parameter in model.named_parameters():
-        if (whole := saved.get(_key(name))) is not None:
+        if (tensor := saved.get(_key(name))) is not None:
             if isinstance(parameter, DTensor):
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(whole)
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(tensor)
 
 
 def _key(name: str) -> str:

@@ -15,22 +15,22 @@ MOST_NUMBERS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Packed:
-    """What makes experts whole again. Every process has all of it, as of linear layers."""
+class Dequantizer:
+    """Scales and format of a layer's experts in 4 bits. Every process has all of them, as of linear layers."""
 
     quant_state: Any
 
-    def whole(self, stored: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, stored: torch.Tensor) -> torch.Tensor:
         """All experts of a layer in the dtype in which they were read."""
         from bitsandbytes.functional import dequantize_4bit
 
-        found: torch.Tensor = dequantize_4bit(stored, self.quant_state)
-        return found
+        experts: torch.Tensor = dequantize_4bit(stored, self.quant_state)
+        return experts
 
 
 def is_in_4_bits(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
-    """Whether `qlora` stores a parameter of stacked experts in 4 bits: where transformers' own implementations multiply
-    them, which ours takes the place of, and bitsandbytes' kernels can count the numbers.
+    """Return whether `qlora` stores a parameter of stacked experts in 4 bits: where transformers' own implementations
+    multiply them, which ours takes the place of, and bitsandbytes' kernels can count the numbers.
     """
     return (
         "expert" in type(module).__name__.lower()
@@ -41,7 +41,7 @@ def is_in_4_bits(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool
 
 
 def pack(options: Any, module: Any, name: str, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A weight that was read: in 4 bits if it is one of experts that are served, else itself.
+    """A weight as the model keeps it: in 4 bits if it belongs to experts that are served so, else as it was read.
 
     Args:
         options: transformers' BitsAndBytesConfig.
@@ -52,16 +52,16 @@ def pack(options: Any, module: Any, name: str, weight: torch.nn.Parameter) -> to
 
     from cookbook.training.adapters.stacked import use_own_forward
 
-    made: Any = Params4bit(
+    quantized: Any = Params4bit(
         weight.data,
         requires_grad=False,
         compress_statistics=options.bnb_4bit_use_double_quant,
         quant_type=options.bnb_4bit_quant_type,
         quant_storage=options.bnb_4bit_quant_storage,
     )
-    found: torch.nn.Parameter = made.to(weight.device)
+    packed: torch.nn.Parameter = quantized.to(weight.device)
     weight.data = weight.data.new_empty(0)  # transformers holds it until the next one is read
     use_own_forward(module)
-    module.packed[name] = Packed(made.quant_state)
-    found.__dict__.update(weight.__dict__)  # transformers' mark that it was read, without which it is drawn again
-    return found
+    module.packed[name] = Dequantizer(quantized.quant_state)
+    packed.__dict__.update(weight.__dict__)  # transformers' mark that it was read, without which it is drawn again
+    return packed

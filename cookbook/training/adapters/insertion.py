@@ -55,7 +55,7 @@ def inject(model: PreTrainedModel, settings: AdapterSection, new_rows: range = N
 
 
 def _multiply_experts(model: torch.nn.Module, config: Any) -> None:
-    """Multiplies stacked experts with `stacked`, which is imported for models with such adapters only."""
+    """Have stacked experts multiplied by `stacked`, which is imported for models with such adapters only."""
     if config.target_parameters:
         from cookbook.training.adapters.stacked import multiply_low_rank
 
@@ -82,12 +82,12 @@ def _names_as_written() -> Iterator[None]:
     """Have peft adapt the layers that are named; see `_renamed`."""
     from peft.utils import transformers_weight_conversion as conversion
 
-    theirs = conversion.convert_peft_config_for_transformers
+    convert = conversion.convert_peft_config_for_transformers
     conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
         yield
     finally:
-        conversion.convert_peft_config_for_transformers = theirs
+        conversion.convert_peft_config_for_transformers = convert
 
 
 @contextlib.contextmanager
@@ -100,24 +100,25 @@ def _sizes_of_modules() -> Iterator[None]:
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
-    theirs, parameter = LoraLayer._get_in_out_features, ParamWrapper.get_param
+    sizes_of_weight, parameter_of = LoraLayer._get_in_out_features, ParamWrapper.get_param
 
     def sizes(self: LoraLayer, module: torch.nn.Module) -> Any:
         is_sharded = isinstance(module, torch.nn.Linear) and isinstance(module.weight, DTensor)
-        return (module.in_features, module.out_features) if is_sharded else theirs(self, module)
+        return (module.in_features, module.out_features) if is_sharded else sizes_of_weight(self, module)
 
     def in_whole_shape(self: ParamWrapper) -> Any:
-        found = parameter(self)
-        is_packed = getattr(found, "quant_state", None) is not None
-        return found.data.new_empty(()).expand(whole_shape(found)) if is_packed else found
+        parameter = parameter_of(self)
+        is_packed = getattr(parameter, "quant_state", None) is not None
+        # An element expanded to the shape of all experts, by which peft sizes its matrices; nothing is dequantized.
+        return parameter.data.new_empty(()).expand(whole_shape(parameter)) if is_packed else parameter
 
     LoraLayer._get_in_out_features = sizes  # type: ignore[method-assign]
     ParamWrapper.get_param = in_whole_shape  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LoraLayer._get_in_out_features = theirs  # type: ignore[method-assign]
-        ParamWrapper.get_param = parameter  # type: ignore[method-assign]
+        LoraLayer._get_in_out_features = sizes_of_weight  # type: ignore[method-assign]
+        ParamWrapper.get_param = parameter_of  # type: ignore[method-assign]
 
 
 def add_adapter(
@@ -130,11 +131,11 @@ def add_adapter(
 ) -> None:
     """Freeze a model and add trainable float32 weights to its linear layers and experts, in place.
 
-    They are drawn from `seed` alone, so that they are equal however the model is sharded, or those in `adapter.path`.
+    The weights are those in `adapter.path`, or are drawn from `seed` alone, equally however the model is sharded.
 
     Args:
         new_rows: rows of embedding and head that are trained too.
-        first: what these rows begin as, by the names of the matrices; default: zeros.
+        first: the values that these rows begin with, by the names of the matrices; default: zeros.
     """
     inject(model, settings, new_rows)
     _draw_first_weights(model, seed)
@@ -150,7 +151,7 @@ def add_adapter(
 
 
 def open_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """As `add_adapter`, with settings and weights of a peft folder."""
+    """Add a trainable adapter to a model, as `add_adapter`, with settings and weights of a peft folder."""
     from peft import PeftConfig, PeftModel
 
     with in_language_names(folder) as named, _sizes_of_modules():

@@ -23,7 +23,7 @@ def shapes_in(folder: Path, place: str) -> dict[str, list[int]]:
     """The shape of each tensor of a peft folder's weights, all of which are read.
 
     Args:
-        place: that of the mistake.
+        place: where the folder is named, for messages.
 
     Raises:
         RecipeError: they are not there, or damaged, or hold what no adapter has: whole numbers, NaN, infinity.
@@ -32,7 +32,7 @@ def shapes_in(folder: Path, place: str) -> dict[str, list[int]]:
     try:
         tensors, _ = read_header(path)
         with safe_open(path, framework="pt") as file:
-            odd = [name for name, one in sorted(tensors.items()) if not _is_weight(file, name, one["dtype"])]
+            odd = [name for name, entry in sorted(tensors.items()) if not _is_weight(file, name, entry["dtype"])]
     except FileNotFoundError:
         raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; name a peft folder, as the export of a run") from None
     except OSError as error:
@@ -42,7 +42,7 @@ def shapes_in(folder: Path, place: str) -> dict[str, list[int]]:
     if odd:
         what = f"values in {odd[0]} ({tensors[odd[0]]['dtype']}) that are no finite fractions"
         raise RecipeError(f"{place}: {ADAPTER_WEIGHTS} has {what}; fetch it again, or take an earlier one")
-    return {name: one["shape"] for name, one in tensors.items()}
+    return {name: entry["shape"] for name, entry in tensors.items()}
 
 
 def _is_weight(file: Any, name: str, dtype: str) -> bool:
@@ -51,7 +51,8 @@ def _is_weight(file: Any, name: str, dtype: str) -> bool:
 
 @contextlib.contextmanager
 def in_language_names(folder: Path) -> Iterator[Path]:
-    """A peft folder as one of a language part, if it is one of the whole model, else the folder itself."""
+    """A peft folder with the names of a language part: a temporary one if the folder has those of a whole model, else
+    the folder itself."""
     path, prefix = folder / ADAPTER_WEIGHTS, "base_model.model."
     with safe_open(path, framework="pt") as file:
         names = {key: key for key in sorted(file.keys())}
@@ -63,10 +64,10 @@ def in_language_names(folder: Path) -> Iterator[Path]:
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     parents = tuple(f".{name.rpartition('.')[0]}" for name in settings.get("target_parameters") or ())
     adapted = (name.removeprefix(prefix).partition(".lora_") for name in names.values())
-    modules = {module.removesuffix(".base_layer") for module, found, _ in adapted if found}
+    modules = {module.removesuffix(".base_layer") for module, separator, _ in adapted if separator}
     settings["target_modules"] = sorted(name for name in modules if not name.endswith(parents))
     rows = settings.get("trainable_token_indices") or {}
-    settings["trainable_token_indices"] = {language_key(name): of for name, of in rows.items()} or None
+    settings["trainable_token_indices"] = {language_key(name): ids for name, ids in rows.items()} or None
     with tempfile.TemporaryDirectory(prefix="adapter.") as made:
         save_file({name: saved[key] for key, name in names.items()}, Path(made) / path.name)
         (Path(made) / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")

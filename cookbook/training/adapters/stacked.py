@@ -31,20 +31,20 @@ class LowRankExperts(ParamWrapper):
     """
 
     reads_weights_inside = True
-    """Its own forward begins the use of all weights in it, which no forward of their modules does."""
+    """A mark for ZeRO-3: the forward here reads all weights inside, and no forward of their own modules is called."""
     adapter_name: str
     first_expert: int
-    """Those of this process, among the experts of the layer."""
+    """The first expert of this process, among the experts of the layer."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.base_layer(x, *args, **kwargs)
 
     def change(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to the product of these rows with the experts of this process.
+        """The adapter's addition to the product of rows with the experts of this process.
 
         Args:
             rows: [S, inputs], sorted by expert.
-            ends: [experts of this process], where the rows of each end.
+            ends: [experts of this process], the index after the last row of each.
         """
         a: Any = self.lora_A[self.adapter_name].weight
         b: Any = self.lora_B[self.adapter_name].weight
@@ -52,42 +52,42 @@ class LowRankExperts(ParamWrapper):
         a = a.view(self.num_experts, -1, a.shape[1])[own]
         b = b.view(len(b), -1, self.num_experts).permute(2, 1, 0)[own] * self.scaling[self.adapter_name]
         more = (0, 0, 0, -a.shape[1] % RANK_MULTIPLE)
-        a, b = (F.pad(one.to(rows.dtype), more).contiguous() for one in (a, b))
+        a, b = (F.pad(matrix.to(rows.dtype), more).contiguous() for matrix in (a, b))
         return _multiply(_multiply(rows, a.mT, ends), b, ends)
 
 
 def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Each row with the matrix of its expert, by the function that transformers takes for the experts themselves."""
+    """The product of each row with the matrix of its expert, by transformers' own function for experts."""
     product: torch.Tensor = moe._grouped_mm(rows, weights, offs=ends)
     return product
 
 
 class PackedProduct(torch.autograd.Function):
-    """The same with matrices in 4 bits, which are dequantized in both directions and not kept, as in bitsandbytes'
-    product of a linear layer (0.50.2, autograd/_functions.py, MatMul4Bit).
+    """Product of rows with matrices of experts in 4 bits. They are dequantized in forward and backward and not kept, as
+    in bitsandbytes' product of a linear layer (0.50.2, autograd/_functions.py, MatMul4Bit).
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, whole: Callable[[], torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, matrices: Callable[[], torch.Tensor], ends: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            whole: makes [experts, inputs, outputs]; called in the backward too, for which engines gather again.
+            matrices: makes [experts, inputs, outputs]; called in the backward too, for which engines gather again.
         """
-        ctx.whole, ctx.dtype = whole, rows.dtype
+        ctx.matrices, ctx.dtype = matrices, rows.dtype
         ctx.save_for_backward(ends)
-        return _multiply(rows, whole(), ends)
+        return _multiply(rows, matrices(), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,), (ends,) = gradients, ctx.saved_tensors
-        weights = ctx.whole()
+        weights = ctx.matrices()
         return _multiply(gradient.to(weights.dtype), weights.mT, ends).to(ctx.dtype), None, None
 
 
 def _matrices(experts: Any, name: str) -> torch.Tensor:
-    """[experts, inputs, outputs], also of those in 4 bits."""
+    """The matrices of a layer's experts, [experts, inputs, outputs], dequantized if they are in 4 bits."""
     stored = getattr(experts, name)
-    weights: torch.Tensor = experts.packed[name].whole(stored) if name in experts.packed else stored
+    weights: torch.Tensor = experts.packed[name].dequantize(stored) if name in experts.packed else stored
     return weights if experts.is_transposed else weights.mT
 
 
@@ -98,7 +98,7 @@ def experts_forward(
     integrations/moe.py); the indices are those of this process's experts, as `AllToAllEP` sends them.
 
     Args:
-        experts: a module of `use_experts_implementation`, with `adapters` and what is `packed` by parameter.
+        experts: a module of `use_experts_implementation`, with `adapters` and `packed`, each by parameter.
         top_k_index, top_k_weights: [tokens, experts of a token].
     """
     top_k = top_k_index.shape[-1]
@@ -152,7 +152,8 @@ def use_own_forward(experts: Any) -> None:
 
 
 def _first_expert(weight: torch.Tensor, num_here: int) -> int:
-    """Each process of an expert-parallel group has as many experts, in order (distributed/expert_parallel.py)."""
+    """The number of this process's first expert in its layer."""
+    # Each process of an expert-parallel group has as many experts, in order (distributed/expert_parallel.py).
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     divides = mesh is not None and "ep" in (mesh.mesh_dim_names or ())
     return mesh["ep"].get_local_rank() * num_here if divides else 0  # type: ignore[index]

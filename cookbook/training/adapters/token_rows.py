@@ -36,7 +36,7 @@ def without_values() -> Iterator[None]:
     """Have peft make the rows as zeros. It would read them from a matrix that a process may hold a shard of, and under
     ZeRO-3 only with CUDA (peft 0.21.2, tuners/trainable_tokens/layer.py).
     """
-    theirs = TrainableTokensLayer.update_layer
+    update_layer = TrainableTokensLayer.update_layer
 
     def rows(self: Any, adapter_name: str, *, token_indices: list[int] | None = None, tied_adapter: Any = None) -> None:
         if tied_adapter is None:
@@ -50,11 +50,11 @@ def without_values() -> Iterator[None]:
     try:
         yield
     finally:
-        TrainableTokensLayer.update_layer = theirs  # type: ignore[method-assign]
+        TrainableTokensLayer.update_layer = update_layer  # type: ignore[method-assign]
 
 
 def fill(model: PreTrainedModel, first: dict[str, torch.Tensor]) -> None:
-    """Set all rows of a matrix to what they begin as, by the names of the matrices."""
+    """Set all trained rows of a matrix to one row, which `first` has by the names of the matrices."""
     for name, module in model.named_modules():
         if isinstance(module, TrainableTokensWrapper) and (row := first.get(f"{name}.weight")) is not None:
             for parameter in module.token_adapter.trainable_tokens_delta.values():
@@ -73,22 +73,24 @@ def compute_apart(model: PreTrainedModel) -> None:
 
 
 _FROZEN = property(lambda self: self.token_adapter.base_layer.weight)
-"""By which accelerate sees that embedding and head are tied; peft's is a matrix of its own each time."""
+"""The frozen matrix as `weight`, by which accelerate sees that embedding and head are tied; peft's property makes a new
+matrix each time."""
 
 
 def _set(self: Any, name: str, value: Any) -> None:
-    """Lets transformers tie the weights again that accelerate has moved (modeling_utils.py, tie_weights)."""
+    """Set an attribute; `weight` is that of the wrapped module, so that transformers can tie weights again that
+    accelerate has moved (modeling_utils.py, tie_weights)."""
     torch.nn.Module.__setattr__(self.token_adapter.base_layer if name == "weight" else self, name, value)
 
 
 def _rows_of(layer: Any) -> tuple[int, torch.Tensor]:
-    """The first of the consecutive rows, and all of them."""
+    """The token id of the first trained row, and all trained rows, whose ids are consecutive."""
     (name,) = layer.trainable_tokens_delta
     return layer.token_indices[name][0], layer.trainable_tokens_delta[name]
 
 
 def _scale_of(embedding: Any) -> Any:
-    """By which the forward of Gemma's embedding, and of others, multiplies: a buffer or a number."""
+    """The factor, a buffer or a number, by which the forward of Gemma's embedding and of others multiplies; or None."""
     return getattr(embedding, "embed_scale", None)
 
 
@@ -104,7 +106,8 @@ def _embed(self: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _score(self: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """See `LossHead.forward` in cookbook/training/models/loss.py; logits of a model without our loss."""
+    """The forward of a head with trained rows: see `LossHead.forward` in cookbook/training/models/loss.py; without our
+    loss the logits."""
     if type(self.token_adapter.base_layer) is torch.nn.Linear:
         return self.token_adapter(hidden)
     return self.token_adapter.base_layer(hidden, *arguments, rows=_rows_of(self.token_adapter))
