@@ -25,7 +25,7 @@ heads of size 64 took 0.8 ms in float32, 7.0 in bf16, 1.5 when its length came a
 thread of an Intel Xeon with AMX, torch 2.13.0+cpu, by a program that is not kept)."""
 
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
-"""They differ by version: torch 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
+"""Arguments of the installed torch: 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
 
 
 class Lengths:
@@ -39,24 +39,24 @@ class Lengths:
 
 
 class Kind(NamedTuple):
-    """What a layer's attention is."""
+    """Properties of a layer's attention."""
 
     scaling: float | None = None
     """Factor of the products of queries and keys; None for the root of the head size."""
     window: int | None = None
-    """Tokens that each sees, itself included; None for all before it."""
+    """Tokens that a token sees, itself included; None for all before it."""
     softcap: float | None = None
     """No score is larger: a score s becomes softcap * tanh(s / softcap) (Gemma 2)."""
     sinks: torch.Tensor | None = None
-    """(query heads,) scores of a token that each sees, and that has no value (gpt-oss)."""
+    """(query heads,) scores of an added token that all others see, and that has no value (gpt-oss)."""
 
     def within(self, longest: int) -> "Kind":
-        """The same for samples of at most so many tokens."""
+        """The attention for samples of at most `longest` tokens: without a window that holds them whole."""
         return self if self.window is None or self.window < longest else self._replace(window=None)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether torch has one, which never holds scores of T x T."""
+        """True if torch has a kernel for it, which never holds scores of T x T."""
         return self.softcap is None and self.sinks is None
 
 
@@ -90,7 +90,7 @@ def attend(
 
     Args:
         query: (B, query heads, T, D); key and value have their own number of heads, the value its own size.
-        sliding_window: and the two after it: see `Kind`.
+        sliding_window, softcap, s_aux: see `Kind`.
         sequence_mesh: the N ranks that hold consecutive T tokens each of these rows. Collective for them.
 
     Returns:
@@ -142,7 +142,7 @@ def _attend(
 
 
 def _has_kernel(query: torch.Tensor, kind: Kind) -> bool:
-    """Whether FlashAttention, which `varlen_attn` calls, serves this GPU and head size (torch's flash_api.cpp)."""
+    """Return whether FlashAttention, called by `varlen_attn`, serves this GPU and head size (torch's flash_api.cpp)."""
     if not kind.has_kernel or (kind.window is not None and "window_size" not in VARLEN_ARGUMENTS):
         return False
     size = query.shape[-1]
@@ -158,7 +158,7 @@ def computed_in(query: torch.Tensor) -> torch.dtype:
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """(B, heads, T, D) -> (B, query heads, T, size of the value)."""
+    """Causal attention within each row: (B, heads, T, D) -> (B, query heads, T, size of the value)."""
     kind = kind.within(query.shape[2])
     if not kind.has_kernel:
         return _by_scores(query, key, value, kind)
@@ -175,13 +175,13 @@ def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Ki
 
 
 def _visible(query: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """(T, T) bool: whether a token sees another."""
+    """A mask, (T, T) bool: true where the token of a row sees that of a column."""
     seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
     return seen if kind.window is None else seen.triu(1 - kind.window)
 
 
 def _by_scores(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """`causal` for what no kernel of torch computes. Holds scores of T x T, as transformers' own code does."""
+    """`causal` for attention without a kernel in torch. Holds scores of T x T, as transformers' own code does."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if kind.scaling is None else kind.scaling)
     if kind.softcap is not None:

@@ -1,4 +1,4 @@
-"""Saves memory or time, and changes at most the last bits: recomputed activations, compiled layers, Liger's kernels.
+"""Savings of memory or time that change at most the last bits: recomputed activations, compiled layers, Liger kernels.
 
 Liger returns queries and keys in 16 bits where transformers returns float32.
 """
@@ -32,9 +32,9 @@ from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.models.mixers import is_kept_apart, replayed
 
 MOST_COMPILATIONS = 64
-"""For all layers, which share one function of transformers' GradientCheckpointingLayer, with their kinds (four in some
-hybrids), each for training, evaluation, one row or more, one length or any. Torch's own limit of 8 is a guard against
-code that is compiled for each call; beyond it layers run uncompiled."""
+"""Limit for all layers of a model, which share one function of transformers' GradientCheckpointingLayer: for each kind
+of layer (four in some hybrids) it is compiled for training, evaluation, one row or more, one length or any. Torch's own
+limit of 8 is a guard against code that is compiled for each call; beyond it layers run uncompiled."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
 
 
@@ -65,7 +65,7 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
 
 
 def check_layers(settings: ModelSection, config: PreTrainedConfig) -> None:
-    """Raises RecipeError where layers are to be recomputed or compiled, and transformers' code of this model cannot."""
+    """Raise RecipeError where layers are to be recomputed or compiled, and transformers' code of this model cannot."""
     served = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mistakes = []
     if settings.recompute and not getattr(served, "supports_gradient_checkpointing", True):
@@ -83,13 +83,13 @@ def check_layers(settings: ModelSection, config: PreTrainedConfig) -> None:
 
 
 def _has_layers(served: type[PreTrainedModel]) -> bool:
-    """Whether a class's own file has layers of the kind that `compile_layers` finds in a model."""
-    named = vars(sys.modules[served.__module__]).values()
-    return any(isinstance(one, type) and issubclass(one, GradientCheckpointingLayer) for one in named)
+    """Return whether a class's own file has layers of the kind that `compile_layers` finds in a model."""
+    values = vars(sys.modules[served.__module__]).values()
+    return any(isinstance(value, type) and issubclass(value, GradientCheckpointingLayer) for value in values)
 
 
 def is_saved(operation: str) -> bool:
-    """Whether selective checkpointing keeps the result of an operation, by its name in ATen."""
+    """Return whether selective checkpointing keeps the result of an operation, by its name in ATen."""
     # Every attention kernel has the word in its name: _scaled_dot_product_flash_attention, _varlen_attn, ...
     return operation in PRODUCTS or "attention" in operation or "attn" in operation
 
@@ -100,12 +100,13 @@ def _policy(context: object, operation: torch._ops.OpOverload, *args: Any, **kwa
 
 def _selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     forward, recompute = create_selective_checkpoint_contexts(_policy)
-    forward.__class__ = _KeepsAsComputed
+    forward.__class__ = _CopyBeforeChange
     return forward, recompute
 
 
-class _KeepsAsComputed(_CachingTorchDispatchMode):
-    """Copies what is kept before an operation changes it in place, as GPT-OSS's and Gemma 3n's code does with products.
+class _CopyBeforeChange(_CachingTorchDispatchMode):
+    """A dispatch mode that copies a kept result before an operation changes it in place, as GPT-OSS's and Gemma 3n's
+    code does with products.
 
     torch 2.13 refuses a backward from a result that was changed, and does not see the change where a product was
     reshaped in between, as `matmul` and `linear` do: the gradients are then others (docs/upstream, 11).
@@ -113,7 +114,7 @@ class _KeepsAsComputed(_CachingTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and not torch.compiler.is_compiling():
-            changed = {_memory(one) for one in _changed_by(func, args, kwargs or {})}
+            changed = {_memory(tensor) for tensor in _changed_by(func, args, kwargs or {})}
             for kept in tree_leaves(self.storage):
                 if isinstance(kept, _VersionWrapper) and torch.is_tensor(kept.val) and _memory(kept.val) in changed:
                     kept.val = kept.val.clone()
@@ -125,12 +126,12 @@ def _changed_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The tensors that an operation writes to."""
     for i, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from filter(torch.is_tensor, tree_leaves(given))
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from filter(torch.is_tensor, tree_leaves(value))
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory."""
+    """A number of a tensor's memory, equal for tensors that share it."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.untyped_storage()._cdata
 
@@ -150,8 +151,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def compile_counts() -> dict[str, Any]:
-    """What torch's compiler did in this process: `graphs`, `graph_breaks`, `recompilations`, the calls of functions
-    that it then left uncompiled, `given_up`, and its `reasons` for these and for breaks, each a line.
+    """Counts of torch's compiler in this process: `graphs`, `graph_breaks`, `recompilations`, and calls of functions
+    that it left uncompiled, `given_up`; with its `reasons` for breaks and for giving up, each a line.
 
     The counters are private (torch 2.13, _dynamo/utils.py `counters`, _dynamo/convert_frame.py).
     """
@@ -190,7 +191,7 @@ def kernel_notes(settings: ModelSection, config: PreTrainedConfig) -> list[str]:
 
 
 def slow_kernel_notes(recipe: Recipe, config: PreTrainedConfig, capability: tuple[int, int] | None) -> list[str]:
-    """Notes on what is right and slow on this GPU.
+    """Notes on settings whose results are right and which are slow on this GPU.
 
     Args:
         capability: the GPU's compute capability; None without one.

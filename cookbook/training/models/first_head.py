@@ -24,11 +24,12 @@ KEY = f"{HEAD}.weight"
 
 
 def scored_folder(base: str, head: ScoreHead, *, seed: int, cache: Path) -> str:
-    """The folder of the model in `base` with such a head, built into the cache; without its tokenizer. Its weight files
-    are links. The head of a folder that has one is kept; else it is drawn as transformers does, from the seed.
+    """The folder of the model in `base` with a head for sequences, built into the cache; without its tokenizer. Its
+    weight files are links. The head of a folder that has one is kept; else it is drawn as transformers does, from the
+    seed.
 
     Raises:
-        RecipeError: a model that cannot have such a head, or that has another one.
+        RecipeError: a model that cannot have a head for sequences, or that has another one.
     """
     config = open_config(base)
     if problem := why_no_score(config) or _another_head(config, head):
@@ -47,7 +48,7 @@ def scored_folder(base: str, head: ScoreHead, *, seed: int, cache: Path) -> str:
 
 
 def _another_head(config: PreTrainedConfig, head: ScoreHead) -> str | None:
-    """Why the head of a model cannot go on as this one, or None."""
+    """Why the head for sequences that a model has cannot be trained further as the objective's, or None."""
     if not is_scored(config):
         return None
     if config.num_labels != head.num_labels:
@@ -62,12 +63,12 @@ def _another_head(config: PreTrainedConfig, head: ScoreHead) -> str | None:
 def _build(base: Path, config: PreTrainedConfig, head: ScoreHead, seed: int, build: Path) -> None:
     stored, mistakes = read_headers(base)
     assert not mistakes, "the folder was checked"
-    paths = sorted({one.path for one in stored.values()})
+    paths = sorted({tensor.path for tensor in stored.values()})
     # A name of no whole model: transformers would read that file alone.
     names = {path: f"model-{i:05}-of-{len(paths) + 1:05}.safetensors" for i, path in enumerate(paths, start=1)}
     for path, name in names.items():
         (build / name).symlink_to(path.resolve())
-    places = {key: names[one.path] for key, one in stored.items()}
+    places = {key: names[tensor.path] for key, tensor in stored.items()}
     if not is_scored(config):
         name = f"model-{len(paths) + 1:05}-of-{len(paths) + 1:05}.safetensors"
         save_file({KEY: first_weights(config, head, seed)}, build / name, metadata={"format": "pt"})
@@ -78,8 +79,8 @@ def _build(base: Path, config: PreTrainedConfig, head: ScoreHead, seed: int, bui
 
 
 def first_weights(config: PreTrainedConfig, head: ScoreHead, seed: int) -> torch.Tensor:
-    """Normal, of the deviation that a configuration has for its linear layers (transformers 5.23, modeling_utils.py,
-    `_init_weights`), float32 (num_labels, hidden size)."""
+    """First weights of a head for sequences, float32 (num_labels, hidden size): normal, of the deviation that a
+    configuration has for its linear layers (transformers 5.23, modeling_utils.py, `_init_weights`)."""
     deviation = getattr(config, "initializer_range", None) or 0.02
     chance = torch.Generator().manual_seed(seed)
     return torch.randn(head.num_labels, config.hidden_size, generator=chance) * deviation

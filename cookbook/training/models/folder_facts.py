@@ -1,4 +1,4 @@
-"""What a model's folder says of itself, compared before its weights are read, equally in every process: a strategy must
+"""Comparison of a model's files with one another before its weights are read, equally in every process: a strategy must
 not decide which model is trained. transformers draws a tensor that the files lack, and drops one too many.
 """
 
@@ -38,22 +38,22 @@ PACKED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|quant_state\S*|input_scale)$"
     r"|\.weight_(scale\w*|packed|shape|zero_point|g_idx)$|_(blocks|scales|scale_inv)$"
 )
-"""Names of what belongs to a weight of GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt, fp8 and MXFP4."""
+"""Names of tensors beside a quantized weight: of GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt, fp8, MXFP4."""
 NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 class FolderFacts(NamedTuple):
-    """What a sound folder has."""
+    """Facts about a sound folder."""
 
     num_embeddings: int | None
     """Rows of the embedding: token ids are below. None if it is not a language model alone."""
     notes: list[str]
-    """For the user: what does not agree, though training is right all the same."""
+    """For the user: differences with which training is right all the same."""
 
 
-class Stored(NamedTuple):
-    """A tensor of the files."""
+class StoredTensor(NamedTuple):
+    """A tensor in a model's files."""
 
     path: Path
     shape: list[int]
@@ -72,14 +72,14 @@ def check_folder(
     only where the configuration ties two matrices and the files hold both.
 
     Args:
-        place: that of the mistakes; default: the recipe's key.
+        place: where the folder is named, for messages; default: the recipe's key.
         new_tokens: of the tokenizer, for which the embedding will grow; see `grown_rows`.
 
     Raises:
-        RecipeError: all that does not agree.
+        RecipeError: all differences that training cannot have.
     """
     if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return FolderFacts(None, [])  # refused by whatever trains
+        return FolderFacts(None, [])  # training refuses such a model, and says why
     rows, mistakes = config.vocab_size, []
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
@@ -87,9 +87,9 @@ def check_folder(
     else:
         stored, mistakes = read_headers(folder)
         if not mistakes:
-            whole = whole_config(folder)
-            mistakes, rows = _compare_tensors(config if whole is None else whole, stored)
-            if whole is not None and not mistakes:
+            with_tower = whole_config(folder)
+            mistakes, rows = _compare_tensors(config if with_tower is None else with_tower, stored)
+            if with_tower is not None and not mistakes:
                 mistakes = _compare_language_part(config, stored)
     notes = []
     if tokenizer is not None:
@@ -98,8 +98,8 @@ def check_folder(
             mistakes += _compare_new_tokens(folder, config, tokenizer, new_tokens)
         mistakes += _compare_tokens(tokenizer, rows)
         notes = _notes(folder, config, tokenizer, rows)
-        if (whole := whole_config(folder)) is not None and not mistakes:
-            notes.append(part_in_words(whole))
+        if (with_tower := whole_config(folder)) is not None and not mistakes:
+            notes.append(part_in_words(with_tower))
     place = place or f"model.name_or_path is {str(folder)!r}"
     refuse([f"{place}: {mistake}" for mistake in mistakes])
     return FolderFacts(rows, [f"{place}: {note}" for note in notes])
@@ -108,11 +108,11 @@ def check_folder(
 def _compare_new_tokens(
     folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new: Collection[str]
 ) -> list[str]:
-    """New tokens with ids by which the model knows the places of images and sound, or without a row in the embedding
-    that layers have of their own (Gemma 3n, Gemma 4).
+    """Mistakes for new tokens with ids by which the model knows the places of images and sound, or without a row in the
+    embedding that layers have of their own (Gemma 3n, Gemma 4).
     """
-    whole, ids = whole_config(folder), {token: tokenizer.convert_tokens_to_ids(token) for token in new}
-    taken = {} if whole is None else {number: key for key, number in tower_tokens(whole).items()}
+    with_tower, ids = whole_config(folder), {token: tokenizer.convert_tokens_to_ids(token) for token in new}
+    taken = {} if with_tower is None else {number: key for key, number in tower_tokens(with_tower).items()}
     mistakes = [
         f"model.new_tokens: {token} would have the id {number}, {taken[number]} of its config.json; give its tokenizer"
         " the token that it lacks"
@@ -128,23 +128,23 @@ def _compare_new_tokens(
     return mistakes
 
 
-def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
-    """The tensors of the files that transformers reads, and what is wrong with these files."""
+def read_headers(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of the files that transformers reads, and mistakes in these files."""
     paths, why = weight_files(folder)
     if why is not None:
         return {}, [why]
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     mistakes = []
     for path in paths:
         try:
             tensors, _ = read_header(path)
-            found = {key: Stored(path, one["shape"], one["dtype"]) for key, one in tensors.items()}
+            in_file = {key: StoredTensor(path, entry["shape"], entry["dtype"]) for key, entry in tensors.items()}
             mistakes += [
                 f"{path.name} and {stored[key].path.name} hold {key} with other values; fetch both again"
-                for key in sorted(found.keys() & stored.keys())
-                if not _are_equal([(key, stored[key]), (key, found[key])])
+                for key in sorted(in_file.keys() & stored.keys())
+                if not _are_equal([(key, stored[key]), (key, in_file[key])])
             ]
-            stored |= found
+            stored |= in_file
         except OSError as error:
             mistakes.append(f"{path.name} cannot be read ({error.strerror}); fetch it again")
         except BadHeader as error:
@@ -152,25 +152,25 @@ def read_headers(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return stored, mistakes
 
 
-def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tuple[list[str], int]:
-    """What the files hold against the model of the configuration, by transformers' own loading, without data; and the
-    rows of the embedding.
+def _compare_tensors(config: PreTrainedConfig, stored: dict[str, StoredTensor]) -> tuple[list[str], int]:
+    """Mistakes where the files differ from the model of the configuration, by transformers' own loading, without data;
+    and the rows of the embedding.
     """
     kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)] if has_tower(config) else class_of(config)
     try:
-        model, found = _load_empty(kind, config, stored)
-    except Exception as error:  # any: it would end every strategy
+        model, report = _load_empty(kind, config, stored)
+    except Exception as error:  # any, of transformers' code for the model: it would end a run under every strategy
         return [_why_not_loaded(kind, config, stored, error)], config.get_text_config().vocab_size
     mistakes = []
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         way = "take a folder that has them, or the config.json that belongs to it"
         if not getattr(config, "tie_word_embeddings", False) and {*missing} <= {*(kind._tied_weights_keys or ())}:
             way = "if the head is the embedding, write tie_word_embeddings: true into its config.json"
         mistakes.append(f"its files lack {_names(missing)}, which would be random; {way}")
     # Old versions of GPT-J and others saved their causal mask, [1, 1, T, T], and what it masks with, a number.
-    masks = {key for key, one in stored.items() if one.shape in ([], [1, 1, *one.shape[-1:] * 2])}
-    left = sorted(found["unexpected_keys"] - masks)
-    if packed := sorted(filter(PACKED.search, found["unexpected_keys"])):
+    masks = {key for key, tensor in stored.items() if tensor.shape in ([], [1, 1, *tensor.shape[-1:] * 2])}
+    left = sorted(report["unexpected_keys"] - masks)
+    if packed := sorted(filter(PACKED.search, report["unexpected_keys"])):
         why = f"its files hold {_names(packed)}, as quantized weights do, whatever config.json says; {NOT_QUANTIZED}"
         return [why], model.get_input_embeddings().weight.shape[0]
     if left:
@@ -180,7 +180,7 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tup
             f"its files hold {_names(left)}, for which {kind.__name__} of its config.json has no place; correct"
             f" config.json{way}"
         )
-    shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(found["mismatched_keys"])]
+    shapes = [f"{name} {[*shape]} and {[*wanted]}" for name, shape, wanted in sorted(report["mismatched_keys"])]
     if shapes:
         mistakes.append(f"shapes differ, in its files and by its config.json: {_names(shapes)}; correct config.json")
     if odd := _no_fractions(model, stored):
@@ -193,9 +193,9 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, Stored]) -> tup
 
 
 def _load_empty(
-    kind: Any, config: PreTrainedConfig, stored: dict[str, Stored], **options: Any
+    kind: Any, config: PreTrainedConfig, stored: dict[str, StoredTensor], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model without data, and what transformers says of the tensors."""
+    """The model without data, and transformers' report on the tensors."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # for its report of what is reported here
     logging.disable_progress_bar()
@@ -203,7 +203,7 @@ def _load_empty(
         return kind.from_pretrained(
             None,
             config=config,
-            state_dict={key: torch.empty(one.shape, device="meta") for key, one in stored.items()},
+            state_dict={key: torch.empty(tensor.shape, device="meta") for key, tensor in stored.items()},
             device_map={"": "meta"},
             dtype=torch.float32,
             trust_remote_code=False,
@@ -215,15 +215,15 @@ def _load_empty(
         logging.set_verbosity(verbosity)
 
 
-def _compare_language_part(config: PreTrainedConfig, stored: dict[str, Stored]) -> list[str]:
-    """Whether the tensors of a sound model with a tower have names that `KEY_MAPPING` knows."""
-    _, found = _load_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, stored, key_mapping=KEY_MAPPING)
-    missing = sorted(found["missing_keys"])
+def _compare_language_part(config: PreTrainedConfig, stored: dict[str, StoredTensor]) -> list[str]:
+    """Mistakes where tensors of a sound model with a tower have names that `KEY_MAPPING` does not know."""
+    _, report = _load_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, stored, key_mapping=KEY_MAPPING)
+    missing = sorted(report["missing_keys"])
     way = "AutoModelForImageTextToText.from_pretrained(OLD).save_pretrained(NEW) writes those that are"
     return missing and [f"{_names(missing)} of its language part have names in its files that are not known; {way}"]
 
 
-def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, Stored], error: Exception) -> str:
+def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, StoredTensor], error: Exception) -> str:
     pad, rows = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
     if isinstance(pad, int) and pad >= rows:
         return f"config.json: pad_token_id {pad} is not below vocab_size {rows}; write null there"
@@ -246,14 +246,15 @@ def _why_not_loaded(kind: Any, config: PreTrainedConfig, stored: dict[str, Store
     return f"transformers cannot load it by its config.json ({type(error).__name__}: {first_line(error)})"
 
 
-def _no_fractions(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
-    """Tensors that are whole, complex or bits in the files, of which transformers would make fractions."""
-    keys, state = [key for key, one in stored.items() if "F" not in one.dtype], model.state_dict()
+def _no_fractions(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> list[str]:
+    """Names of tensors that are integers, complex or booleans in the files, and fractions in the model."""
+    # transformers would convert them without a word.
+    keys, state = [key for key, tensor in stored.items() if "F" not in tensor.dtype], model.state_dict()
     names = renamed(model, keys) if keys else {}
     return sorted(key for key, name in names.items() if name in state and state[name].is_floating_point())
 
 
-def _compare_tied(model: PreTrainedModel, stored: dict[str, Stored], tied: set[str]) -> list[str]:
+def _compare_tied(model: PreTrainedModel, stored: dict[str, StoredTensor], tied: set[str]) -> list[str]:
     keys = [key for key, name in renamed(model, stored).items() if name in tied]
     if _are_equal([(key, stored[key]) for key in keys]):
         return []
@@ -263,15 +264,16 @@ def _compare_tied(model: PreTrainedModel, stored: dict[str, Stored], tied: set[s
     ]
 
 
-def _are_equal(tensors: list[tuple[str, Stored]]) -> bool:
-    """Whether tensors, by their names in the files, have the same values."""
-    shapes = [one.shape for _, one in tensors]
+def _are_equal(tensors: list[tuple[str, StoredTensor]]) -> bool:
+    """Return whether tensors, by their names in the files, have the same values."""
+    shapes = [tensor.shape for _, tensor in tensors]
     if any(shape != shapes[0] for shape in shapes):
         return False
-    one, *others = [safe_open(one.path, framework="pt").get_slice(key) for key, one in tensors]
+    # Some rows at a time: an embedding may have gigabytes.
+    first, *others = [safe_open(tensor.path, framework="pt").get_slice(key) for key, tensor in tensors]
     rows = range(0, shapes[0][0], ROWS_AT_ONCE) if shapes[0] else ()
     spans: list[Any] = [slice(start, start + ROWS_AT_ONCE) for start in rows] or [...]
-    return all(torch.equal(one[span].float(), other[span].float()) for other in others for span in spans)
+    return all(torch.equal(first[span].float(), other[span].float()) for other in others for span in spans)
 
 
 def renamed(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
@@ -289,7 +291,8 @@ def _names(names: list[str]) -> str:
 
 
 def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
-    """Tokens beyond the embedding that every training has; those of its rows are compared with the rows."""
+    """Mistakes for tokens beyond the embedding that every training has. The tokens of a data set are compared with its
+    rows."""
     named: dict[str, Any] = {"its pad_token": tokenizer.pad_token_id, "its eos_token": tokenizer.eos_token_id}
     if tokenizer.chat_template:
         try:
@@ -311,9 +314,9 @@ def _notes(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenize
         notes.append(f"its tokenizer has more tokens than its embedding has rows ({len(tokenizer):,}, {rows:,})")
     if os.path.lexists(folder / GENERATION):
         written[GENERATION] = read_generation_config(folder)
-    for name, one in written.items():
+    for name, settings in written.items():
         for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            value = getattr(one, key, None)
+            value = getattr(settings, key, None)
             numbers = value if isinstance(value, list) else [] if value is None else [value]
             if key == "eos_token_id":
                 ends |= {*numbers}

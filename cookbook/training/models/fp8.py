@@ -67,8 +67,8 @@ def _linear_class() -> Any:
     base: Any = library.Float8Linear
 
     class Fp8Linear(base):
-        """Rounds the weight to the dtype of the forward before its scale is taken, as FSDP and ZeRO hand it over:
-        torchao's rounds the input only, and a float32 weight under DDP would become other 8 bits.
+        """A linear layer that rounds its weight to the dtype of the forward before its scale is taken, as FSDP and ZeRO
+        hand it over: torchao's rounds the input only, and a float32 weight under DDP would become other 8 bits.
         """
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -80,10 +80,10 @@ def _linear_class() -> Any:
             # function made, which Llama 4's code changes in place.
             rows = input.reshape(-1, input.shape[-1]).contiguous()
             with torch.autocast(kind, enabled=False):
-                found = library.matmul_with_hp_or_float8_args.apply(
+                product = library.matmul_with_hp_or_float8_args.apply(
                     rows, weight.t(), self.linear_mm_config, self.config
                 )
-            found = torch.ops.aten._unsafe_view(found, [*input.shape[:-1], self.out_features])
-            return found if self.bias is None else found + self.bias.to(found.dtype)
+            product = torch.ops.aten._unsafe_view(product, [*input.shape[:-1], self.out_features])
+            return product if self.bias is None else product + self.bias.to(product.dtype)
 
     return Fp8Linear

@@ -34,7 +34,7 @@ COPY_BYTES = 2**24
 
 
 class Growth(NamedTuple):
-    """What becomes of a matrix of rows by token."""
+    """Change of a matrix that has a row for each token."""
 
     rows: int
     grown: int
@@ -42,7 +42,7 @@ class Growth(NamedTuple):
     new: frozenset[int]
     """Rows that start at the mean."""
     known: frozenset[int]
-    """Rows of which it is the mean."""
+    """Rows of which the mean is taken."""
 
 
 def grown_folder(base: str, tokenizer: PreTrainedTokenizerBase, new: Mapping[str, int], *, cache: Path) -> str:
@@ -85,20 +85,20 @@ def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, tor
     stored, _ = read_headers(Path(folder))
     model, names = _matrices(config)
     own = {language_key(key): key for key in stored} if whole_config(folder) else {key: key for key in stored}
-    found = {}
+    rows = {}
     for own_name, name in renamed(model, own).items():
         if name in names:
             key = own[own_name]
             with safe_open(stored[key].path, framework="pt") as file:
-                found[name] = file.get_slice(key)[row]
-    return found
+                rows[name] = file.get_slice(key)[row]
+    return rows
 
 
 def _build(base: Path, config: PreTrainedConfig, growth: Growth, build: Path) -> None:
     stored, _ = read_headers(base)
     model, names = _matrices(config)
     keys = {key for key, name in renamed(model, stored).items() if name in names}
-    for path in {one.path for one in stored.values()}:
+    for path in {tensor.path for tensor in stored.values()}:
         if any(stored[key].path == path for key in keys):
             _rewrite(path, build / path.name, keys, growth)
         else:
@@ -134,7 +134,7 @@ def _matrices(config: PreTrainedConfig) -> tuple[PreTrainedModel, set[str]]:
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
     own = {id(parameter) for module in ends for parameter in module.parameters(recurse=False)}
     named, others = model.state_dict(keep_vars=True), larger.state_dict(keep_vars=True)
-    names = {name for name, one in named.items() if id(one) in own and len(one) == rows}
+    names = {name for name, tensor in named.items() if id(tensor) in own and len(tensor) == rows}
     differ = {name for name in named if named[name].shape != others[name].shape} - names
     if differ:
         what = f"{sorted(differ)[0]} of {model.config.model_type} has a size by the vocabulary too"
@@ -150,13 +150,13 @@ def _rewrite(source: Path, target: Path, keys: set[str], growth: Growth) -> None
         metadata = header.pop("__metadata__", None)
         changed: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         offset, pieces = 0, []
-        for key, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            begin, end = one["data_offsets"]
+        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin, end = entry["data_offsets"]
             size = end - begin
             if key in keys:
                 size = size // growth.rows * growth.grown
-                one = one | {"shape": [growth.grown, *one["shape"][1:]]}
-            changed[key] = one | {"data_offsets": [offset, offset + size]}
+                entry = entry | {"shape": [growth.grown, *entry["shape"][1:]]}
+            changed[key] = entry | {"data_offsets": [offset, offset + size]}
             offset += size
             pieces.append((key, 8 + length + begin, end - begin))
         text = json.dumps(changed, separators=(",", ":")).encode()
@@ -174,7 +174,7 @@ def _rewrite(source: Path, target: Path, keys: set[str], growth: Growth) -> None
 
 
 def _grown_parts(source: Path, key: str, growth: Growth) -> Iterator[torch.Tensor]:
-    """The rows of a tensor afterwards, in order, some at a time."""
+    """The rows of a grown tensor, in order, some at a time."""
     with safe_open(source, framework="pt") as file:
         old = file.get_slice(key)
         spans = [range(begin, min(begin + ROWS_AT_ONCE, growth.rows)) for begin in range(0, growth.rows, ROWS_AT_ONCE)]

@@ -20,7 +20,7 @@ _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
 @contextlib.contextmanager
 def packed_row(lengths: tuple[int, ...]) -> Iterator[None]:
-    """While it is open, a model of `keep_apart` takes its input for a row of samples of these lengths, in tokens."""
+    """Have a model of `keep_apart` take its input for a row of samples while this is open; `lengths` is in tokens."""
     before = _LENGTHS.set(lengths)
     try:
         yield
@@ -29,7 +29,7 @@ def packed_row(lengths: tuple[int, ...]) -> Iterator[None]:
 
 
 def has_several() -> bool:
-    """Whether a `packed_row` of more than one sample is open."""
+    """Return whether a `packed_row` of more than one sample is open."""
     return len(_LENGTHS.get()) > 1
 
 
@@ -49,7 +49,7 @@ def _both(lengths: tuple[int, ...], context: AbstractContextManager[Any]) -> Ite
 
 
 def is_kept_apart(model: torch.nn.Module) -> bool:
-    """Whether `keep_apart` found something to change."""
+    """Return whether `keep_apart` has changed modules of a model."""
     return any(getattr(vars(module).get("forward"), "__func__", None) is _each_alone for module in model.modules())
 
 
@@ -71,7 +71,7 @@ def keep_apart(model: PreTrainedModel) -> None:
 
 
 def _carries_state(module: torch.nn.Module) -> bool:
-    """Whether a module looks at other tokens by other means than `AttentionInterface`."""
+    """Return whether a module looks at other tokens by other means than `AttentionInterface`."""
     if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or any(map(_attends, module.modules())):
         return False
     has_number = hasattr(module, "layer_idx") or hasattr(module, "layer_id")  # its place in a cache
@@ -91,19 +91,19 @@ def _each_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     lengths = _LENGTHS.get()
     signature = inspect.signature(forward)
     bound = signature.bind(self, *args, **kwargs)
-    # Others would reach kernels of which not each takes every keyword.
+    # Further keywords would reach kernels, and not every kernel takes them.
     bound.arguments.pop("kwargs", None)
-    given = dict(bound.arguments)
-    given.pop("self")
-    parts = {name: _split(value, lengths) for name, value in given.items()}
-    with packed_row(()):  # what is inside sees one sample
+    arguments = dict(bound.arguments)
+    arguments.pop("self")
+    parts = {name: _split(value, lengths) for name, value in arguments.items()}
+    with packed_row(()):  # modules inside see one sample
         return _join([forward(self, **{name: part[i] for name, part in parts.items()}) for i in range(len(lengths))])
 
 
 def _split(value: Any, lengths: tuple[int, ...]) -> list[Any]:
     """An argument of a whole row as an argument for each sample."""
     if isinstance(value, tuple):
-        return list(zip(*(_split(one, lengths) for one in value), strict=True))
+        return list(zip(*(_split(item, lengths) for item in value), strict=True))
     if isinstance(value, torch.Tensor):
         assert value.shape[:2] == (1, sum(lengths)), f"{tuple(value.shape)} is not a row of {sum(lengths)} tokens"
         return list(value.split(lengths, 1))
@@ -114,5 +114,5 @@ def _split(value: Any, lengths: tuple[int, ...]) -> list[Any]:
 def _join(results: list[Any]) -> Any:
     first = results[0]
     if isinstance(first, tuple):
-        return tuple(_join(list(each)) for each in zip(*results, strict=True))
+        return tuple(_join(list(parts)) for parts in zip(*results, strict=True))
     return torch.cat(results, dim=1) if isinstance(first, torch.Tensor) else None

@@ -100,8 +100,8 @@ def new_model(sizes: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int
 
 def revision_of(folder: str) -> str | None:
     """The commit of a folder in the Hub's cache."""
-    found = re.search(r"/snapshots/([0-9a-f]{40})/?$", folder)
-    return found.group(1) if found else None
+    match = re.search(r"/snapshots/([0-9a-f]{40})/?$", folder)
+    return match.group(1) if match else None
 
 
 def weights_digest(folder: Path, *, cache: Path | None = None) -> str:

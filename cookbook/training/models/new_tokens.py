@@ -53,7 +53,7 @@ def padded(rows: int) -> int:
 
 
 def rows_note(new: Mapping[str, int], rows: int, grown: int) -> str:
-    """For the user: where the new tokens have their rows."""
+    """Tell the user where the new tokens have their rows."""
     size = f"grow from {rows:,} to {grown:,} rows" if grown > rows else f"have rows left for them, of {rows:,}"
     ids = ", ".join(f"{token} {number}" for token, number in new.items())
     return f"model.new_tokens ({ids}): embedding and head {size}; theirs start at the mean of the others"

@@ -1,4 +1,4 @@
-"""Finds a model's configuration: in the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
+"""Configuration of a model: from the recipe, a folder, the Hub or its cache, or `recipes/offline_facts.json`."""
 
 import copy
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ OFFLINE_FACTS = "recipes/offline_facts.json"
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model makes of its head's outputs x: cap * tanh(scale * x / cap), or without a cap scale * x."""
+    """Function of a model's head's outputs x: cap * tanh(scale * x / cap), or without a cap scale * x."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -105,17 +105,17 @@ def known_config_of(facts: dict[str, Any]) -> PreTrainedConfig:
     return language_config(AutoConfig.for_model(**facts["config"]))
 
 
-def part_in_words(whole: PreTrainedConfig) -> str:
-    """What is trained of a model with a tower."""
-    part = language_config(whole)
-    kinds = (MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)], MODEL_FOR_CAUSAL_LM_MAPPING[type(part)])
+def part_in_words(config: PreTrainedConfig) -> str:
+    """Describe the trained part of a model with a tower to the user."""
+    part = language_config(config)
+    whole_class, part_class = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)], MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
     with torch.device("meta"):
-        all_of, own = (
-            kind(copy.deepcopy(one)).num_parameters() for kind, one in zip(kinds, (whole, part), strict=True)
-        )
+        # Of copies: a model changes the configuration that it is made from.
+        num_all = whole_class(copy.deepcopy(config)).num_parameters()
+        num_trained = part_class(copy.deepcopy(part)).num_parameters()
     return (
-        f"of {whole.model_type} the language part is trained ({kinds[1].__name__}, {own:,} parameters); the rest, for"
-        f" images or sound ({all_of - own:,}), is not loaded, and an export has it as it was"
+        f"of {config.model_type} the language part is trained ({part_class.__name__}, {num_trained:,} parameters); the"
+        f" rest, for images or sound ({num_all - num_trained:,}), is not loaded, and an export has it as it was"
     )
 
 
@@ -189,10 +189,10 @@ def not_served(config: PreTrainedConfig) -> str | None:
 
 
 def logit_transform(config: PreTrainedConfig) -> LogitTransform | None:
-    """What follows the head of a model; None if nothing does.
+    """The function that follows the head of a model; None if nothing does.
 
     Raises:
-        RecipeError: something that is no scale or cap, or of which is not known what this model type makes of it.
+        RecipeError: it is no scale or cap, or a key that was not compared for this model type.
     """
     text = config.get_text_config()
     unpadded = getattr(text, "unpadded_vocab_size", None)

@@ -1,4 +1,4 @@
-"""Whether a teacher's tokens are those of the student, by their files."""
+"""Comparison of a teacher's tokens with the student's, by their files."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from cookbook.system.files import RecipeError
 from cookbook.training.models.folder_facts import check_folder
 
 
-def common_rows(folder: Path, config: PreTrainedConfig, asked: Question, tokenizer: Any, num_rows: int | None) -> int:
-    """How many tokens teacher and student both score: the rows of the smaller embedding. A larger one has rows that
-    belong to no token, as Qwen2.5's with 151,936 and 152,064 rows.
+def common_rows(
+    folder: Path, config: PreTrainedConfig, question: Question, tokenizer: Any, num_rows: int | None
+) -> int:
+    """The number of tokens that teacher and student both score: the rows of the smaller embedding. A larger one has
+    rows that belong to no token, as Qwen2.5's with 151,936 and 152,064 rows.
 
     Args:
         folder, config: of the teacher.
@@ -23,9 +25,9 @@ def common_rows(folder: Path, config: PreTrainedConfig, asked: Question, tokeniz
     Raises:
         RecipeError: other tokens, or fewer of them than the recipe wants.
     """
-    place = f"objective.teacher is {asked.teacher!r}"
+    place = f"objective.teacher is {question.teacher!r}"
     try:
-        theirs = read_tokenizer(folder).get_vocab()
+        vocabulary = read_tokenizer(folder).get_vocab()
     except (OSError, ValueError) as error:
         raise RecipeError(f"{place}: {why_not('tokenizer', error)}") from None
     facts = check_folder(folder, config, place=place)
@@ -33,15 +35,15 @@ def common_rows(folder: Path, config: PreTrainedConfig, asked: Question, tokeniz
     of_student = num_rows or of_teacher
     rows, own = min(of_teacher, of_student), tokenizer.get_vocab()
     mistakes = []
-    if own != theirs:
-        mistakes.append(f"{place}: its vocabulary is not the student's: {_difference(theirs, own)}; {SAME}")
+    if own != vocabulary:
+        mistakes.append(f"{place}: its vocabulary is not the student's: {_difference(vocabulary, own)}; {SAME}")
     elif (last := max(own.values())) >= of_teacher:
         token = tokenizer.convert_ids_to_tokens(last)
         mistakes.append(f"{place}: its embedding has {of_teacher:,} rows, and token {last} ({token}) none; {SAME}")
     most = rows - (of_student > of_teacher)  # or all of the student's rows that the teacher lacks would be impossible
-    if asked.top_k > most:
+    if question.top_k > most:
         sizes = f"the teacher scores {of_teacher:,} tokens and the student {of_student:,}"
-        mistakes.append(f"objective.loss_top_k is {asked.top_k}, and {sizes}; write at most {most:,}")
+        mistakes.append(f"objective.loss_top_k is {question.top_k}, and {sizes}; write at most {most:,}")
     if mistakes:
         raise RecipeError(mistakes)
     return rows
@@ -50,10 +52,11 @@ def common_rows(folder: Path, config: PreTrainedConfig, asked: Question, tokeniz
 SAME = "take a teacher with the student's tokenizer"
 
 
-def _difference(theirs: dict[str, int], own: dict[str, int]) -> str:
-    if len(theirs) != len(own):
-        return f"{len(theirs):,} tokens, and {len(own):,}"
-    at = min(theirs[token] for token in theirs if own.get(token) != theirs[token])
-    other = next((token for token, number in own.items() if number == at), None)
-    token = next(token for token, number in theirs.items() if number == at)
+def _difference(teacher: dict[str, int], student: dict[str, int]) -> str:
+    """The first difference of two vocabularies, for the user."""
+    if len(teacher) != len(student):
+        return f"{len(teacher):,} tokens, and {len(student):,}"
+    at = min(teacher[token] for token in teacher if student.get(token) != teacher[token])
+    other = next((token for token, number in student.items() if number == at), None)
+    token = next(token for token, number in teacher.items() if number == at)
     return f"token {at} is {token!r}, and {other!r}"
