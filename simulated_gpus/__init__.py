@@ -29,14 +29,14 @@ CACHE = (HERE.parent if IN_CHECKOUT else Path.cwd()) / ".cache" / "simulated_gpu
 DEVICE, NCCL = ("device.cpp", "attention.cpp", "races.cpp", "pinned.cpp"), ("nccl.cpp",)
 HEADERS = ("device.h", "races.h", "pinned.h")
 COUNT = "SIMULATED_GPUS"
-"""The variable with their number."""
+"""The variable with the number of simulated GPUs."""
 BUILD_SECONDS = 900
 MOST = 64
-"""As many as device.cpp counts memory for."""
+"""The number of GPUs for which device.cpp counts memory."""
 
 
 class SimulationError(RuntimeError):
-    """GPUs cannot be simulated here; its text says why."""
+    """Error where GPUs cannot be simulated, with the reason."""
 
 
 def is_active() -> bool:
@@ -61,7 +61,7 @@ def compiler_problem() -> str | None:
 
 
 def check(count: int) -> None:
-    """Checks what takes no time.
+    """Check the number of GPUs and this machine, without building anything.
 
     Raises:
         SimulationError: `count` GPUs cannot be simulated here, see `problem`.
@@ -104,7 +104,7 @@ def nvml_environment(facts: Path | None = None) -> dict[str, str]:
     """The variables under which pynvml finds the simulated library of the driver, which is built once.
 
     Args:
-        facts: what it answers, as `nvml.cpp` describes; else as many GPUs as are simulated.
+        facts: a file with its answers, as `nvml.cpp` describes; else it has as many GPUs as are simulated.
 
     Raises:
         SimulationError: the compiler failed.
@@ -135,11 +135,11 @@ def _built(name: str, sources: list[str], make: Callable[[Path], None]) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            half = Path(f"{folder}.part")
-            shutil.rmtree(half, ignore_errors=True)
-            half.mkdir()
-            make(half)
-            half.rename(folder)  # whole or not there
+            unfinished = Path(f"{folder}.part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)  # a build that was killed leaves no folder of this name
     return folder
 
 
@@ -158,19 +158,19 @@ def _compile(folder: Path) -> None:
     names = NCCL if torch_cuda() else (*DEVICE, *NCCL)
     objects = {name: str(folder / f"{name}.o") for name in names}
     print("building the simulated GPUs, once for this torch ...", file=sys.stderr, flush=True)
-    _run([[compiler, *flags, "-c", str(HERE / name), "-o", made] for name, made in objects.items()])
+    _run([[compiler, *flags, "-c", str(HERE / name), "-o", path] for name, path in objects.items()])
     linking = [compiler, "-shared", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
     module = folder / f"simulated_nccl{sysconfig.get_config_var('EXT_SUFFIX')}"
     _run([[*linking, objects[NCCL[0]], "-o", str(module), "-ltorch_cpu", "-ltorch_python", "-ltorch", "-lc10"]])
     if DEVICE[0] in objects:
         device = [objects[name] for name in DEVICE]
         _run([[*linking, *device, "-o", str(folder / "libsimulated_gpus.so"), "-ltorch_cpu", "-lc10"]])
-    for made in objects.values():
-        Path(made).unlink()
+    for path in objects.values():
+        Path(path).unlink()
 
 
 def _run(commands: list[list[str]]) -> None:
-    """All at once."""
+    """Run commands at the same time."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     errors = [process.communicate(timeout=BUILD_SECONDS)[1] for process in running]
     failed = [error for process, error in zip(running, errors, strict=True) if process.returncode]

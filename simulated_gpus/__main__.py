@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command on simulated GPUs: python -m simulated_gpus COUNT COMMAND ..."""
+"""Run a command on simulated GPUs: python -m simulated_gpus COUNT COMMAND ..."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from simulated_gpus import SimulationError, environment
 
 
 def main() -> int:
-    """Replaces this process with the command; returns 2 where that cannot be."""
+    """Replace this process with the command, or return 2 where that fails."""
     count, *command = sys.argv[1:] or [""]
     if not count.isdecimal() or not command:
         print("usage: python -m simulated_gpus COUNT COMMAND ...", file=sys.stderr)

@@ -27,7 +27,7 @@ _races: collections.Counter = collections.Counter()
 
 
 def load_library() -> ctypes.CDLL:
-    """Before torch: its symbols must come first."""
+    """Load the simulated device's library. Before torch is imported: its symbols must come first."""
     library = ctypes.CDLL(str(_folder() / "libsimulated_gpus.so"), ctypes.RTLD_GLOBAL)
     for name in ("allocated", "peak", "capacity"):
         getattr(library, f"simulated_{name}").restype = ctypes.c_long
@@ -37,7 +37,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def install(torch: Any, library: ctypes.CDLL) -> None:
-    """Makes this torch believe in the library's device."""
+    """Make this torch believe in the library's device."""
     devices = Devices(torch, library)
     # Under CUDA's own name, with data: a device by another name leaves the libraries' CUDA branches untried, and fake
     # tensors have no loss and no norm, which each step reads.
@@ -64,7 +64,7 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
 
 
 class Devices:
-    """Which there are, and which is current."""
+    """The simulated GPUs of this process, and the current one."""
 
     def __init__(self, torch: Any, library: ctypes.CDLL) -> None:
         self.torch, self.library = torch, library
@@ -94,8 +94,8 @@ class Devices:
             return self.library.simulated_get_device()
         if isinstance(device, int):
             return device
-        found = self.torch.device(device).index
-        return self.library.simulated_get_device() if found is None else found
+        index = self.torch.device(device).index
+        return self.library.simulated_get_device() if index is None else index
 
     def set_device(self, device: Any) -> None:
         index = self.index(device)
@@ -104,7 +104,7 @@ class Devices:
         self.library.simulated_set_device(index)
 
     def exchange(self, index: int) -> int:
-        """Makes a device current, unless it is negative; returns the one before."""
+        """Make a device current, unless its index is negative, and return the device before."""
         before = self.library.simulated_get_device()
         if index >= 0:
             self.set_device(index)
@@ -139,7 +139,7 @@ class Devices:
             "get_arch_list": lambda: ["sm_80", "sm_90"],
             "is_bf16_supported": lambda including_emulation=True: True,
             "is_tf32_supported": lambda: True,
-            "can_device_access_peer": lambda one, other: True,
+            "can_device_access_peer": lambda device, peer: True,
             "is_current_stream_capturing": lambda: False,
             "default_generators": (self.torch.default_generator,) * self.count,
             "synchronize": self.synchronize,
@@ -160,7 +160,8 @@ class Devices:
 
 
 def _visible(count: int, text: str | None) -> int:
-    """As CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there; none if one comes twice."""
+    """Count the devices that CUDA_VISIBLE_DEVICES names, as CUDA does: up to the first that does not exist; none if a
+    device comes twice."""
     if text is None:
         return count
     seen: list[str] = []
@@ -174,7 +175,8 @@ def _visible(count: int, text: str | None) -> int:
 
 
 def _memory_answers(devices: Devices) -> dict[str, Any]:
-    """Allocated bytes are counted; reserved ones, which depend on fragments, are not known and given as these."""
+    """Answers about memory. Allocated bytes are counted; reserved bytes, which depend on fragments, are not known, and
+    allocated ones stand for them."""
     library = devices.library
 
     def allocated(device: Any = None) -> int:
@@ -187,10 +189,10 @@ def _memory_answers(devices: Devices) -> dict[str, Any]:
         library.simulated_reset_peak(devices.index(device))
 
     def stats(device: Any = None) -> dict[str, int]:
-        found: dict[str, int] = collections.defaultdict(int)
+        counts: dict[str, int] = collections.defaultdict(int)
         for kind in ("allocated", "active", "reserved", "requested"):
-            found[f"{kind}_bytes.all.current"], found[f"{kind}_bytes.all.peak"] = allocated(device), peak(device)
-        return found
+            counts[f"{kind}_bytes.all.current"], counts[f"{kind}_bytes.all.peak"] = allocated(device), peak(device)
+        return counts
 
     def free_and_total(device: Any = None) -> tuple[int, int]:
         return library.simulated_capacity() - allocated(device), library.simulated_capacity()
@@ -228,9 +230,9 @@ def _stream_answers(devices: Devices) -> dict[str, Any]:
 
     class Event(torch.Event):  # type: ignore[name-defined]
         def __new__(cls, enable_timing: bool = False, **unused: Any) -> Any:
-            made = super().__new__(cls, device=torch.device("cuda", devices.index()), enable_timing=True)
-            made.has_timing = enable_timing
-            return made
+            event = super().__new__(cls, device=torch.device("cuda", devices.index()), enable_timing=True)
+            event.has_timing = enable_timing
+            return event
 
         def synchronize(self) -> None:
             waited(b"Event.synchronize")
@@ -285,14 +287,14 @@ def _on_stream(torch: Any, stream: Any) -> Iterator[None]:
 
 
 def _serve_storages(torch: Any) -> None:
-    """Storages make and resize memory by themselves, on devices that they know by name."""
+    """Replace the methods of storages that allocate memory by themselves, on devices that they know by name."""
     resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, size)
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
-        torch.ops.simulated_gpus.resize_storage(whole, int(size))
+        storage_bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        torch.ops.simulated_gpus.resize_storage(storage_bytes, int(size))
         return self
 
     def cloned(self: Any) -> Any:
@@ -308,7 +310,7 @@ def _folder() -> Path:
 
 
 def replace_nccl(torch: Any) -> None:
-    """Puts our process group in the place of NCCL's. On a real GPU, with SHARED_GPU set, several processes share it."""
+    """Put our process group in the place of NCCL's. On a real GPU, with SHARED_GPU set, several processes share it."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -340,7 +342,7 @@ def replace_nccl(torch: Any) -> None:
 
 
 def _count(seen: collections.Counter, tell: Any) -> None:
-    """Counts what a library tells, by its words, our innermost line and the innermost of all."""
+    """Count the events that the library reports, by its words, our innermost line and the innermost of all."""
 
     @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     def on(why: bytes) -> None:
@@ -352,7 +354,7 @@ def _count(seen: collections.Counter, tell: Any) -> None:
 
 
 def _name_lines(tell: Any) -> None:
-    """Answers a library that asks for the line that runs."""
+    """Answer the library when it asks for the line that runs."""
 
     @ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_char), ctypes.c_int)
     def on(text: Any, size: int) -> None:
@@ -379,13 +381,13 @@ def _lines() -> tuple[str | None, str]:
 
 
 def _report_of_rank(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
-    """Writes the report of a process that has used its devices. A launcher, which sees the same ones, has not."""
+    """Write the report of a process that has used its devices. A launcher, which sees the same devices, has not."""
     if library.simulated_ops():
         write_report(torch, library, folder)
 
 
 def write_report(torch: Any, library: ctypes.CDLL, folder: Path) -> None:
-    """rank_<n>.json: what the device of this process has seen so far."""
+    """Write rank_<n>.json: memory, collectives, waits, races and operations of this process's device so far."""
     collectives = sys.modules["simulated_nccl"].counts().items()
     ops = dict(line.rsplit("\t", 1) for line in library.simulated_ops().decode().splitlines())
     counted = {

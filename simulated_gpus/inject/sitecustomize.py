@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On PYTHONPATH with SIMULATED_GPUS set: `import torch` finds that many simulated GPUs, in every Python that starts."""
+"""Hook that Python imports at its start from a folder on PYTHONPATH: with SIMULATED_GPUS set, `import torch` then finds
+that many simulated GPUs.
+"""
 
 import contextlib
 import importlib
@@ -40,8 +42,8 @@ class _Torch(_Loader):
 
 
 class _Bitsandbytes(_Loader):
-    """Its CUDA kernels are not to be had, so it loads those for the CPU, on which the simulated device falls back. What
-    it would compile, for a minute, stays as it is.
+    """Loader of bitsandbytes. Its CUDA kernels cannot run, so it loads those for the CPU, to which the simulated device
+    falls back. Functions that it would compile, for a minute, stay as they are.
     """
 
     def exec_module(self, module: ModuleType) -> None:
@@ -54,8 +56,8 @@ class _Bitsandbytes(_Loader):
 
 
 class _Builder(_Loader):
-    """DeepSpeed compiles its operations as on a CPU, with the CPU's own builders where it has two: there is no toolkit,
-    their tensors lie in host memory, and what a run on the CPU has compiled serves here too.
+    """Loader of DeepSpeed's builders. They compile as on a CPU, with the CPU's own builder where it has one: there is
+    no toolkit, tensors lie in host memory, and operations that a run on the CPU has compiled serve here too.
     """
 
     def exec_module(self, module: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protects the simulation of GPUs itself: what it counts and refuses, compared with values by hand.
+"""Tests of the simulation of GPUs itself: its counts and refusals, compared with values by hand.
 
 python -m pytest -q simulated_gpus/tests
 """
@@ -109,20 +109,20 @@ tell(str(found.dtype))
 
 
 def test_a_softmax_of_fp16_is_float32_and_its_gradient_fp16():
-    """In one kernel, as eager attention asks for it. The gradient of a softmax, by hand: p (g - sum of p g)."""
+    """One kernel does both, as eager attention asks for it. The gradient of a softmax, by hand: p (g - sum of p g)."""
     code = """
 scores = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float16, device="cuda", requires_grad=True)
 for function in (torch.softmax, torch.log_softmax):
-    found = function(scores, -1, dtype=torch.float32)
-    (gradient,) = torch.autograd.grad(found[0, 0], scores)
-    tell([str(found.dtype), found.tolist()[0], str(gradient.dtype), gradient.tolist()[0]])
+    result = function(scores, -1, dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(result[0, 0], scores)
+    tell([str(result.dtype), result.tolist()[0], str(gradient.dtype), gradient.tolist()[0]])
 """
     exps = [math.exp(x) for x in (1.0, 2.0, 4.0)]
-    p = [one / sum(exps) for one in exps]
+    p = [value / sum(exps) for value in exps]
     soft, logs = evaluate(code)
     assert (soft[0], soft[2], logs[0], logs[2]) == ("torch.float32", "torch.float16") * 2
     assert soft[1] == pytest.approx(p, rel=1e-6)
-    assert logs[1] == pytest.approx([math.log(one) for one in p], rel=1e-6)
+    assert logs[1] == pytest.approx([math.log(probability) for probability in p], rel=1e-6)
     assert soft[3] == pytest.approx([p[0] * ((i == 0) - p[i]) for i in range(3)], rel=1e-3, abs=1e-4)
     assert logs[3] == pytest.approx([(i == 0) - p[i] for i in range(3)], rel=1e-3)
 
@@ -224,9 +224,9 @@ synchronize()
 tell([races(free, keep) for keep in (False, True)])
 tell(sorted({why for why, *_ in simulated_cuda._races}))
 """
-    read, overwritten, freed, told = evaluate(code)
+    read, overwritten, freed, reasons = evaluate(code)
     assert read == overwritten == [1, 0, 0, 0, 0, 0] and freed == [1, 0]
-    assert told == [
+    assert reasons == [
         "aten::add.out reads what aten::mul.out wrote on another stream, without waiting for it",
         "aten::add.out writes what aten::add.out read on another stream, without waiting for it",
         "aten::fill_.Scalar uses memory that was freed while aten::mul.out on another stream used it",
@@ -321,22 +321,22 @@ for call in (pageable, blocking, strided, freed, beside, view, back, twice):
     tell(races(call))
 tell(sorted(why for why, *_ in simulated_cuda._races if "_local_scalar_dense" in why))
 """
-    told = iter(evaluate(code))
+    answers = iter(evaluate(code))
     reading, writing = (f"pinned memory that a copy may still be {doing}" for doing in ("reading", "writing"))
-    found, nan = [1, 1, 0, 0, 0, 0, 0, 0, 0], str([float("nan")] * 4)
-    assert next(told) == found and next(told) == [f"aten::add.Tensor reads {writing}"]
-    assert next(told) == found and next(told) == [f"aten::add_.Tensor writes {reading}"]
-    assert next(told) == found and next(told) == [f"the host writes {reading}"]
-    assert next(told) == nan and next(told) == [f"aten::resolve_conj reads {writing}"]
-    assert next(told) == "nan" and next(told) == [f"aten::_local_scalar_dense reads {writing}"]
-    assert next(told) == nan and next(told) == [f"aten::mul.out reads {writing}"]
-    assert next(told) == nan and next(told) == [f"the host writes {writing}"]
-    assert next(told) == [f"aten::add.Tensor reads {writing}"]
-    assert next(told) == ["aten::copy_ reads what aten::copy_ wrote on another stream, without waiting for it"]
-    assert [next(told) for _ in range(6)] == [[]] * 6
-    assert next(told) == next(told) == [0, 1, 2, 3] and next(told) == []
-    assert next(told) == [0, 2, 3, 4] and next(told) == []
-    assert "begun at <string>:" in next(told)[0] and not list(told)
+    counts, nan = [1, 1, 0, 0, 0, 0, 0, 0, 0], str([float("nan")] * 4)
+    assert next(answers) == counts and next(answers) == [f"aten::add.Tensor reads {writing}"]
+    assert next(answers) == counts and next(answers) == [f"aten::add_.Tensor writes {reading}"]
+    assert next(answers) == counts and next(answers) == [f"the host writes {reading}"]
+    assert next(answers) == nan and next(answers) == [f"aten::resolve_conj reads {writing}"]
+    assert next(answers) == "nan" and next(answers) == [f"aten::_local_scalar_dense reads {writing}"]
+    assert next(answers) == nan and next(answers) == [f"aten::mul.out reads {writing}"]
+    assert next(answers) == nan and next(answers) == [f"the host writes {writing}"]
+    assert next(answers) == [f"aten::add.Tensor reads {writing}"]
+    assert next(answers) == ["aten::copy_ reads what aten::copy_ wrote on another stream, without waiting for it"]
+    assert [next(answers) for _ in range(6)] == [[]] * 6
+    assert next(answers) == next(answers) == [0, 1, 2, 3] and next(answers) == []
+    assert next(answers) == [0, 2, 3, 4] and next(answers) == []
+    assert "begun at <string>:" in next(answers)[0] and not list(answers)
 
 
 def test_attention_takes_the_kernel_that_cuda_would_and_has_its_numbers():
@@ -371,8 +371,8 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible: str, count: int):
 
 
 def test_launchers_see_as_many_gpus():
-    asked = run("nvidia-smi", "--query-gpu=count,name", "--format=csv,noheader").stdout
-    assert asked.splitlines()[0] == "2, Simulated GPU"
+    answer = run("nvidia-smi", "--query-gpu=count,name", "--format=csv,noheader").stdout
+    assert answer.splitlines()[0] == "2, Simulated GPU"
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
