@@ -19,7 +19,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 SMALL = (CONFIG, GENERATION, *SETTINGS, "chat_template.json")
-"""They hold keys and values."""
+"""Files that hold keys and values."""
 NUMBER, TEXT = (int, float), (str, dict)
 KINDS: dict[str, dict[str, tuple[type, ...]]] = {
     "tokenizer_config.json": {
@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """Kinds of values that transformers and peft take unseen, and miss later; and those of our own record."""
 DTYPES = ("float32", "bfloat16", "float16", "float64", "float", "half", "double")
-"""What `dtype` of a configuration may be, which that of an export follows: torch's names of what needs no scales."""
+"""Values for `dtype` of a configuration, which an export follows: torch's names of the dtypes that need no scales."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 10_000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 100_000),
@@ -66,7 +66,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    with _naming(name, [CONFIG]):
+    with _name_file_in_errors(name, [CONFIG]):
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
 
 
@@ -74,7 +74,7 @@ def read_tokenizer(name: str | Path, **options: Any) -> Any:
     """`AutoTokenizer.from_pretrained`; raises as `read_config`."""
     from transformers import AutoTokenizer
 
-    with _naming(name, TOKENIZER, *SETTINGS, *TEMPLATES, CONFIG):
+    with _name_file_in_errors(name, TOKENIZER, *SETTINGS, *TEMPLATES, CONFIG):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
 
 
@@ -82,13 +82,13 @@ def read_generation_config(folder: str | Path) -> Any:
     """`GenerationConfig.from_pretrained`; raises as `read_config`."""
     from transformers import GenerationConfig
 
-    with _naming(folder, [GENERATION]):
+    with _name_file_in_errors(folder, [GENERATION]):
         return GenerationConfig.from_pretrained(folder)
 
 
 @contextmanager
-def _naming(folder: str | Path, needed: Sequence[str], *others: str) -> Iterator[None]:
-    """Surrounds a library that reads files of a folder, or of a model on the Hub.
+def _name_file_in_errors(folder: str | Path, needed: Sequence[str], *others: str) -> Iterator[None]:
+    """Name the file in the errors of a library that reads files of a folder, or of a model on the Hub.
 
     Args:
         needed: files of which one at least is there.

@@ -115,7 +115,7 @@ def head_wanted(objective: Any, config: Any, pad_token_id: int | None) -> ScoreH
 
 
 def head_note(config: Any, head: ScoreHead) -> str:
-    """For the user: where the head comes from."""
+    """Tell the user where the head for sequences comes from."""
     count = f"{head.num_labels} number{'s' * (head.num_labels > 1)} for each sequence"
     if is_scored(config):
         return f"the head, of {count}, is that of the model's files"

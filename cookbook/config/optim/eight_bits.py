@@ -15,7 +15,7 @@ def adamw_8bit(
     import bitsandbytes
 
     class ShardedAdamW8bit(bitsandbytes.optim.AdamW8bit):
-        """Updates this process's shards as plain tensors, since the kernels refuse a DTensor."""
+        """An optimizer that updates this process's shards as plain tensors, since the kernels refuse a DTensor."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
