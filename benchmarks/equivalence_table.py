@@ -42,6 +42,7 @@ TABLES = (
         "grpo": "GRPO",
         "gspo": "GSPO",
         "distill": "distill",
+        "smoothed": "smoothed",
     },
 )
 """Columns of each table of the page, one of optimizers, rows and adapters, one of objectives."""

@@ -8,10 +8,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from cookbook.config.objectives.forward import Batch, Logits, OfTargets
 from cookbook.training.models import loss
 from cookbook.training.models.structure import LogitTransform
 
 ROWS_AT_ONCE = (2, 100)
+
+
+WEIGHTS = torch.linspace(-1, 2, 7)
+
+
+def of_all_methods(logits: Logits, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = batch["teacher_tokens"]
+    numbers = [logits.mean(), logits.logsumexp(temperature=1.5), logits.logsumexp(temperature=1.5, without=tokens)]
+    nll = logits.nll(batch["targets"]).unsqueeze(1)
+    columns = torch.cat([nll, logits.at(tokens), *(values.unsqueeze(1) for values in numbers)], 1)
+    return columns @ WEIGHTS, columns
 
 
 def largest_difference(mesh: DeviceMesh, rows: int) -> float:
@@ -33,13 +45,20 @@ def largest_difference(mesh: DeviceMesh, rows: int) -> float:
             (losses * scale).sum().backward()
         pairs.append((found, expected))
         tokens = torch.tensor([[5, 6, 0], [0, 1, 10], [10, 9, 8], [6, 7, 5], [2, 5, 3]])
-        found = head(inputs[0], targets, transform, candidates=loss.Candidates(tokens, 1.5))
+        found = head(
+            inputs[0],
+            transform=transform,
+            function=OfTargets(of_all_methods, ("columns",), {"targets": targets, "teacher_tokens": tokens}),
+        )
         logits = whole(inputs[1])
         changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
-        expected = loss.with_candidates(changed, targets, loss.Candidates(tokens, 1.5))
-        for values in (found, expected):
-            (values * scale.outer(torch.linspace(-1, 2, 5))).sum().backward()
-        pairs.append((found, expected))
+        columns = [changed.gather(1, tokens), changed.mean(1, keepdim=True), (changed / 1.5).logsumexp(1, keepdim=True)]
+        rest = (changed / 1.5).scatter(1, tokens, -torch.inf).logsumexp(1, keepdim=True)
+        nll = torch.nn.functional.cross_entropy(changed, targets, reduction="none").unsqueeze(1)
+        expected = torch.cat([nll, *columns, rest], 1)
+        for losses in (found[0], expected @ WEIGHTS):
+            (losses * scale).sum().backward()
+        pairs += [(found[0], expected @ WEIGHTS), (found[1], expected)]
     pairs.append((inputs[0].grad, inputs[1].grad))
     pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
     return max((left - right).abs().max().item() for left, right in pairs)

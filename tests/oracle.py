@@ -191,6 +191,8 @@ def loss_of(
         return distance_from(model, answers[0], is_good, setup)
     if setup.objective in SCORED:
         return loss_of_scores([model(input_ids=answer.ids).logits[0] for answer in answers], is_good, setup)
+    if setup.objective in ("sft", "cpt") and setup.label_smoothing:
+        return smoothed(model, answers[0], setup.label_smoothing)
     logps = [log_likelihoods(model, answer) for answer in answers]
     beta = setup.beta
     if setup.objective == "grpo":
@@ -215,6 +217,15 @@ def loss_of(
         return (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
     margin, swapped = beta * (ratios[0] - ratios[1]), setup.label_smoothing  # arXiv 2305.18290, eq. 7
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
+
+
+def smoothed(model: Any, answer: Answer, share: float) -> torch.Tensor:
+    """arXiv 1512.00567, section 7, by the class that Trainer has for it: a mean, times the number of labels."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    labels = answer.labels.masked_fill(answer.labels == IGNORED, -100)
+    output = model(input_ids=answer.ids)
+    return LabelSmoother(share)(output, labels, shift_labels=True) * (labels[:, 1:] != -100).sum()
 
 
 def distance_from(model: Any, answer: Answer, taught: torch.Tensor, setup: Setup) -> torch.Tensor:

@@ -30,6 +30,7 @@ from tests.needs import need_chromium, need_trl
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
 TRIED |= {"foreign_formats", "overhead", "pictures", "plan_seconds", "recipe_labels", "speed_goals", "vs_peers"}
+TRIED |= {"loss_of_logits"}
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run", "gpu_node/fit"}  # in test_gpu_node.py
 LED = {
@@ -92,6 +93,12 @@ FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published"
 def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
     run(lab, copy, *program.split(), "--page")
     assert changed(copy) == []
+
+
+def test_each_loss_is_measured_in_both_dtypes(lab: Lab, copy: Path):
+    said = run(lab, copy, "loss_of_logits.py", "--quick")
+    rows = re.findall(r"(?m)^\| (float32|bfloat16) \| (\w[^|]*) \| \d+\.\d\d \| [\d,]+ \|$", said)
+    assert len(rows) == 8 and {loss for _, loss in rows} == {"plain", "sft", "sft, smoothed", "distill"}
 
 
 def test_the_page_of_formats_comes_out_as_it_is_here(lab: Lab, copy: Path):

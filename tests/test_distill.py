@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cookbook.commands.cli import main
-from cookbook.config.objectives import Answer, Objective
+from cookbook.config.objectives import Objective, Question
+from cookbook.config.objectives.forward import Batch, Logits, OfTargets
 from cookbook.config.recipe import load_recipe
-from cookbook.run.teacher import find_teacher, with_answers
+from cookbook.run.teacher import LikeliestTokens, find_teacher, with_answers
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
@@ -31,6 +32,7 @@ from cookbook.training.data.answers import AnswersFile, load_answers
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.engine import Engine, engine_class
 from cookbook.training.models import loss
+from cookbook.training.models.logits import PLAIN, HeadLogits, Reading
 from cookbook.training.models.model_source import weights_digest
 from cookbook.training.models.structure import LogitTransform
 from tests.curves import ROOT, Lab
@@ -47,6 +49,21 @@ def tokens_of(top_k: int) -> torch.Tensor:
     return torch.stack([torch.randperm(VOCAB, generator=chance)[:top_k] for _ in range(COUNT)])
 
 
+def logits_of(products: torch.Tensor, transform: LogitTransform | None = None) -> HeadLogits:
+    return HeadLogits(products, Reading(transform, PLAIN))
+
+
+def terms(logits: Logits, batch: Batch, temperature: float) -> torch.Tensor:
+    """(L, 2 + k): the negative log-likelihood of the target; at the temperature, the log-probability of all tokens
+    together that are none of `teacher_tokens`, and those of these."""
+    tokens = batch["teacher_tokens"].long()
+    rest = logits.logsumexp(temperature=temperature, without=tokens).unsqueeze(1)
+    whole = logits.logsumexp(temperature=temperature).unsqueeze(1)
+    return torch.cat(
+        [logits.nll(batch["targets"]).unsqueeze(1), rest - whole, logits.at(tokens) / temperature - whole], 1
+    )
+
+
 @pytest.mark.parametrize("budget", [2**27, 4 * VOCAB], ids=["at once", "chunked"])
 @pytest.mark.parametrize("transform", [None, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("top_k", [1, 4, VOCAB])
@@ -54,7 +71,9 @@ def test_the_head_gives_log_probabilities_and_gradients_of_all_logits(top_k, tra
     monkeypatch.setattr(loss, "LOGITS_BUDGET", budget)
     torch.manual_seed(0)
     head, hidden, targets = torch.nn.Linear(WIDTH, VOCAB), torch.randn(COUNT, WIDTH), torch.arange(COUNT)
-    tokens, scale = tokens_of(top_k), torch.randn(COUNT, 2 + top_k).double()
+    tokens, weights = tokens_of(top_k), 2 * torch.rand(2 + top_k).double() - 1
+    of_targets = torch.linspace(-1, 1.5, COUNT).double()
+    scale = of_targets.outer(weights)
     if top_k == VOCAB:
         scale[:, 1] = 0  # nothing is left over
     wide = [one.detach().double().requires_grad_() for one in (hidden, head.weight, head.bias)]
@@ -68,22 +87,30 @@ def test_the_head_gives_log_probabilities_and_gradients_of_all_logits(top_k, tra
 
     head.__class__ = loss.LossHead
     inputs = hidden.clone().requires_grad_()
-    found = head(inputs, targets, transform, candidates=loss.Candidates(tokens, 2.0))
-    torch.where(scale != 0, found * scale, 0.0).sum().backward()
+    batch = {"targets": targets, "teacher_tokens": tokens}
+
+    def function(logits: Logits, batch: Batch) -> tuple[torch.Tensor, ...]:
+        columns = terms(logits, batch, 2.0)
+        weighed = torch.where(torch.isfinite(columns), columns * weights.float(), 0.0).sum(1)
+        return weighed, columns
+
+    losses, found = head(inputs, transform=transform, function=OfTargets(function, ("columns",), batch))
+    (losses * of_targets).sum().backward()
+    assert not found.requires_grad
     assert found.dtype == torch.float32 and bool((found[:, 1] == -math.inf).all()) == (top_k == VOCAB)
     columns = [i for i in range(2 + top_k) if i != 1 or top_k < VOCAB]
     assert (found - expected)[:, columns].abs().max() < 1e-6
     for ours, theirs in zip((inputs, head.weight, head.bias), wide, strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 2e-6
-    # What peft's layer on a head makes of it, with torch's own gradients.
-    plain = loss.with_candidates(loss._transformed(head(hidden), transform), targets, loss.Candidates(tokens, 2.0))
+    # What peft's layer on a head makes of it.
+    plain = terms(logits_of(head(hidden), transform), batch, 2.0)
     assert torch.allclose(plain, found, atol=1e-6)
 
 
 def test_what_is_left_over_has_its_digits_where_the_candidates_have_nearly_all():
     """1 less their sum would be 0 in float32, or rounding alone."""
     logits = torch.tensor([[30.0, 2.0, 1.0, 0.0]], requires_grad=True)
-    found = loss.with_candidates(logits, torch.tensor([0]), loss.Candidates(torch.tensor([[0]]), 1.0))
+    found = terms(logits_of(logits), {"targets": torch.tensor([0]), "teacher_tokens": torch.tensor([[0]])}, 1.0)
     expected = logits.double().softmax(1)[0, 1:].sum().log().item()
     assert found[0, 1].item() == pytest.approx(expected, rel=1e-6) and expected < -27
 
@@ -94,7 +121,7 @@ def test_a_teacher_s_likeliest_tokens_are_those_of_its_softmax_over_common_token
     log_probabilities = F.log_softmax(head(hidden)[:, : VOCAB - 2] / 1.5, 1)
     head.__class__ = loss.LossHead
     with torch.no_grad():
-        found, tokens = head(hidden, most=loss.Most(3, 1.5, VOCAB - 2))
+        found, tokens = head(hidden, function=LikeliestTokens(Question("teacher", 3, 1.5), VOCAB - 2))
     for row, expected in enumerate(log_probabilities.tolist()):
         order = sorted(range(VOCAB - 2), key=lambda i: -expected[i])
         assert tokens[row].tolist() == order[:3]
@@ -118,8 +145,8 @@ def asked(logits: torch.Tensor, top_k: int, temperature: float) -> dict[str, Any
 
 
 def student(logits: torch.Tensor):
-    def forward(*, input_ids, targets, target_positions, candidates, temperature):
-        return loss.with_candidates(logits, targets, loss.Candidates(candidates, temperature))
+    def forward(*, input_ids, targets, target_positions, function):
+        return function(logits_of(logits), slice(None))
 
     return forward
 
@@ -167,10 +194,6 @@ def test_the_loss_is_the_formula_over_the_likeliest_tokens_and_the_rest(pair, to
     assert outcome.loss_sum.item() == pytest.approx(0.6 * divergence + 0.4 * nll, rel=1e-5)
     assert outcome.metrics["divergence"].item() == pytest.approx(divergence, rel=1e-5) and divergence > 0.1
     assert outcome.metrics["nll"].item() == pytest.approx(nll, rel=1e-5)
-    logps = F.log_softmax(ours.detach().double() / 1.7, 1).gather(1, batch["teacher_tokens"].long()).tolist()
-    pairs = list(zip(batch["teacher_logps"][:, 1:].tolist(), logps, strict=True))
-    by_hand = found.by_hand([[Answer(-nll, COUNT, math.nan, token_teacher_logps=pairs)]], [math.nan])
-    assert by_hand == pytest.approx((0.6 * divergence + 0.4 * nll) / COUNT, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -852,6 +852,25 @@ def test_every_key_of_a_recipe_is_explained_with_its_default():
             assert yaml.safe_load(cell) == (list(default) if isinstance(default, tuple) else default), key
 
 
+def test_a_key_that_only_some_kinds_have_is_explained_for_each():
+    """`objective.label_smoothing` is another thing under dpo than under sft."""
+    rows = dict(re.findall(r"(?m)^\| `([\w.]+)` \| \S[^|]* \| (\S.*) \|$", text_of("docs/recipes.md")))
+    pairs = []
+    for section, info in Recipe.model_fields.items():
+        family: Any = section_in(info.annotation)
+        if family is not None and issubclass(family, Named):
+            for kind in family.kinds():
+                (name,) = get_args(kind.model_fields["name"].annotation)
+                pairs += [(name, f"{section}.{key}") for key in kind.model_fields.keys() - family.model_fields.keys()]
+    everywhere = {
+        ("sft", "objective.label_smoothing"),
+        ("dpo", "objective.label_smoothing"),
+        ("wsd", "schedule.decay_steps"),
+    }
+    assert len(pairs) > 40 and everywhere <= {*pairs}
+    assert [pair for pair in sorted(pairs) if not re.search(rf"\b{pair[0]}\b", rows[pair[1]])] == []
+
+
 def test_every_piece_of_a_recipe_in_the_pages_is_a_good_one():
     found = 0
     for page in PAGES:
@@ -878,10 +897,17 @@ def keys_of_dicts(source: str, where: str) -> set[str]:
     return found
 
 
+def reported(source: str) -> set[str]:
+    """The names that the calls of `OfTargets` in `source` give to what is reported beside a loss."""
+    calls = [node for node in ast.walk(ast.parse(text_of(source))) if isinstance(node, ast.Call)]
+    return {name for call in calls if ast.unparse(call.func) == "OfTargets" for name in ast.literal_eval(call.args[1])}
+
+
 def test_every_key_of_the_metrics_is_explained():
     objectives = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "cookbook/config/objectives").glob("*.py"))
     means = {"loss"}.union(*(keys_of_dicts(path, "metrics") for path in objectives))
-    assert len(means) >= 5
+    means = means.union(*(reported(path) for path in objectives))
+    assert len(means) >= 5 and {"nll", "divergence"} <= means
     keys = keys_of_dicts("train.py", "services.log.write") | keys_of_dicts("train.py", "label") | means | {"mfu"}
     keys |= {f"eval_{key}" for key in means | {"num_tokens"}}
     assert len(keys) >= 20 and {"step", "grad_norm", "eval_set", "eval_reward_margin"} <= keys

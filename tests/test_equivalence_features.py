@@ -57,6 +57,7 @@ COLUMNS = {
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
     "distill": (None, DISTRIBUTED),
+    "smoothed": ({"objective": "{name: sft, label_smoothing: 0.2}"}, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
 }
 # One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has its
@@ -78,6 +79,7 @@ CHOSEN = {
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
+    "smoothed": ("fsdp2", "zero3", "tp", "pp"),
     "muon": ("fsdp2", "zero2", "zero3", "pp"),
 }
 CASES = [

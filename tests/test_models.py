@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.mesh import Mesh
+from cookbook.config.objectives import Objective
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.facts.meshes import mesh_problem
 from cookbook.system.files import RecipeError
@@ -215,6 +216,39 @@ def test_gradients_in_16_bits_are_rounded_once(
     assert -2e-3 < exact[0, 0] / scale[0] < 0
     # Two roundings where the scale comes after the product, and the smallest numbers that fp16 has.
     torch.testing.assert_close(logits.grad.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=6e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("rows", [3, 100], ids=["chunked", "at once"])
+def test_label_smoothing_is_that_of_transformers(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Loss and gradients of Trainer's own class, in float64; without smoothing they are far away."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    vocab, share = 97, 0.3
+    monkeypatch.setattr(loss, "LOGITS_BUDGET", rows * vocab)
+    chance = torch.Generator().manual_seed(4)
+    weight = torch.randn(vocab, 16, generator=chance).to(dtype)
+    hidden = torch.randn(7, 16, generator=chance).to(dtype)
+    targets = torch.randint(vocab, (7,), generator=chance)
+    with torch.enable_grad():
+        wide = [values.double().requires_grad_() for values in (hidden, weight)]
+        output = {"logits": F.linear(*wide)}
+        expected, plain = (LabelSmoother(epsilon)(output, targets) * 7 for epsilon in (share, 0.0))
+    gradients = torch.autograd.grad(expected, wide)
+
+    head = torch.nn.Linear(16, vocab, bias=False)
+    head.weight = torch.nn.Parameter(weight)
+    head.__class__ = loss.LossHead
+    function = Objective.of(name="sft", label_smoothing=share).function({"targets": targets})
+    with torch.enable_grad():
+        losses, nll = head(hidden.requires_grad_(), function=function)
+        losses.sum().backward()
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(losses.sum().double(), expected, rtol=rounding, atol=0)
+    torch.testing.assert_close(nll.sum().double(), plain, rtol=rounding, atol=0)
+    assert abs(expected - plain) > 1 and not nll.requires_grad
+    for found, exact in zip((hidden.grad, head.weight.grad), gradients, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=8 * rounding, atol=8 * rounding)
 
 
 @pytest.mark.parametrize("targets", ["head kept whole", "head with LoRA"])

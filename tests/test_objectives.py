@@ -6,7 +6,7 @@ import pytest
 import torch
 from target_grid import from_grid
 
-from cookbook.config.objectives import Answer, Objective
+from cookbook.config.objectives import Objective
 from cookbook.config.objectives.forward import sequence_logps
 from tests.needs import need_trl
 
@@ -396,33 +396,3 @@ def test_kto_zero_with_the_labels_swapped_is_another_loss(batch, logits):
     swapped = batch | {"values": 1 - batch["values"]}
     right, wrong = (settings.compute(model(logits), each).loss_sum for each in (batch, swapped))
     assert abs(right - wrong).item() > 0.01
-
-
-# What a rehearsal compares a run with.
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"name": "sft"},
-        {"name": "dpo", "label_smoothing": 0.2},
-        {"name": "dpo", "loss": "ipo"},
-        {"name": "orpo"},
-        {"name": "cpo", "nll_weight": 0.5},
-        {"name": "simpo", "nll_weight": 0.5},
-        {"name": "kto_zero"},
-    ],
-    ids=["sft", "dpo", "ipo", "orpo", "cpo", "simpo", "kto_zero"],
-)
-def test_a_loss_by_hand_is_that_of_the_batch(batch, grid, logits, keys):
-    objective = Objective.of(**keys)
-    outcome = objective.compute(model(logits), batch)
-    answers = [
-        Answer(*log_probability(logits[row], grid[row]), batch["reference_logps"][row].item())
-        for row in range(2 * NUM_PAIRS)
-    ]
-    num = len(objective.sequences)
-    samples = [answers[i : i + num] for i in range(0, 2 * NUM_PAIRS, num)]
-    assert outcome.loss_sum.item() / outcome.count == pytest.approx(
-        objective.by_hand(samples, [1.0, 0.0] * NUM_PAIRS if num == 1 else [math.nan] * NUM_PAIRS), rel=1e-5
-    )

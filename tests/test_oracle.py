@@ -96,6 +96,13 @@ CASES: dict[str, dict[str, Any]] = {
     "sft, all tokens, packed": {"train_on": "all", "schedule": "constant", "packing": True},
     "sft, sgd": {"optimizer": "sgd", "peak": 0.1, "schedule": "wsd", "decay_steps": 6, "least": 0.03, "clip": 0.3},
     "cpt, packed": {"objective": "cpt", "schedule": "inverse_sqrt", "warmup": 3, "packing": True, "model": "untied"},
+    "sft, smoothed": {"optimizer": "sgd", "peak": 0.1, "label_smoothing": 0.2, "clip": 0.3},
+    "cpt, smoothed, packed, untied": {
+        "objective": "cpt",
+        "label_smoothing": 0.1,
+        "packing": True,
+        "model": "untied",
+    },
     "dpo": {"objective": "dpo", "peak": 1e-4, "clip": 0.5},
     "dpo, smoothed, packed": {
         "objective": "dpo",

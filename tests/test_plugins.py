@@ -18,7 +18,7 @@ from small_data import make_tokenizer
 from cookbook.commands.cli import main
 from cookbook.commands.rehearse import rehearsal
 from cookbook.config import plugins
-from cookbook.config.objectives import Answer, Objective
+from cookbook.config.objectives import Objective
 from cookbook.config.recipe import dump_recipe, load_recipe
 from cookbook.config.strategy import find_strategy
 from cookbook.start.run_plan import load_pair, make_plan
@@ -262,16 +262,27 @@ def test_objectives_of_the_package_are_still_checked_with_a_plugin(recipe):
 def test_the_plugin_of_the_page_is_a_good_one(tmp_path):
     import torch
 
-    (text,) = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text())
-    (tmp_path / "my_objective.py").write_text(text)
+    from cookbook.training.models.logits import PLAIN, HeadLogits, Reading
+
+    texts = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text())
+    (tmp_path / "my_objective.py").write_text("\n".join(texts))
     plugins.use([str(tmp_path / "my_objective.py")])
     objective = Objective.of(name="hinge")
     nll, reference = torch.tensor([2.0, 30.0, 5.0, 1.0]), torch.tensor([-3.0, -4.0, -1.0, -2.0])
     batch = {"target_sequences": torch.arange(4), "num_sequences": 4, "reference_logps": reference, "targets": nll}
     outcome = objective.compute(lambda targets: targets, batch)
-    answers = [Answer(-a, 1, b) for a, b in zip(nll.tolist(), reference.tolist(), strict=True)]
-    assert outcome.loss_sum.item() / outcome.count == pytest.approx(objective.by_hand([answers[:2], answers[2:]], []))
+    # Ratios 1, -26, -4 and 1: gaps 27 and -5.
+    assert outcome.count == 2 and outcome.loss_sum.item() == pytest.approx(0 + 1 + 0.05 * 5)
     assert objective.words() == "hinge, beta 0.05" and objective.needs_reference
+    products, targets = torch.randn(4, 9), torch.tensor([0, 3, 8, 3])
+
+    def model(targets, function):
+        return function(HeadLogits(products, Reading(None, PLAIN)), slice(None))
+
+    outcome = Objective.of(name="z_loss", weight=0.5).compute(model, {"targets": targets})
+    nll = torch.nn.functional.cross_entropy(products, targets, reduction="sum").item()
+    assert outcome.metrics["nll"].item() == pytest.approx(nll)
+    assert outcome.loss_sum.item() == pytest.approx(nll + 0.5 * products.logsumexp(1).square().sum().item())
 
 
 def run(lab: Lab, strategy: str, **more: str) -> Curve:

@@ -6,7 +6,7 @@ python -m pytest -q tests/test_recipes.py
 import json
 import re
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -202,23 +202,42 @@ def test_the_smallest_recipe_still_has_a_smaller_one():
 # What no recipe shows.
 
 
-def shown(value, key="") -> set[str]:
-    """Keys that a recipe writes, and `key: word` of those that choose by a word."""
+def shown(value, key="", kind="") -> set[str]:
+    """Keys that a recipe writes, and `key: word` of those that choose by a word; each with the kind that it is of."""
     if isinstance(value, list):
-        return {key}.union(*(shown(one, key) for one in value))
+        return {key}.union(*(shown(item, key, kind) for item in value))
     if isinstance(value, dict):
         is_named = key == "data.eval" and "path" not in value
+        family = FAMILIES.get(key)
         return {key}.union(
-            *(shown(one, key if is_named else f"{key}.{name}".lstrip(".")) for name, one in value.items())
+            *(
+                shown(item, key if is_named else f"{key}.{name}".lstrip("."), family and of_kind(family, value, name))
+                for name, item in value.items()
+            )
         )
-    return {key, f"{key}: {value}"} if isinstance(value, str) else {key}
+    return {f"{key}{kind or ''}", f"{key}: {value}{kind or ''}"} if isinstance(value, str) else {f"{key}{kind or ''}"}
 
 
-def choices(model=Recipe, key=""):
-    """Every key of a recipe, and every word that a key chooses by."""
+FAMILIES = {
+    name: kind
+    for name, info in Recipe.model_fields.items()
+    for kind in (info.annotation, *get_args(info.annotation))
+    if isinstance(kind, type) and issubclass(kind, Named)
+}
+"""Sections whose keys depend on their name."""
+
+
+def of_kind(family: type[Named], values: dict[str, Any], key: str) -> str:
+    """The name of the kind in parentheses, for a key that some kinds of a family have and others may have otherwise."""
+    return "" if key in family.model_fields else f" ({values.get('name', family.default)})"
+
+
+def choices(model=Recipe, key="", family=None):
+    """Every key of a recipe, and every word that a key chooses by; each with the kind that it is of."""
     for name, info in model.model_fields.items():
-        own = f"{key}{name}"
-        yield own
+        (default,) = get_args(model.model_fields["name"].annotation) if family else ("",)
+        own, of = f"{key}{name}", of_kind(family, {"name": default}, name) if family else ""
+        yield own + of
         kinds, words = [info.annotation], []
         while kinds:
             kind = kinds.pop()
@@ -226,16 +245,25 @@ def choices(model=Recipe, key=""):
                 words += [word for word in get_args(kind) if isinstance(word, str)]
             elif isinstance(kind, type) and issubclass(kind, Named):
                 yield f"{own}.name"
-                for one in kind.kinds():
-                    (word,) = get_args(one.model_fields["name"].annotation)
+                for named in kind.kinds():
+                    (word,) = get_args(named.model_fields["name"].annotation)
                     if word != kind.default:
                         yield f"{own}.name: {word}"
-                    yield from (key for key in choices(one, f"{own}.") if not key.startswith(f"{own}.name"))
+                    yield from (
+                        found for found in choices(named, f"{own}.", kind) if not found.startswith(f"{own}.name")
+                    )
             elif isinstance(kind, type) and issubclass(kind, Section):
                 yield from choices(kind, f"{own}.")
             else:
                 kinds += get_args(kind)
-        yield from (f"{own}: {word}" for word in words if word != info.default)
+        yield from (f"{own}: {word}{of}" for word in words if word != info.default)
+
+
+def test_a_key_that_another_objective_has_too_is_no_choice_that_a_recipe_shows():
+    recipe = {"objective": {"name": "dpo", "label_smoothing": 0.1, "beta": 0.2}}
+    assert {"objective.label_smoothing (dpo)", "objective.beta (dpo)"} <= shown(recipe)
+    assert "objective.label_smoothing (sft)" in set(choices()) - shown(recipe)
+    assert "objective.train_on (sft)" in shown({"objective": {"train_on": "all"}})
 
 
 def test_what_no_recipe_shows_stands_with_its_reason_in_a_list():

@@ -145,7 +145,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"eval_set": name} if name else {}
         line |= {f"eval_{key}": value for key, value in means.items()}
         if isinstance(recipe.objective, TokenLoss):
-            line["perplexity"] = math.exp(means["loss"])
+            line["perplexity"] = math.exp(means.get("nll", means["loss"]))  # that of the labels is not smoothed
         lines.append(line)
     engine.close()
     return lines

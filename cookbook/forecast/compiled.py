@@ -24,7 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.facts.score_head import head_of
 from cookbook.training.models.efficiency import is_saved
-from cookbook.training.models.loss import PLAIN, LossHead, OfLogits
+from cookbook.training.models.logits import PLAIN, Kernels
+from cookbook.training.models.loss import LossHead
 
 Uncounted = Callable[[], AbstractContextManager]
 Kept = Callable[[list[str]], list[bool]]
@@ -56,7 +57,7 @@ def trace_compiled(model: PreTrainedModel, *, kept: Kept | None, uncounted: Unco
             layer.forward = _Forward(layer, found, kept, uncounted)  # type: ignore[assignment]
     head = head_of(model)
     if isinstance(head, LossHead):
-        head.of_logits = OfLogits(*(partial(_fused, one, uncounted) for one in PLAIN))
+        head.kernels = Kernels(*(partial(_fused, kernel, uncounted) for kernel in PLAIN))
 
 
 def _fused(compute: Callable[..., Any], uncounted: Uncounted, *arguments: Any) -> Any:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fa
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
 from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import stops_compiling
@@ -35,7 +36,7 @@ from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
-from cookbook.training.models.loss import add_loss, nll_of_targets
+from cookbook.training.models.loss import add_loss, loss_of_targets
 
 if TYPE_CHECKING:
     from cookbook.forecast.compiled import Kept
@@ -108,7 +109,9 @@ def trace(
         linear = _LinearOfZero3.apply if is_zero3 else F.linear
         with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
             offloads = recipe.model.gradient_checkpointing == "offload"
-            return _trace_phases(model, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads)
+            return _trace_phases(
+                model, recipe.objective, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads
+            )
 
     def run_first_that_works(config: PreTrainedConfig) -> Ledger:
         ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
@@ -423,8 +426,19 @@ def _train_whole_units(model: PreTrainedModel) -> None:
             weight.requires_grad_(is_trained)
 
 
+def _targets(objective: Objective, count: int) -> dict[str, torch.Tensor]:
+    """What a batch has for each target and `Objective.function` reads."""
+    found = {"targets": torch.zeros(count, dtype=torch.long)}
+    if objective.asks is not None:
+        top_k = objective.asks.top_k
+        found["teacher_tokens"] = torch.zeros(count, top_k, dtype=torch.int)
+        found["teacher_logps"] = torch.zeros(count, 1 + top_k)
+    return found
+
+
 def _trace_phases(
     model: PreTrainedModel,
+    objective: Objective,
     rows: int,
     length: int,
     num_targets: int,
@@ -454,14 +468,16 @@ def _trace_phases(
     def micro_batch(counted: AbstractContextManager) -> None:
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.zeros(rows, length, dtype=torch.long)
-        targets, target_positions = torch.zeros(2, num_targets, dtype=torch.long)
+        batch, target_positions = _targets(objective, num_targets), torch.zeros(num_targets, dtype=torch.long)
         with counted:
             ledger.begin("embed")
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 backbone = backbone_of(model)
                 hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
                 hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
-                loss = nll_of_targets(model, hidden, targets).sum()
+                results = loss_of_targets(model, hidden, batch["targets"], objective.function(batch))
+                loss = (results[0] if isinstance(results, tuple) else results).sum()
+                del results
                 with_copies = ledger.live
             ledger.copies = with_copies - ledger.live
             del hidden

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cookbook.config.objectives import Question
-from cookbook.config.objectives.forward import INPUTS
+from cookbook.config.objectives.forward import INPUTS, Logits
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.system.files import RecipeError
@@ -26,7 +26,6 @@ from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine
 from cookbook.training.engine.collectives import to_device
 from cookbook.training.models import language_model
-from cookbook.training.models.loss import Most
 from cookbook.training.models.vocabulary import common_rows
 
 FORMAT = 1
@@ -41,6 +40,26 @@ class Teacher:
     asked: Question
     num_tokens: int
     """Number of tokens that it and the student both score."""
+
+
+@dataclass(frozen=True)
+class LikeliestTokens:
+    """A function of a teacher's logits: (L, 1 + k) float32, the log-probability of all tokens together that are not
+    among the most probable ones, -inf where there are none, and of these, the highest first; and (L, k) int32, these
+    tokens.
+    """
+
+    asked: Question
+    num_tokens: int
+    """Tokens from this number on do not count: the student has none of them."""
+    reported = ("tokens",)
+
+    def __call__(self, logits: Logits, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        tempered = logits.whole()[:, : self.num_tokens] / self.asked.temperature
+        values, tokens = tempered.topk(self.asked.top_k, 1)
+        rest = tempered.scatter_(1, tokens, -torch.inf).logsumexp(1, keepdim=True)
+        apart = torch.cat([rest, values], 1)
+        return apart - apart.logsumexp(1, keepdim=True), tokens.int()
 
 
 def find_teacher(asked: Question, folder: str, tokenizer: Any, num_rows: int | None, max_length: int) -> Teacher:
@@ -140,12 +159,12 @@ def _ask(model: Any, tokens: TokenSet, layout: batches.Layout, teacher: Teacher,
     except OSError as error:
         problem = f"{path} could not be written: {error}"
     _agree(problem, engine)
-    most = Most(asked.top_k, asked.temperature, teacher.num_tokens)
+    likeliest = LikeliestTokens(asked, teacher.num_tokens)
     is_finite = True
     for number, (batch, targets) in enumerate(batches.batches_of_targets(tokens, layout)):
         engine.beat(f"teacher batch {number + 1}", 0)
         inputs = {name: batch[name] for name in INPUTS if name in batch and name != "targets"}
-        logps, best = model(**engine.on_device(inputs), most=most)
+        logps, best = model(**engine.on_device(inputs), function=likeliest)
         is_finite &= not bool(logps.isnan().any())
         for part in _of_all_ranks(to_device(targets, engine.device), best, logps, engine):
             if file is not None:

@@ -54,10 +54,6 @@ class Margin(Objective):
         losses = batch["values"] * (self.margin - (means[0::2] - means[1::2])).square()
         return LossOutput(losses.sum().float() + 0.0 * nll.sum(), len(losses), {"weight": batch["values"].sum()})
 
-    def by_hand(self, samples, values):
-        gaps = [better.logp / better.num_tokens - worse.logp / worse.num_tokens for better, worse in samples]
-        return sum(value * (self.margin - gap) ** 2 for gap, value in zip(gaps, values, strict=True)) / len(gaps)
-
 
 @register
 class HeavyBall(Optimizer):

@@ -192,7 +192,7 @@ class Conversion(Collected):
             self.changes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
         if name != "dpo" and "objective.label_smoothing" in self.recipe:
             self.recipe.pop("objective.label_smoothing")
-            self.note("objective.label_smoothing", "goes with dpo only")
+            self.note("objective.label_smoothing", "is that of dpo in such a file")
         if name != "sft" and "objective.train_on" in self.recipe:
             self.recipe.pop("objective.train_on")
             self.note("objective.train_on", f"{name} decides which tokens have loss")

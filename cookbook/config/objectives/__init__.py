@@ -4,11 +4,10 @@ A loss returns a *sum* over the tokens or samples of one micro-batch; the engine
 global batch. That makes every objective the same under every strategy.
 """
 
-from cookbook.config.objectives import cpo, distill, dpo, grpo, kto_zero, orpo, scored, token_loss
-from cookbook.config.objectives.objective import Answer, Objective, Question, TooLong, TrainOn
+from cookbook.config.objectives import cpo, distill, dpo, grpo, kto_zero, orpo, pair, scored, token_loss
+from cookbook.config.objectives.objective import Objective, Question, TooLong, TrainOn
 
 __all__ = [
-    "Answer",
     "Objective",
     "Question",
     "TooLong",
@@ -19,6 +18,7 @@ __all__ = [
     "grpo",
     "kto_zero",
     "orpo",
+    "pair",
     "scored",
     "token_loss",
 ]

@@ -1,31 +1,22 @@
 """Preferences without a reference: contrastive preference optimization, and its simple form with a margin."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from cookbook.config.objectives.objective import Answer, Objective
+from cookbook.config.objectives.pair import PairObjective
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from cookbook.config.objectives.forward import LossOutput
+    from torch import Tensor
 
 
-class Contrast(Objective):
+class Contrast(PairObjective):
     """The loss of a pair is -log sigmoid(r(chosen) - r(rejected) - margin), plus `nll_weight` times the chosen answer's
     mean negative log-likelihood. A reward r is `beta` times the answer's log-probability: the sum over its tokens, or
     their mean.
     """
 
-    rows = ("chat_preference", "preference")
-    sample = "pair"
-    sequences = ("chosen", "rejected")
-    mean_over = "samples"
-    shares_samples = True
     by_token: ClassVar[bool]
     """Whether a reward is of the mean over an answer's tokens."""
     beta: float
@@ -47,35 +38,20 @@ class Contrast(Objective):
         margin = f", margin {self.margin:g}" if self.margin else ""
         return f"{self.name}, beta {self.beta:g}{margin}, weight of the likelihood {self.weight:g}"
 
-    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
-        """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+    def of_pairs(
+        self, values: "Tensor", num_tokens: "Tensor", batch: dict[str, Any]
+    ) -> "tuple[Tensor, dict[str, Tensor]]":
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import (
-            LossOutput,
-            negative_log_likelihood,
-            reward_metrics,
-            sums_by_sequence,
-        )
+        from cookbook.config.objectives.forward import reward_metrics
 
-        nll = negative_log_likelihood(model, batch)
-        sums, num_tokens = sums_by_sequence(-nll, batch)
-        means = sums / num_tokens
-        rewards = self.beta * (means if self.by_token else sums)
+        means = values / num_tokens
+        rewards = self.beta * (means if self.by_token else values)
         chosen, rejected = rewards[0::2], rewards[1::2]
         # The likelihood per pair, as ORPO's. TRL's is a mean over a batch's tokens, in which long answers weigh more.
         losses = self.weight * -means[0::2] - F.logsigmoid(chosen - rejected - self.margin)
         metrics = {"nll_chosen": -means[0::2].detach().sum(), **reward_metrics(chosen, rejected)}
-        return LossOutput.of(losses, nll, metrics)
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the pairs."""
-        total = 0.0
-        for pair in samples:
-            means = [answer.logp / answer.num_tokens for answer in pair]
-            chosen, rejected = means if self.by_token else (answer.logp for answer in pair)
-            total += math.log1p(math.exp(self.margin - self.beta * (chosen - rejected))) - self.weight * means[0]
-        return total / len(samples)
+        return losses, metrics
 
 
 @register

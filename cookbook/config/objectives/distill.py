@@ -1,25 +1,22 @@
 """Distillation: the student learns the distribution over next tokens of a teacher, which was asked before training."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cookbook.config.objectives.objective import Answer, Objective, Question, TrainOn
-from cookbook.config.objectives.token_loss import SFT
+from cookbook.config.objectives.objective import Question, TrainOn
+from cookbook.config.objectives.token_loss import SFT, TokenLoss
 from cookbook.system.files import PathText
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
-    from cookbook.config.objectives.forward import LossOutput
+    from cookbook.config.objectives.forward import Logits, OfTargets
 
 
 @register
-class Distill(Objective):
+class Distill(TokenLoss):
     """Knowledge distillation from stored log-probabilities.
 
     The loss of a token is (1 - kd_ratio) times the negative log-likelihood of the label, plus kd_ratio times the
@@ -60,16 +57,22 @@ class Distill(Objective):
         mixed = f"{self.kd_ratio:g} {kind}, {1 - self.kd_ratio:g} likelihood of the labels"
         return f"distill, {mixed}, {over}, temperature {self.temperature:g}"
 
-    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
-        """The sum over the targets, whose `teacher_logps` are those of the rest and of `teacher_tokens`."""
-        from cookbook.config.objectives.forward import LossOutput, log_probabilities
+    def function(self, batch: dict[str, Any]) -> "OfTargets":
+        """Of the targets, whose `teacher_logps` are those of the rest and of `teacher_tokens`."""
+        from cookbook.config.objectives.forward import OfTargets
 
-        found = log_probabilities(model, batch, self.temperature)
-        nll, student, teacher = found[:, 0], found[:, 1:], batch["teacher_logps"]
+        return OfTargets(self._mixed, ("nll", "divergence"), batch)
+
+    def _mixed(self, logits: "Logits", batch: dict[str, Any]) -> "tuple[Tensor, ...]":
+        import torch
+
+        nll, tokens = logits.nll(batch["targets"]), batch["teacher_tokens"].long()
+        # Not 1 less the sum of the candidates' probabilities, which has no digits left where that is nearly 1.
+        rest = logits.logsumexp(temperature=self.temperature, without=tokens)
+        apart = torch.cat([rest.unsqueeze(1), logits.at(tokens) / self.temperature], 1)
+        student, teacher = apart - apart.logsumexp(1, keepdim=True), batch["teacher_logps"]
         divergence = self._divergence(student, teacher.to(student.dtype))
-        loss = (1 - self.kd_ratio) * nll.sum() + self.kd_ratio * divergence.sum()
-        metrics = {"nll": nll.detach().sum(), "divergence": divergence.detach().sum()}
-        return LossOutput(loss, len(batch["targets"]), metrics)
+        return (1 - self.kd_ratio) * nll + self.kd_ratio * divergence, nll, divergence
 
     def _divergence(self, student: "Tensor", teacher: "Tensor") -> "Tensor":
         """(L,) from log-probabilities (L, 1 + k), of which the first is -inf in both where nothing is left over."""
@@ -86,25 +89,3 @@ class Distill(Objective):
         weights = torch.tensor([self.beta, 1 - self.beta], device=student.device).log()
         mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
         return self.beta * from_to(teacher, mixture) + (1 - self.beta) * from_to(student, mixture)
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the tokens."""
-        answers = [answer for sample in samples for answer in sample]
-        likelihood = sum(answer.logp for answer in answers)
-        divergence = sum(self._by_hand(*pair) for answer in answers for pair in answer.token_teacher_logps)
-        whole = self.kd_ratio * divergence - (1 - self.kd_ratio) * likelihood
-        return whole / sum(answer.num_tokens for answer in answers)
-
-    def _by_hand(self, teacher: Sequence[float], student: Sequence[float]) -> float:
-        pairs = [(math.exp(one), math.exp(other)) for one, other in zip(teacher, student, strict=True)]
-        rest = [1 - sum(column) for column in zip(*pairs, strict=True)]
-        if min(rest) > 1e-9:  # else nothing is left over but rounding
-            pairs.append((rest[0], rest[1]))
-        if self.beta in (0, 1):
-            pairs = pairs if self.beta == 0 else [(other, one) for one, other in pairs]
-            return sum(one * math.log(one / other) for one, other in pairs)
-        total = 0.0
-        for one, other in pairs:
-            mixture = self.beta * one + (1 - self.beta) * other
-            total += self.beta * one * math.log(one / mixture) + (1 - self.beta) * other * math.log(other / mixture)
-        return total

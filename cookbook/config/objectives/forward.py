@@ -4,13 +4,16 @@ Every loss must call `model(...)`, which returns the negative log-likelihood of 
 hooks are on that call: under DDP, gradients of a backbone that is called directly are silently not synchronized.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 INPUTS = ("input_ids", "targets", "target_positions", "position_ids", "lengths", "offsets")
+BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
+"""What a batch may have for each target, beside `targets`."""
 
 Batch = dict[str, Any]
 """The output of `cookbook.training.data.batches.collate`, with its tensors on the device."""
@@ -51,13 +54,67 @@ def negative_log_likelihood(model: torch.nn.Module, batch: Batch) -> torch.Tenso
     return model(**{name: batch[name] for name in INPUTS if name in batch})
 
 
-def log_probabilities(model: torch.nn.Module, batch: Batch, temperature: float) -> torch.Tensor:
-    """(L, 2 + k) float32: the negative log-likelihood of each target; then, at a temperature, the log-probability of
-    all tokens together that are none of its k `teacher_tokens`, and those of these. Collective, see
-    `negative_log_likelihood`.
+class Logits(Protocol):
+    """The model's logits at L targets. Under tensor parallel each rank has those of a part of the vocabulary, and each
+    method joins a few numbers of all parts: it is collective, and no rank gathers the vocabulary. Results are float32
+    and differentiable.
     """
-    inputs = {name: batch[name] for name in INPUTS if name in batch}
-    return model(**inputs, candidates=batch["teacher_tokens"].long(), temperature=temperature)
+
+    def nll(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(L,) -> (L,): the negative log-likelihood of a token at each target."""
+
+    def at(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(L, k) -> (L, k): the logits of tokens."""
+
+    def mean(self) -> torch.Tensor:
+        """(L,): the mean over the vocabulary."""
+
+    def logsumexp(self, *, temperature: float = 1.0, without: torch.Tensor | None = None) -> torch.Tensor:
+        """(L,): the log of the sum of exponentials over the vocabulary.
+
+        Args:
+            temperature: divides the logits.
+            without: (L, k) tokens to leave out, different ones for each target; of no other token it is -inf.
+        """
+
+    def whole(self) -> torch.Tensor:
+        """(L, V): all logits of a model whose vocabulary is not divided."""
+
+
+class FunctionOfLogits(Protocol):
+    """A function of the logits at the targets of a micro-batch, called with some of them at a time."""
+
+    reported: tuple[str, ...]
+    """Names of what it returns beside the losses."""
+
+    def __call__(self, logits: Any, rows: slice) -> tuple[torch.Tensor, ...]:
+        """(L,) losses, each of the logits at its target alone, which have a gradient; and other tensors of L rows.
+
+        Args:
+            rows: of the micro-batch's targets, those of the logits.
+        """
+
+
+class OfTargets:
+    """A function of logits and of the entries of a batch that have a row for each target."""
+
+    # No dataclass and no named tuple: FSDP would cast the tensors in one to the dtype of the forward.
+    def __init__(
+        self,
+        function: Callable[[Logits, Batch], tuple[torch.Tensor, ...]],
+        reported: tuple[str, ...],
+        batch: Batch,
+    ) -> None:
+        self.function, self.reported = function, reported
+        self.entries = {name: batch[name] for name in ("targets", *BY_TARGET) if name in batch}
+
+    def __call__(self, logits: Logits, rows: slice) -> tuple[torch.Tensor, ...]:
+        return self.function(logits, {name: values[rows] for name, values in self.entries.items()})
+
+
+def of_logits(model: torch.nn.Module, batch: Batch, function: FunctionOfLogits) -> tuple[torch.Tensor, ...]:
+    """The results of a function of the logits at all targets. Collective, see `negative_log_likelihood`."""
+    return model(**{name: batch[name] for name in INPUTS if name in batch}, function=function)
 
 
 def sums_by_sequence(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,12 @@
 """Group relative policy optimization on stored groups: answers to one prompt that were sampled and rewarded before."""
 
-import math
 from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cookbook.config.objectives.objective import Answer, Objective
+from cookbook.config.objectives.objective import Objective
 from cookbook.rows.json_text import BadRow
 from cookbook.system.registry import register
 
@@ -154,30 +153,6 @@ class GRPO(Objective):
         inside = ratios.clamp(low, high)
         beyond = [(ratios < low).double(), (ratios > high).double()]
         return [torch.minimum(ratios, inside), torch.maximum(ratios, inside), ratios.detach(), *beyond]
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over tokens or answers; the model before training is the one that sampled."""
-        total, num_tokens = 0.0, 0
-        for (answer,), advantage in zip(samples, values, strict=True):
-            loss, count = self._loss_of(answer, advantage), answer.num_tokens
-            divisor = {"dapo": 1, "grpo": count, "dr_grpo": self.max_completion_length or 1}[self.loss_type]
-            total, num_tokens = total + loss / divisor, num_tokens + count
-        return total / (num_tokens if self.mean_over == "tokens" else len(samples))
-
-    def _loss_of(self, answer: Answer, advantage: float) -> float:
-        pairs = list(zip(answer.token_logps, answer.token_reference_logps, strict=True))
-        ratios = [math.exp(logp - before) for logp, before in pairs]
-        if self.importance_sampling_level == "sequence":
-            ratios = [math.exp(fmean(logp - before for logp, before in pairs))] * len(pairs)
-        policy = sum(
-            -min(ratio * advantage, min(max(ratio, 1 - self.epsilon), self.most) * advantage) for ratio in ratios
-        )
-        weights = ratios if self.use_bias_correction_kl else [1.0] * len(pairs)
-        away = sum(
-            weight * (math.exp(before - logp) - (before - logp) - 1)
-            for weight, (logp, before) in zip(weights, pairs, strict=True)
-        )
-        return policy + self.beta * away
 
 
 def _deviation(rewards: Sequence[float]) -> float:

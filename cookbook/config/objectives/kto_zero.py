@@ -1,12 +1,10 @@
 """Kahneman-Tversky optimization with its reference point at 0: single answers, each labelled good or bad."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cookbook.config.objectives.objective import Answer, Objective
+from cookbook.config.objectives.objective import Objective
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
@@ -53,11 +51,3 @@ class KTOZero(Objective):
         losses = torch.where(is_good, self.desirable_weight, self.undesirable_weight) * torch.sigmoid(-rewards)
         metrics = {"signed_reward": rewards.detach().sum(), "reward_accuracy": (rewards.detach() > 0).float().sum()}
         return LossOutput.of(losses, nll, metrics)
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the answers."""
-        total = 0.0
-        for (answer,), value in zip(samples, values, strict=True):
-            sign, weight = (1, self.desirable_weight) if value else (-1, self.undesirable_weight)
-            total += weight * (1 - 1 / (1 + math.exp(-sign * self.beta * (answer.logp - answer.reference_logp))))
-        return total / len(samples)

@@ -8,28 +8,10 @@ from cookbook.system.registry import Named
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from cookbook.config.objectives.forward import LossOutput
+    from cookbook.config.objectives.forward import FunctionOfLogits, LossOutput
 
 TrainOn = Literal["assistant", "last", "all"]
 TooLong = Literal["cut", "drop", "split", "error"]
-
-
-class Answer(NamedTuple):
-    """The log-probabilities of one sequence, as plain numbers."""
-
-    logp: float
-    """Sum over its labelled tokens."""
-    num_tokens: int
-    """Number of labelled tokens."""
-    reference_logp: float
-    """`logp` under the model before training."""
-    token_logps: Sequence[float] = ()
-    """`logp` of each labelled token, for an objective whose `reference_of` is tokens."""
-    token_reference_logps: Sequence[float] = ()
-    scores: Sequence[float] = ()
-    """What a head for sequences says of it, for an objective with `num_scores`."""
-    token_teacher_logps: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
-    """Log-probabilities of a teacher's likeliest tokens at each labelled token: the teacher's, and the model's."""
 
 
 class Question(NamedTuple):
@@ -154,19 +136,14 @@ class Objective(Named):
         """Name and settings, for `explain`."""
         return self.name
 
+    def function(self, batch: dict[str, Any]) -> "FunctionOfLogits | None":
+        """The loss of each target as a function of the logits there; None: the negative log-likelihood."""
+        return None
+
     def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
         """The loss of one micro-batch, made of `cookbook.config.objectives.forward`. Collective.
 
         Args:
             batch: the output of `cookbook.training.data.batches.collate`, with its tensors on the device.
-        """
-        raise NotImplementedError
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean loss computed in plain Python, as a reference that a rehearsal compares the run with.
-
-        Args:
-            samples: the sequences of each sample.
-            values: `RowKind.value` of each sample; nan if its row kind has none.
         """
         raise NotImplementedError

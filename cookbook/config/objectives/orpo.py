@@ -1,33 +1,24 @@
 """Odds ratio preference optimization: supervised fine-tuning and preferences in one loss, without a reference."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from cookbook.config.objectives.objective import Answer, Objective
+from cookbook.config.objectives.pair import PairObjective
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from cookbook.config.objectives.forward import LossOutput
+    from torch import Tensor
 
 
 @register
-class ORPO(Objective):
+class ORPO(PairObjective):
     """Odds ratio preference optimization, Hong et al. 2024 (arXiv 2403.07691), eqs. 4 to 7.
 
     Log-probabilities are means over an answer's tokens (as is the likelihood of eq. 3). The loss of a pair is the
     chosen answer's mean negative log-likelihood, plus `beta` times -log sigmoid of the log odds ratio.
     """
 
-    rows = ("chat_preference", "preference")
-    sample = "pair"
-    sequences = ("chosen", "rejected")
-    mean_over = "samples"
-    shares_samples = True
     name: Literal["orpo"]
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """The paper's lambda: weight of the odds ratio relative to the likelihood of the chosen answer. The paper uses 0.1
@@ -36,21 +27,15 @@ class ORPO(Objective):
     def words(self) -> str:
         return f"orpo, beta {self.beta:g}"
 
-    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
-        """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+    def of_pairs(
+        self, values: "Tensor", num_tokens: "Tensor", batch: dict[str, Any]
+    ) -> "tuple[Tensor, dict[str, Tensor]]":
         import torch
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import (
-            LossOutput,
-            negative_log_likelihood,
-            reward_metrics,
-            sums_by_sequence,
-        )
+        from cookbook.config.objectives.forward import reward_metrics
 
-        nll = negative_log_likelihood(model, batch)
-        sums, num_tokens = sums_by_sequence(-nll, batch)
-        means = sums / num_tokens
+        means = values / num_tokens
         log_odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-12)))  # odds are infinite at p = 1
         chosen, rejected = log_odds[0::2], log_odds[1::2]
         # Per pair, as equation 6. TRL's first term is a mean over tokens, in which long answers weigh more.
@@ -61,13 +46,4 @@ class ORPO(Objective):
             "log_odds_ratio": of_pairs["reward_margin"],
             "reward_accuracy": of_pairs["reward_accuracy"],
         }
-        return LossOutput.of(losses, nll, metrics)
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the pairs."""
-        total = 0.0
-        for pair in samples:
-            chosen, rejected = (answer.logp / answer.num_tokens for answer in pair)
-            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (chosen, rejected)]
-            total += -chosen + self.beta * math.log1p(odds[1] / odds[0])
-        return total / len(samples)
+        return losses, metrics

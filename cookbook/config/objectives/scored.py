@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cookbook.config.objectives.objective import Answer, Objective, TooLong, TrainOn
+from cookbook.config.objectives.objective import Objective, TooLong, TrainOn
+from cookbook.config.objectives.pair import PairObjective
 from cookbook.rows.json_text import BadRow
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from cookbook.config.objectives.forward import LossOutput
@@ -36,16 +38,13 @@ class Scored(Objective):
 
 
 @register
-class Reward(Scored):
+class Reward(Scored, PairObjective):
     """A reward model: that of Bradley and Terry (1952), as in eq. 1 of Ouyang et al. 2022 (arXiv 2203.02155).
 
     The loss of a pair is -log sigmoid(r(chosen) - r(rejected)), plus `center_rewards_coefficient` times
     (r(chosen) + r(rejected))^2, eq. 2 of Eisenstein et al. 2023 (arXiv 2312.09244).
     """
 
-    rows = ("chat_preference", "preference")
-    sample = "pair"
-    sequences = ("chosen", "rejected")
     name: Literal["reward"]
     center_rewards_coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """reward only: how strongly the two rewards of a pair are drawn to a sum of 0, which the loss of their difference
@@ -59,25 +58,16 @@ class Reward(Scored):
         centred = f", rewards centred by {self.center_rewards_coefficient:g}" if self.center_rewards_coefficient else ""
         return f"reward, Bradley-Terry{centred}"
 
-    def compute(self, model: "Module", batch: dict[str, Any]) -> "LossOutput":
-        """The sum over the pairs: sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+    def of_pairs(
+        self, values: "Tensor", num_tokens: "Tensor", batch: dict[str, Any]
+    ) -> "tuple[Tensor, dict[str, Tensor]]":
         import torch.nn.functional as F
 
-        from cookbook.config.objectives.forward import LossOutput, reward_metrics, scores_by_sequence
+        from cookbook.config.objectives.forward import reward_metrics
 
-        scores, own = scores_by_sequence(model, batch)
-        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
+        chosen, rejected = values[0::2, 0], values[1::2, 0]
         losses = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
-        return LossOutput.of(losses, own, reward_metrics(chosen, rejected))
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the pairs."""
-        total = 0.0
-        for pair in samples:
-            chosen, rejected = (answer.scores[0] for answer in pair)
-            centred = self.center_rewards_coefficient * (chosen + rejected) ** 2
-            total += math.log1p(math.exp(rejected - chosen)) + centred
-        return total / len(samples)
+        return losses, reward_metrics(chosen, rejected)
 
 
 class Labelled(Scored):
@@ -156,13 +146,6 @@ class Classify(Labelled):
         losses = F.cross_entropy(scores, classes, reduction="none")
         return LossOutput.of(losses, own, {"accuracy": (scores.argmax(-1) == classes).float().sum()})
 
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the samples."""
-        total = 0.0
-        for (answer,), value in zip(samples, values, strict=True):
-            total += math.log(sum(map(math.exp, answer.scores))) - answer.scores[int(value)]
-        return total / len(samples)
-
 
 @register
 class Regress(Labelled):
@@ -197,8 +180,3 @@ class Regress(Labelled):
         scores, own = scores_by_sequence(model, batch)
         differences = scores[:, 0] - batch["values"]
         return LossOutput.of(differences.square(), own, {"absolute_error": differences.detach().abs().sum()})
-
-    def by_hand(self, samples: Sequence[Sequence[Answer]], values: Sequence[float]) -> float:
-        """The mean over the samples."""
-        pairs = zip(samples, values, strict=True)
-        return sum((answer.scores[0] - value) ** 2 for (answer,), value in pairs) / len(samples)

@@ -404,7 +404,7 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
         row_ranks, columns = 2 * row_ranks, sizes.column_matrices
     of_layers = sizes.hidden * (half * rows + full * columns) + half * sum([*row_ranks, *column_ranks])
     of_ends = sizes.hidden * (full * tokens * sizes.is_embedding_divided + half * labelled)
-    terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/loss.py, _VocabularyShard
+    terms = 2 * 4 * mesh.tensor * step.num_labelled / groups  # training/models/logits.py, losses_of
     last = len(_layers_of_last_stage(sizes, stages, mesh.chunks))
     share = last / sizes.num_layers if sizes.num_layers else 0.0
     columns = columns if stages == 1 else sizes.column_matrices

@@ -105,9 +105,9 @@ def _embed(self: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.where(is_new.unsqueeze(-1), own, embedded)
 
 
-def _score(self: Any, hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def _score(self: Any, hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
     """The forward of a head with trained rows: see `LossHead.forward` in cookbook/training/models/loss.py; without our
     loss the logits."""
     if type(self.token_adapter.base_layer) is torch.nn.Linear:
         return self.token_adapter(hidden)
-    return self.token_adapter.base_layer(hidden, *arguments, rows=_rows_of(self.token_adapter))
+    return self.token_adapter.base_layer(hidden, *arguments, rows=_rows_of(self.token_adapter), **options)

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cookbook.config.objectives.forward import BY_TARGET
 from cookbook.system.files import RecipeError
 from cookbook.training.data.stream import Stream, Window
 from cookbook.training.data.tokens import TokenSet
 
 IGNORE_INDEX = -100
-BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
-"""Names of the arrays that a token set may have with a value for each target."""
 MAX_STEPS_MEASURED = 100
 """Limit of the steps that `measure` looks at."""
 

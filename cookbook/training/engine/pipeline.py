@@ -271,16 +271,13 @@ class _Stage(torch.nn.Module):
         hidden = received[0][: rows * length].view(rows, length, -1) if received else None
         sent: list[torch.Tensor] = []
 
-        def model(**inputs: Any) -> torch.Tensor:
+        def model(**inputs: Any) -> Any:
             found = self.engine.model(hidden=hidden, chunk=self.chunk, **inputs)
             if self.is_last:
                 return found
             sent.append(found.flatten(0, 1).to(self.message.dtype))
             # So the objective runs on every stage, and all know the names of its metrics.
-            count, others = len(inputs["target_positions"]), inputs.get("candidates")
-            of_each = self.engine.transformer().per_target if others is None else (2 + others.shape[1],)
-            shape = (count, *of_each)
-            return found.new_zeros(shape, dtype=torch.float32)
+            return self.engine.transformer().zeros_of_result(**inputs)
 
         self.results.append(self.engine._forward(lambda _, batch: self.function(model, batch), self.batches[i]))
         if sent:
