@@ -211,7 +211,7 @@ def test_a_template_that_leaves_the_system_prompt_out_is_refused(shelf, tmp_path
         (["chat", "nowhere"], "nowhere: no model there"),
         (["chat", "UNFINISHED"], "write its newest checkpoint first: cookbook export"),
         (["chat", "RUN", "--max-new-tokens", "255"], "would exceed the model's 256 positions"),
-        (["chat", "BASE", "--compare"], "has no record of its base model (it lies in no run's folder)"),
+        (["chat", "BASE", "--compare"], "has no record of its base model (it is in no run's folder)"),
         (["chat", "RUN", "--prompt", "x", "--from-run", "1"], "--prompt would be ignored beside --from-run"),
         (["chat", "RUN", "--system", "x", "--from-run", "1"], "--system would be ignored beside --from-run"),
         (["chat", "BASE", "--from-run", "1"], "is not a run, and has no rows"),

@@ -20,7 +20,6 @@ NOT_DONE = {
     "commands/rehearse": 12,
     "commands/report": 17,
     "commands/rounds": 66,
-    "commands/shared": 26,
     "config": 83,
     "config/objectives": 20,
     "forecast": 180,

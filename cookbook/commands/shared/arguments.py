@@ -28,10 +28,10 @@ def _runs() -> list[str]:
 
 
 def which_run(folder: Path) -> str:
-    """What to write in the place of a folder that is no run's: the nearest, or those that are here."""
+    """Advice for a folder that is not a run's: the run with the nearest name, or the runs that are here."""
     names = {Path(run).name: run for run in _runs()}
-    if found := closest(folder.name, names):
-        return f"did you mean {names[found]}?"
+    if name := closest(folder.name, names):
+        return f"did you mean {names[name]}?"
     here = f"; here are {', '.join(names.values())}" if names else ", for example outputs/quickstart"
     return f"name the run.output_dir of a run{here}"
 
@@ -44,7 +44,7 @@ def positive(param: CallbackParam, value: float | None) -> float | None:
 
 
 def process_count(default: str) -> Any:
-    """`--processes`, and what it is where nobody writes it."""
+    """The option `--processes`, with the number that is used without it."""
     return Option(callback=positive, help=f"default: {default}")
 
 
@@ -57,11 +57,11 @@ def _find(strategy: Path | None) -> Path | None:
     return None if strategy is None else find_strategy(str(strategy))
 
 
-def _locate(given: str | Path) -> Path:
-    """A recipe that is not here is a shipped one."""
-    if not str(given).strip():
+def _locate(path: str | Path) -> Path:
+    """Find a recipe: the file here or, if there is none, the shipped one."""
+    if not str(path).strip():
         raise BadParameter("is empty; write a path")
-    return Path(located(str(given)))
+    return Path(located(str(path)))
 
 
 def recipe_argument(what: str | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""What stands for `auto` in `batch.micro_batch_size` and `model.gradient_checkpointing`, and what a number loses."""
+"""Values for `auto` in `batch.micro_batch_size` and `model.gradient_checkpointing`, and advice on a small number."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from cookbook.system.files import RecipeError, read_document
 from cookbook.system.hardware import Machines
 
 GAIN = 0.1
-"""Share of a step from which what a larger micro-batch would save is worth a line."""
+"""Share of a step that a larger micro-batch must save, by the forecast, to be worth a line of output."""
 
 
 def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[str, tuple[Any, str]]:
@@ -27,51 +27,55 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
     sizes = even(recipe.batch.global_batch_size // plan.data_parallel_size)
     earlier = _earlier(recipe)
     kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
-    found = {key: (earlier[key], "as the run that it goes on with") for key in keys if earlier.get(key) in kept[key]}
-    if MICRO_BATCH in keys and MICRO_BATCH not in found and plan.num_gpus and strategy.pp_size > 1:
-        found[MICRO_BATCH] = 1, "the more micro-batches, the less do the stages of a pipeline wait"
-    left = [key for key in keys if key not in found]
+    chosen = {key: (earlier[key], "as in the run that is resumed") for key in keys if earlier.get(key) in kept[key]}
+    if MICRO_BATCH in keys and MICRO_BATCH not in chosen and plan.num_gpus and strategy.pp_size > 1:
+        chosen[MICRO_BATCH] = 1, "the more micro-batches, the less do the stages of a pipeline wait"
+    # What the resumed run had comes first: another choice would change its memory in the middle of the run.
+    left = [key for key in keys if key not in chosen]
     if not left:
-        return found
+        return chosen
     least = {MICRO_BATCH: 1, CHECKPOINTING: True}
     if not plan.num_gpus:
-        return found | {key: (least[key], "no forecast says what a CPU holds") for key in left}
+        return chosen | {key: (least[key], "no forecast says what a CPU holds") for key in left}
     machines = _machines(plan)
     if machines.usable_gib is None:
-        return found | {key: (least[key], "the memory of this GPU is not known") for key in left}
+        return chosen | {key: (least[key], "the memory of this GPU is not known") for key in left}
     if MICRO_BATCH not in left:
-        sizes = [found.get(MICRO_BATCH, (micro, ""))[0]]
+        sizes = [chosen.get(MICRO_BATCH, (micro, ""))[0]]
     if CHECKPOINTING in left:
         kinds: list[Any] = list(KINDS)
     else:
-        kinds = [found.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
+        kinds = [chosen.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
     from cookbook.forecast.ranking import fitting
 
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
         ranked = fitting(recipe, strategy, machines, str(path), batches, kinds)
     except RecipeError as error:
-        return found | {key: (least[key], f"there is no forecast: {error.mistakes[0]}") for key in left}
+        return chosen | {key: (least[key], f"there is no forecast: {error.mistakes[0]}") for key in left}
     room = f"{machines.usable_gib:.0f} GiB of GPU memory"
     if not ranked:
-        return found | {key: (least[key], f"by the forecast even that may exceed {room}") for key in left}
+        return chosen | {key: (least[key], f"by the forecast even that may exceed {room}") for key in left}
     best, *others = ranked
     if MICRO_BATCH in left:
         size = best.batch.micro_batch_size or 1
-        larger = next((one for one in sizes if one > size), None)
+        larger = next((candidate for candidate in sizes if candidate > size), None)
         beyond = f"{larger} may not" if larger else "is all of a step"
-        found[MICRO_BATCH] = size, f"it fits in {room} by the forecast, and {beyond}"
+        chosen[MICRO_BATCH] = size, f"it fits in {room} by the forecast, and {beyond}"
     if CHECKPOINTING in left:
-        with_others = [f"{_words(one.time)} with {str(one.checkpointing).lower()}" for one in others if one.time]
+        with_others = [
+            f"{_words(other.time)} with {str(other.checkpointing).lower()}" for other in others if other.time
+        ]
         why = "; ".join([f"{_words(best.time)} a step by the forecast", *with_others]) if best.time else ""
-        found[CHECKPOINTING] = best.checkpointing, why or f"it fits in {room} by the forecast"
-    return found
+        chosen[CHECKPOINTING] = best.checkpointing, why or f"it fits in {room} by the forecast"
+    return chosen
 
 
 def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> str | None:
-    """What the largest micro-batch that fits would save where the recipe has a smaller number; None if that is little
-    by the forecast, or there is none. It has samples of full length: with shorter ones, a step is bound by the host at
-    larger micro-batches too.
+    """Say how much time the largest micro-batch that fits would save, where the recipe has a smaller number.
+
+    Returns None if the forecast saves little, or nothing larger fits. The forecast is for
+    samples of full length: with shorter ones, the host limits a step at larger micro-batches too.
     """
     size = recipe.batch.micro_batch_size
     if size is None or isinstance(size, Auto) or not plan.num_gpus or strategy.pp_size > 1:
@@ -81,20 +85,26 @@ def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Pla
         return None
     from cookbook.forecast.ranking import fitting
 
-    sizes = [one for one in even(recipe.batch.global_batch_size // plan.data_parallel_size) if one > size]
-    batches = [recipe.batch.model_copy(update={"micro_batch_size": one}) for one in sizes]
+    sizes = [larger for larger in even(recipe.batch.global_batch_size // plan.data_parallel_size) if larger > size]
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": larger}) for larger in sizes]
     kinds = [recipe.model.gradient_checkpointing]
     try:
-        own = fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
+        current = fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
         best = fitting(recipe, strategy, machines, str(path), batches, kinds)
     except RecipeError:
         return None
-    if not own or not best or not own[0].time or not best[0].time or best[0].seconds > (1 - GAIN) * own[0].seconds:
+    if (
+        not current
+        or not best
+        or not current[0].time
+        or not best[0].time
+        or best[0].seconds > (1 - GAIN) * current[0].seconds
+    ):
         return None
     return (
         f"{MICRO_BATCH} {size}: {best[0].batch.micro_batch_size} fits too, and by the forecast a step takes"
-        f" {_words(best[0].time)} in the place of {_words(own[0].time)}, on the same curve; `auto` takes the most that"
-        " fits"
+        f" {_words(best[0].time)} in the place of {_words(current[0].time)}, on the same curve; `auto` takes the most"
+        " that fits"
     )
 
 
@@ -108,7 +118,7 @@ def _words(time: Any) -> str:
 
 
 def _earlier(recipe: Recipe) -> dict[str, Any]:
-    """The values of the run in the folder which this one goes on with."""
+    """The values of the run in the folder that this run resumes."""
     written = Path(recipe.run.output_dir, "recipe.yaml")
     if recipe.run.resume == "never" or not written.is_file():
         return {}

@@ -21,23 +21,23 @@ def find_model(folder: Path) -> Path:
     Raises:
         RecipeError: neither.
     """
-    found = folder / "export" if (folder / "export").is_dir() else folder
-    if any(os.path.lexists(found / name) for name in ("config.json", ADAPTER)):
-        return found
+    model = folder / "export" if (folder / "export").is_dir() else folder
+    if any(os.path.lexists(model / name) for name in ("config.json", ADAPTER)):
+        return model
     if any(folder.glob("checkpoints/step-*")):
         raise RecipeError(
             f"{folder}: the run is not finished; write its newest checkpoint first: cookbook export {folder}"
         )
-    raise RecipeError(f"{found}: no model there; {which_run(folder)}")
+    raise RecipeError(f"{model}: no model there; {which_run(folder)}")
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a model's folder is an adapter's, also one whose settings cannot be read."""
+    """Return whether a model's folder has an adapter, even one whose settings cannot be read."""
     return os.path.lexists(folder / ADAPTER)
 
 
 def find_run(folder: Path) -> Path | None:
-    """The run that `folder` is, or in which it lies."""
+    """The run that `folder` is, or that contains it."""
     return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
 
 

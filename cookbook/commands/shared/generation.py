@@ -102,18 +102,18 @@ class Generator:
     def _encode(self, prompt: str | Chat, tools: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask`, each (1, T) int64, on the device."""
         if isinstance(prompt, str):
-            found = self.tokenizer(prompt, return_tensors="pt")
+            encoded = self.tokenizer(prompt, return_tensors="pt")
         else:
             options: Any = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
             try:
-                found = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
+                encoded = self.tokenizer.apply_chat_template(prompt, tools=tools, **options)
             except Exception as error:  # its own, or any of Python's: a template is a program
                 raise RecipeError(f"the model's chat template refuses the chat: {first_line(error)}") from None
         rows = self.model.config.get_text_config().vocab_size
-        if (most := int(found["input_ids"].max())) >= rows:
+        if (most := int(encoded["input_ids"].max())) >= rows:
             raise RecipeError(f"the prompt has token {most}, but the model's embedding has {rows} rows; leave it out")
         # Some tokenizers return token types as well, which a causal model does not take.
-        return {name: found[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+        return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
 
 def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, FolderFacts]:
@@ -149,7 +149,7 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
 
 
 def record_of(folder: Path) -> Base | None:
-    """What the run of an adapter made of its base; None of a whole model, or of others' adapters."""
+    """Read the record of an adapter's run on its base; None for a whole model, or another project's adapter."""
     is_ours = is_adapter(folder) and (folder / BASE_RECORD).is_file()
     return Base.read(folder) if is_ours else None
 
@@ -176,7 +176,7 @@ def open_model(folder: Path) -> Generator:
             from cookbook.run.publish.merged import as_trained
 
             base = as_trained(base, folder, record)
-        model = _opened(base)
+        model = _open(base)
         if has_adapter:
             from peft import PeftModel
 
@@ -187,7 +187,7 @@ def open_model(folder: Path) -> Generator:
         raise RecipeError(f"{folder}: cannot be opened ({type(error).__name__}: {first_line(error)})") from None
     if os.path.lexists(folder / GENERATION):
         model.generation_config = read_generation_config(folder)
-    return Generator(model=_placed(model, folder), tokenizer=tokenizer, is_adapter=has_adapter)
+    return Generator(model=_to_device(model, folder), tokenizer=tokenizer, is_adapter=has_adapter)
 
 
 def open_base(tuned: Generator, folder: Path) -> Generator:
@@ -202,7 +202,7 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
     run = find_run(folder)
     try:
         if run is None:
-            raise FileNotFoundError("it lies in no run's folder")
+            raise FileNotFoundError("it is in no run's folder")
         base = Base.read(run / MODEL_FILES)
     except (OSError, ValueError, TypeError) as error:
         raise RecipeError(f"--compare: {folder} has no record of its base model ({first_line(error)})") from None
@@ -212,21 +212,21 @@ def open_base(tuned: Generator, folder: Path) -> Generator:
     try:
         base_folder = fetch_model(base.name_or_path, base.revision)
         folder_facts.check_folder(Path(base_folder), open_config(base_folder), place=base_folder)
-        model = _opened(base_folder)
+        model = _open(base_folder)
     except RecipeError:
         raise
     except Exception as error:  # as above
         raise RecipeError(f"--compare: {base.name_or_path} cannot be opened ({first_line(error)})") from None
     model.generation_config = tuned.model.generation_config
-    return replace(tuned, model=_placed(model, base_folder))
+    return replace(tuned, model=_to_device(model, base_folder))
 
 
-def _opened(folder: str) -> Any:
+def _open(folder: str) -> Any:
     """The whole model, with its tower if it has one."""
     kind: Any = AutoModelForCausalLM if whole_config(folder) is None else AutoModelForMultimodalLM
     return kind.from_pretrained(folder, dtype="auto", trust_remote_code=False, use_safetensors=True)
 
 
-def _placed(model: Any, folder: str | Path) -> Any:
+def _to_device(model: Any, folder: str | Path) -> Any:
     check_finite(model, folder)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""What a run has written so far, read from its folder while it runs or afterwards."""
+"""Files that a run has written so far, read from its folder while it runs or afterwards."""
 
 import socket
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def read_history(folder: Path) -> History:
     if not path.is_file():
         raise RecipeError(f"{path}: no such file; {which_run(folder)}")
     recipe = folder / "recipe.yaml"
-    found = History(
+    history = History(
         folder=folder,
         lines=read_lines(path),
         events=read_lines(folder / EVENTS),
@@ -70,15 +70,15 @@ def read_history(folder: Path) -> History:
             key=lambda line: line["time"],
         ),
     )
-    if not found.steps:
+    if not history.steps:
         raise RecipeError(f"{path}: no training step in it; the run ended before its first")
-    return found
+    return history
 
 
 def read_ranks(folder: Path, key: str) -> list[dict[str, Any]]:
     """The records of the files rank_R.json that have this key, by rank."""
-    found = [read_json(path) for path in folder.glob("rank_*.json")]
-    return sorted((record for record in found if key in record), key=lambda record: record["rank"])
+    records = [read_json(path) for path in folder.glob("rank_*.json")]
+    return sorted((record for record in records if key in record), key=lambda record: record["rank"])
 
 
 def state_of(folder: Path) -> tuple[str, bool]:
@@ -89,6 +89,7 @@ def state_of(folder: Path) -> tuple[str, bool]:
     state, reason = record["state"], record.get("reason")
     is_here = record.get("host") == socket.gethostname() and record.get("pid") is not None
     if not status.has_ended(record):
+        # A killed process writes no last state. The pid says nothing about a run of another machine.
         if is_here and not psutil.pid_exists(record["pid"]):
             return "killed", True
         return ("exporting" if state == "stopped" else state), False

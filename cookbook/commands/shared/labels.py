@@ -28,7 +28,7 @@ class Needs:
 
     @property
     def machine(self) -> str:
-        """As in a label's `Fits`, and for `plan --gpus`."""
+        """Text of the machine in the form of a label's `Fits` and of `plan --gpus`."""
         return f"{f'{self.num_machines}x' * (self.num_machines > 1)}{self.gpus_each}x{self.gpu_gb}GB"
 
     def num_local(self, num_processes: int) -> int | None:
@@ -38,8 +38,8 @@ class Needs:
 
 def recipe_files() -> list[Path]:
     """Every recipe, here and shipped, as `located` reaches it."""
-    found = {path.relative_to(start) for start in starts() for path in (start / RECIPES).rglob("*.yaml")}
-    return [Path(located(str(name))) for name in sorted(found)]
+    names = {path.relative_to(start) for start in starts() for path in (start / RECIPES).rglob("*.yaml")}
+    return [Path(located(str(name))) for name in sorted(names)]
 
 
 def read_label(path: Path) -> dict[str, str]:
@@ -52,23 +52,23 @@ def read_label(path: Path) -> dict[str, str]:
         if "yaml-language-server" in line:
             continue
         text = line.removeprefix("#").strip()
-        found = re.match(r"([A-Z][a-z]+):(?:\s+|$)", text)
-        if found and found.group(1) in LABEL:
-            word, text = found.group(1), text[found.end() :]
+        match = re.match(r"([A-Z][a-z]+):(?:\s+|$)", text)
+        if match and match.group(1) in LABEL:
+            word, text = match.group(1), text[match.end() :]
         parts.setdefault(word, []).append(text)
     return {word: " ".join(filter(None, texts)) for word, texts in parts.items()}
 
 
 def read_needs(label: dict[str, str]) -> Needs:
     """`Needs: 4 machines, each 8 GPUs of 80 GB, 512 GB of host memory, 2,000 GB of NVMe disk. ...` as numbers."""
-    found = re.match(
+    match = re.match(
         r"(?:(\d+) machines, each )?(\d+) GPUs? of (\d+) GB"
         r"(?:, ([\d,]+) GB of host memory)?(?:, ([\d,]+) GB of NVMe)?",
         label.get("Needs", ""),
     )
-    if found is None:
+    if match is None:
         return Needs(gpus_each=None, gpu_gb=None)
-    count, gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in found.groups())
+    count, gpus, gpu, host, nvme = (int(digits.replace(",", "")) if digits else None for digits in match.groups())
     return Needs(gpus_each=gpus, gpu_gb=gpu, host_gb=host, nvme_gb=nvme, num_machines=count or 1)
 
 
@@ -86,7 +86,7 @@ def gpus_needed(label: dict[str, str], strategy: str) -> int:
 
 
 def what_it_takes(path: Path) -> str:
-    """What a recipe needs and the alternatives, for a machine that cannot train it."""
+    """Say what a recipe needs, and list the alternatives, for a machine that cannot train it."""
     label = read_label(path)
     lines = [f"{path} needs {label.get('Needs', 'hardware that its label does not name')}", "Instead, here:"]
     lines.append(f"  cookbook rehearse {path}    the same strategy and kind of model, tiny, on simulated GPUs")

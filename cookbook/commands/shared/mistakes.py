@@ -17,7 +17,7 @@ from cookbook.system.tensor_files import has_weights, weight_files
 
 
 def lacks_checkpoint(recipe: Recipe) -> list[str]:
-    """What is wrong with a checkpoint that the recipe names."""
+    """List what is wrong with a checkpoint that the recipe names."""
     if recipe.run.resume in ("never", "auto"):
         return []
     from cookbook.training.checkpoint.folder import BrokenCheckpoint, open_checkpoint
@@ -72,7 +72,7 @@ USUAL_LAYERS = {ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 
 
 def _notes_on_names(recipe: Recipe) -> list[str]:
-    """As `check_model`, of an adapter on layers that not most models have, where files here tell the structure."""
+    """Check the names of an adapter on unusual layers without the weights, where files here tell the structure."""
     scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
     if recipe.adapter is None or {*recipe.adapter.targets} <= USUAL_LAYERS or not (scratch or facts):
         return []
@@ -123,23 +123,31 @@ def placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]
     """`file: section.key ...` with the place of the values in it: each --set that gave one, or the key's line."""
     try:
         lines = read_document(path).lines
-    except RecipeError:  # of which the mistakes are
+    except RecipeError:  # the file cannot be read, and the mistakes say so already
         return mistakes
-    found = []
+    located = []
     for mistake in mistakes:
         named = re.match(rf"{re.escape(str(path))}(?: under \S+)?: (\w+(?:\.\w+)*)(.*)", mistake, re.DOTALL)
         if named is None:
-            found.append(mistake)
+            located.append(mistake)
             continue
         key, words = named[1], set(re.findall(r"\w+(?:\.\w+)*", named[2]))
         line = lines.get(tuple(key.split(".")))
-        causes = [f"--set {one}" for one in assignments if _is_named(one.partition("=")[0].strip(), key, words)]
+        causes = [
+            f"--set {assignment}"
+            for assignment in assignments
+            if _is_named(assignment.partition("=")[0].strip(), key, words)
+        ]
         place = " ".join(causes) or (f"{path}:{line}" if line else str(path))
-        found.append(f"{place}{mistake[len(str(path)) :]}")
-    return found
+        located.append(f"{place}{mistake[len(str(path)) :]}")
+    return located
 
 
-def _is_named(given: str, key: str, words: set[str]) -> bool:
-    """Whether a mistake in `key` names the key that was given; by its last part too, where that is no common word."""
-    last = given.rpartition(".")[2]
-    return f"{key}.".startswith(f"{given}.") or ("." in given and given in words) or ("_" in last and last in words)
+def _is_named(assigned: str, key: str, words: set[str]) -> bool:
+    """Return whether a mistake in `key` names the assigned key; its last part suffices where that is no common word."""
+    last = assigned.rpartition(".")[2]
+    return (
+        f"{key}.".startswith(f"{assigned}.")
+        or ("." in assigned and assigned in words)
+        or ("_" in last and last in words)
+    )
