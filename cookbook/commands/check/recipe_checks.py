@@ -36,12 +36,12 @@ def check(
 ) -> int:
     """Check recipes with their strategies; or all that are here."""
     misplaced = [as_assignment(str(path)) for path in paths or () if not path.exists()]
-    mistakes = [said for said in misplaced if said is not None]
+    mistakes = [message for message in misplaced if message is not None]
     refuse(mistakes)
-    found = paths or recipe_files()
-    if not found:
+    recipes = paths or recipe_files()
+    if not recipes:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
-    for path in found:
+    for path in recipes:
         with gathered(mistakes):
             for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
                 say(short(line))

@@ -1,4 +1,4 @@
-"""What `check` warns of: settings that are allowed and contradict each other, and what the rows are."""
+"""Warnings of `check`: settings that are allowed but contradict each other. Also the reading of all rows."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -40,7 +40,7 @@ def doubts(recipe: Recipe) -> Iterator[str]:
             yield f"{key} is {BUILTIN_SOURCE}, which data.train is not: name held-out rows of your own, or data.holdout"
         held = _kinds_here(source)
         if trained and held and not trained & held:
-            what, other = (" or ".join(kinds()[kind].words for kind in sorted(found)) for found in (held, trained))
+            what, other = (" or ".join(kinds()[kind].words for kind in sorted(names)) for names in (held, trained))
             yield f"{key} has rows of {what}, and data.train of {other}: its loss is that of another task"
 
 
@@ -70,11 +70,11 @@ def _kinds_here(source: Source) -> set[str]:
     if source.path == BUILTIN_SOURCE or not Path(source.path).exists():
         return set()
     try:
-        seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
+        rows = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
     except RecipeError:  # reported by whoever reads the rows
         return set()
     return set().union(
-        *(kinds_of(rename(drop_columns(raw, source.ignore or ()), source.columns or {})) for raw in seen)
+        *(kinds_of(rename(drop_columns(raw, source.ignore or ()), source.columns or {})) for raw in rows)
     )
 
 
@@ -91,11 +91,11 @@ def read_all(recipe: Recipe) -> Iterator[str]:
     train: list[Rows] = []
     for key, source in recipe.data.sources:
         with gathered(mistakes):
-            found = read_rows(source, recipe.data.on_bad_row, recipe.objective)
-            train += [found] * (key == "data.train")
-            line = f"{key}: {source.path}: {len(found.rows):,} rows of {kinds()[found.kind].words}"
-            dropped = (f"{count:,} dropped: {reason}" for reason, count in found.num_dropped.items())
-            yield "; ".join([line, *filter(None, [found.renamed, found.unread]), *dropped])
+            rows = read_rows(source, recipe.data.on_bad_row, recipe.objective)
+            train += [rows] * (key == "data.train")
+            line = f"{key}: {source.path}: {len(rows.rows):,} rows of {kinds()[rows.kind].words}"
+            dropped = (f"{count:,} dropped: {reason}" for reason, count in rows.num_dropped.items())
+            yield "; ".join([line, *filter(None, [rows.renamed, rows.unread]), *dropped])
     if recipe.data.holdout and not mistakes:
         from cookbook.training.data.sets import hold_out
 

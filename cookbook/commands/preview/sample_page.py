@@ -1,4 +1,4 @@
-"""What a recipe would train on: a few samples with their trained tokens marked, and figures of each set.
+"""Preview of what a recipe would train on: a few samples with their trained tokens marked, and figures of each set.
 
 `cookbook preview RECIPE`; needs the tokenizer, not the weights.
 """
@@ -37,7 +37,7 @@ NUM_RANGES, BAR_WIDTH = 10, 40
 def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")) -> int:
     """Prints the first samples of the first epoch and the figures of all sets. Returns the exit code, 0.
 
-    Trained tokens are green on a terminal, and stand in ⟦ ⟧, or [[ ]], where there are no colours.
+    Trained tokens are green on a terminal, and are put in ⟦ ⟧, or [[ ]], where there are no colours.
 
     Raises:
         RecipeError: the data's mistakes, as a run would raise them.
@@ -104,7 +104,7 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
 
 
 def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
-    """Where the tokenizer is, and the configuration if the model has one."""
+    """Fetch the folder of the tokenizer, and of the configuration if the model has one."""
     from cookbook.training.models import model_source
 
     model = recipe.model
@@ -179,11 +179,11 @@ def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe, chosen: Packing
     """Forwards per step and the padding in them, padded and packed, over the first steps on one process."""
     from cookbook.training.data.batches import Layout, measure
 
-    batch, found = recipe.batch, {}
+    batch, fills = recipe.batch, {}
     limits = batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
     for packing in (False, True):
         layout = Layout(num_ranks=1, rank=0, pad_id=0, packing=packing, **limits)
         fill = measure(tokens, order, layout, global_batch_size=batch.global_batch_size)
-        found[packing] = f"{fill.forwards:.1f} forwards a step with {fill.padding:.1%} padding"
+        fills[packing] = f"{fill.forwards:.1f} forwards a step with {fill.padding:.1%} padding"
     limit = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
-    return f"{limit}, one process: {found[False]} if padded, {found[True]} if packed (a run's rows are {chosen.words})"
+    return f"{limit}, one process: {fills[False]} if padded, {fills[True]} if packed (a run's rows are {chosen.words})"
