@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from cookbook.commands.cli import main
 from cookbook.commands.rehearse import rehearsal, small_recipe, standins
 from cookbook.commands.rehearse.recompute import recompute
-from cookbook.commands.rehearse.rehearsal import _what_went_wrong
+from cookbook.commands.rehearse.rehearsal import _find_error
 from cookbook.config.objectives import Objective
 from cookbook.config.strategy import find_strategy
 from cookbook.facts import offline
@@ -324,7 +324,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize(("log", "told"), LOGS.values(), ids=LOGS)
-def test_what_went_wrong_is_shown_without_the_launchers_own_report(tmp_path, log, told):
+def test_find_error_is_shown_without_the_launchers_own_report(tmp_path, log, told):
     path = tmp_path / "log.txt"
     path.write_text(log)
-    assert _what_went_wrong(path) == told
+    assert _find_error(path) == told

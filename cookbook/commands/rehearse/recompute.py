@@ -50,7 +50,7 @@ def _reopen(export: Path, small: dict[str, Any]) -> Any:
 
     adapter = small.get("adapter")
     if adapter is None:
-        return _opened(export)
+        return _open(export)
     from peft import PeftConfig, PeftModel
     from safetensors.torch import load_file
 
@@ -66,7 +66,7 @@ def _reopen(export: Path, small: dict[str, Any]) -> Any:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if small["mixed_precision"] == "bf16" else torch.float32,
         )
-    model = _opened(base, **options)
+    model = _open(base, **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # such kernels want widths that small models have not
@@ -75,7 +75,7 @@ def _reopen(export: Path, small: dict[str, Any]) -> Any:
     return PeftModel.from_pretrained(model, str(export)).eval()
 
 
-def _opened(folder: str | Path, **options: Any) -> Any:
+def _open(folder: str | Path, **options: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 

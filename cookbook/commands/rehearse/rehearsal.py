@@ -53,22 +53,22 @@ def rehearse(
     """Run a recipe with a tiny model on simulated GPUs."""
     started = time.perf_counter()
     quiet_deepspeed()
-    recipe, found = load_pair(path, assignments, strategy)
+    recipe, loaded = load_pair(path, assignments, strategy)
     place, why = _choose_place(on)
     here = num_gpus() if place == "GPUs" else CPU_PROCESSES
-    smallest = max(min(here, CPU_PROCESSES), found.written_mesh.num_processes)
-    count = processes or found.num_processes or smallest
+    smallest = max(min(here, CPU_PROCESSES), loaded.written_mesh.num_processes)
+    count = processes or loaded.num_processes or smallest
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    rehearsal = Rehearsal(recipe=recipe, strategy=found, num_processes=count, place=place, folder=folder)
+    rehearsal = Rehearsal(recipe=recipe, strategy=loaded, num_processes=count, place=place, folder=folder)
     if why:
         say(why)
-    say(short(f"Rehearsing {path} under {found.path}, {several(count, 'process')} on {place} ..."))
+    say(short(f"Rehearsing {path} under {loaded.path}, {several(count, 'process')} on {place} ..."))
     try:
         _plan_full_size(rehearsal, path)
         rehearsal = _of_one_round(rehearsal)
         log = folder / "log.txt"
         code = _run(rehearsal, write_small_recipe(rehearsal, path), log)
-        if mistake := _what_went_wrong(log) if code else _check_outputs(rehearsal):
+        if mistake := _find_error(log) if code else _check_outputs(rehearsal):
             say(f"\n{mistake}\n\nREHEARSAL of {path}: failed", file=sys.stderr)
             return code or 1
     finally:
@@ -86,7 +86,7 @@ def rehearse(
 
 
 def _choose_place(on: str | None) -> tuple[Place, str | None]:
-    """Where to rehearse, and a reason if it falls back to the CPU.
+    """Choose where to rehearse, with a reason if that falls back to the CPU.
 
     Raises:
         RecipeError: GPUs were asked for, and there are neither real nor simulated ones.
@@ -174,7 +174,7 @@ def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
     return 2 if re.search(r"exitcode\s*:\s*2\b|exit status 2\.", log.read_text(errors="replace")) else 1
 
 
-def _what_went_wrong(log: Path) -> str:
+def _find_error(log: Path) -> str:
     """The part of a run's output with the reason for its end: the last error before the launcher's own report."""
     lines = log.read_text(errors="replace").rstrip().splitlines()
     if lines and lines[-1].startswith("subprocess.CalledProcessError"):  # accelerate's, for a single process
@@ -230,6 +230,7 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
         return None
     loss = recompute(out / "export", small, objective, rehearsal.folder / "eval.jsonl")
     distance, moved = abs(loss - after), abs(before - after)
+    # A tolerance above a third of what training moved would accept an export of untrained weights.
     if not distance <= min(LOSS_TOLERANCE[small["mixed_precision"]] * max(1.0, abs(after)), moved / 3):
         return (
             f"the export, opened by {opener}, has an evaluation loss of {loss:.4f}; the run had {before:.4f} before its"

@@ -57,8 +57,8 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
                 rows = synthetic_rows(known_kind(source.path) or recipe.objective.rows[0], num_rows)
             write_jsonl(path, rows)
         sources.append(small)
-        found = read_rows(small, recipe.data.on_bad_row, recipe.objective)
-        sample = sample or found
+        rows_read = read_rows(small, recipe.data.on_bad_row, recipe.objective)
+        sample = sample or rows_read
     assert sample is not None
     described = f"rows of {sample.kind}" + (", packed" if recipe.data.is_packed else "")
     notes.covered.append(f"objective {recipe.objective.name} on {described}")
@@ -187,18 +187,18 @@ def fixed_sizes(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
 
 
 def small_default(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
-    """As `fixed_sizes`, but for the embeddings all else by transformers' defaults: some sizes follow from others there,
-    and would stay large.
+    """A small configuration with transformers' defaults for all but `tiny_types` and the embeddings: some sizes follow
+    from others, and would stay large in a copy of the large model's.
     """
-    own = {key: getattr(config, key) for key in ("tie_word_embeddings",) if hasattr(config, key)}
-    return fixed_sizes(type(config)(**small_values(config.to_dict()), **own), vocab_size, least_layers)
+    tied = {key: getattr(config, key) for key in ("tie_word_embeddings",) if hasattr(config, key)}
+    return fixed_sizes(type(config)(**small_values(config.to_dict()), **tied), vocab_size, least_layers)
 
 
 def _heads_in_words(config: Any) -> str:
-    found = attention_layers(config)
-    if not found:
+    layers = attention_layers(config)
+    if not layers:
         return "no attention"
-    queries, keys = ({getattr(one, name) for one in found} for name in ("num_heads", "num_key_heads"))
+    queries, keys = ({getattr(layer, name) for layer in layers} for name in ("num_heads", "num_key_heads"))
     return " and ".join(
         f"{' or '.join(map(str, sorted(sizes)))} {what}" for sizes, what in ((queries, "query"), (keys, "key heads"))
     )
@@ -250,8 +250,8 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     values |= {key: narrow(size) for key in INNER if isinstance(size := values.get(key), int) and size}
     if values.get("vocab_size_per_layer_input"):
         values["vocab_size_per_layer_input"] = values["vocab_size"]
-    if own := values.get("per_layer_config"):  # Gemma 4's heads are others in every sixth layer
-        of_kind = {kinds[int(layer)]: one for layer, one in own.items()}
+    if by_layer := values.get("per_layer_config"):  # Gemma 4's heads are others in every sixth layer
+        of_kind = {kinds[int(layer)]: sizes for layer, sizes in by_layer.items()}
         values["per_layer_config"] = {
             layer: {key: max(1, size * values[key] // full[key]) for key, size in of_kind[kind].items()}
             for layer, kind in enumerate(values["layer_types"])
