@@ -1,4 +1,4 @@
-"""What the monitor saw of the hardware, held against what a healthy run has."""
+"""Problems of the hardware: the monitor's measurements compared with those of a healthy run."""
 
 from collections.abc import Iterable
 from statistics import mean, median
@@ -33,15 +33,15 @@ def series(run: History) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """For each measured name, such as busy_percent, the points (minutes since the first line, value) of each rank's GPU
     ("rank 0") and of the machines ("CPU").
     """
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {}
     begin = run.monitor[0]["time"] if run.monitor else 0.0
     for line in run.monitor:
         minutes = (line["time"] - begin) / 60
         for who, sample in _samples(line):
             for name, value in sample.items():
                 if isinstance(value, int | float) and name != "rank":
-                    found.setdefault(name, {}).setdefault(who, []).append((minutes, value))
-    return found
+                    points.setdefault(name, {}).setdefault(who, []).append((minutes, value))
+    return points
 
 
 def _samples(line: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -50,7 +50,7 @@ def _samples(line: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def findings(run: History) -> list[str]:
-    """What is not as it should be, with what to do about it; empty if all is well or nothing was measured."""
+    """List the problems that the monitor measured, each with its remedy; empty if there is none or no measurement."""
     values = {
         name: {who: [value for _, value in points] for who, points in of_name.items()}
         for name, of_name in series(run).items()
@@ -95,14 +95,14 @@ def _of_xids(run: History) -> Iterable[str]:
 
 def _times(run: History, name: str) -> dict[Any, dict[str, float]]:
     """For each word or number that the monitor saw under a name, in how many lines it saw it of each rank."""
-    found: dict[Any, dict[str, float]] = {}
+    counts: dict[Any, dict[str, float]] = {}
     for line in run.monitor:
         for gpu in line.get("gpus", []):
-            seen = gpu.get(name, [])
-            for one in [seen] if isinstance(seen, str) else seen:
-                ranks = found.setdefault(one, {})
+            value = gpu.get(name, [])
+            for word in [value] if isinstance(value, str) else value:
+                ranks = counts.setdefault(word, {})
                 ranks[f"rank {gpu['rank']}"] = ranks.get(f"rank {gpu['rank']}", 0) + 1
-    return found
+    return counts
 
 
 def _of_links(values: Values) -> Iterable[str]:
@@ -112,6 +112,7 @@ def _of_links(values: Values) -> Iterable[str]:
         times = {who: max(of) for who, of in values.get(name, {}).items() if max(of)}
         if times:
             yield f"{what} {_range(times)} times ({_who(times)}): look at the GPU's seat and cables"
+    # The median of the ranks is the measure: how much a run sends depends on its strategy and model.
     sent = {who: mean(of) for who, of in values.get("nvlink_mb_s", {}).items()}
     silent = {who: rate for who, rate in sent.items() if rate < LEAST_SENT * median(sent.values())}
     if silent:

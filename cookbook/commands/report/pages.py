@@ -131,9 +131,9 @@ def _samples(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _hardware(run: History) -> Iterator[str]:
-    """What the monitor saw, by minutes."""
-    found = hardware_problems.findings(run) or ["Nothing to complain of."]
-    yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in found)}</ul>"
+    """Yield the list of hardware problems, and the monitor's curves by minutes."""
+    problems = hardware_problems.findings(run) or ["Nothing to complain of."]
+    yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in problems)}</ul>"
     measured, charts = hardware_problems.series(run), []
     for i, (key, title) in enumerate(HARDWARE.items()):
         lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
@@ -143,7 +143,7 @@ def _hardware(run: History) -> Iterator[str]:
 
 
 def _memory(run: History) -> Iterator[str]:
-    """What the monitor saw over the parts of the forecast."""
+    """Yield a chart of the measured GPU memory over the parts of the forecast."""
     parts = {name: size / GIB for name, size in run.record.get("forecast", {}).get("parts", {}).items() if size}
     measured = {who: of for who, of in hardware_problems.series(run).get("memory_gib", {}).items() if who != "CPU"}
     if parts and measured:
@@ -157,12 +157,12 @@ def _memory(run: History) -> Iterator[str]:
 
 def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
     """Areas, each on those before it."""
-    floor, found = [0.0] * len(places), []
+    floor, areas = [0.0] * len(places), []
     for ink, (name, of) in enumerate(sizes.items()):
         top = [low + size for low, size in zip(floor, of, strict=True)]
-        found.append(Line(name=name, points=list(zip(places, top, strict=True)), ink=ink, floor=floor))
+        areas.append(Line(name=name, points=list(zip(places, top, strict=True)), ink=ink, floor=floor))
         floor = top
-    return found
+    return areas
 
 
 def compare_page(runs: Sequence[History]) -> str:
@@ -204,16 +204,16 @@ def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
 def _facts(run: History) -> dict[str, Any]:
     """The settings with the strategy in effect, number of processes, device and versions."""
     strategy, hardware = run.record.get("strategy", {}), run.record.get("hardware", {})
-    found = {key: value for key, value in run.settings.items() if key != "run.output_dir"}
-    found |= {"strategy": strategy.get("file"), "processes": strategy.get("processes")}
-    return found | {"device": hardware.get("gpu", "CPU")} | flatten({"versions": run.record.get("versions", {})})
+    facts = {key: value for key, value in run.settings.items() if key != "run.output_dir"}
+    facts |= {"strategy": strategy.get("file"), "processes": strategy.get("processes")}
+    return facts | {"device": hardware.get("gpu", "CPU")} | flatten({"versions": run.record.get("versions", {})})
 
 
 def _keys(runs: Iterable[History]) -> list[str]:
-    """What has a curve: the numbers of training lines, and of rounds."""
+    """Keys that have a curve: the numbers of training lines, and of rounds."""
     lines = (line for run in runs for line in (*run.rounds, *run.steps))
-    found = {key: None for line in lines for key in line if key not in POSITIONS}
-    return [key for key in TITLES if key in found] + [key for key in found if key not in TITLES]
+    keys = {key: None for line in lines for key in line if key not in POSITIONS}
+    return [key for key in TITLES if key in keys] + [key for key in keys if key not in TITLES]
 
 
 def _steps(run: History) -> Callable[[dict[str, Any]], float]:
@@ -320,6 +320,7 @@ def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seque
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"', "", text)  # HTML's own
+    # The drawings share one HTML page, where an id of one would be found from another.
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
     for colour, variable in {**inks, soft: "var(--soft)", rule: "var(--rule)"}.items():
         text = text.replace(colour, variable)
@@ -331,12 +332,12 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     if len(points) <= MOST_POINTS:
         return points
     edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
-    found = []
+    kept = []
     for begin, end in pairwise(edges):
         part = range(begin, end)
         ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-        found += [points[i] for i in sorted(ends)]
-    return found
+        kept += [points[i] for i in sorted(ends)]
+    return kept
 
 
 def _event_rows(run: History) -> list[tuple[str, ...]]:
@@ -361,15 +362,15 @@ def _in_event(value: Any) -> str:
 
 
 def _source(run: History, key: str) -> str:
-    """Where the value of a setting is from."""
+    """Name the place that set a value: --set, the recipe, or the default."""
     command = run.record.get("command", [])
     assigned = [word.partition("=")[0] for flag, word in pairwise(command) if flag == "--set"]
     written = run.record.get("written_settings")
-    if any(key == one or key.startswith(f"{one}.") for one in assigned):
+    if any(key == name or key.startswith(f"{name}.") for name in assigned):
         return "--set"
     if written is None:
         return "not recorded"
-    is_written = any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in written)
+    is_written = any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in written)
     return "recipe" if is_written else "default"
 
 
