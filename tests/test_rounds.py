@@ -399,7 +399,7 @@ def test_rounds_of_another_recipe_do_not_go_on(lab, forked, model, tmp_path, cap
     assert start(lab, values) == 0, capsys.readouterr()
     other = values | {"optim": "{learning_rate: 0.002}"}
     assert start(lab, other) == 2
-    assert "cannot go on in" in (error := capsys.readouterr().err) and "optim.learning_rate was 0.003" in error
+    assert "cannot resume in" in (error := capsys.readouterr().err) and "optim.learning_rate was 0.003" in error
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": [{"role": "user", "content": "another"}], "wanted": "e"}) + "\n")
     assert start(lab, values) == 2
@@ -594,7 +594,7 @@ def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
     if not asks:
         try:
             command = ["sh", "-c", "echo $$ $VLLM_BATCH_INVARIANT; exec sleep 600"]
-            with served._started(command, {served.INVARIANCE: "1"}, Client("http://127.0.0.1:9", "vllm"), one):
+            with served._start(command, {served.INVARIANCE: "1"}, Client("http://127.0.0.1:9", "vllm"), one):
                 pass
         finally:
             os._exit(1)

@@ -1,12 +1,13 @@
-"""Rounds, one after the other: each samples, scores, and trains in a run of its own. An interrupted one goes on."""
+"""Rounds, one after the other: each samples, scores, and trains in a run of its own. Interrupted ones resume."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cookbook.commands.launch import launch
 from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
+from cookbook.commands.rounds.round_samples import Sampling, write_samples
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
@@ -25,10 +26,6 @@ from cookbook.system.record_files import ROUNDS, read_json, replace_file
 from cookbook.system.signals import EXIT_CODE
 from cookbook.system.status import Status
 
-if TYPE_CHECKING:
-    pass
-from cookbook.commands.rounds.round_samples import Sampling, write_samples
-
 
 def rounds(
     path: Annotated[Path, RECIPE],
@@ -41,6 +38,7 @@ def rounds(
     recipe, asked = check(path, strategy, processes, assignments)
     assert recipe.rounds is not None
     output_dir = Path(recipe.run.output_dir)
+    # Two commands in one folder would each sample and train the same rounds.
     lock.hold(output_dir)
     quiet_without_gpus()
     if recipe.rounds.sampler != TRANSFORMERS:
@@ -54,32 +52,32 @@ def rounds(
     _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)})
     status, done = Status(output_dir, is_main=True), list[Round]()
     for number in range(1, recipe.rounds.num_rounds + 1):
-        one = Round(output_dir, number)
+        current = Round(output_dir, number)
         model = done[-1].export if done else Path(first_model)
-        if not one.is_over:
-            if not one.samples.is_file():
+        if not current.is_over:
+            if not current.samples.is_file():
                 say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
                 try:
-                    write_samples(one, model, how)
+                    write_samples(current, model, how)
                 except RecipeError as error:
                     status.end("failed", exit_code=2, reason=str(error))
                     raise
-            say(_in_words(one), flush=True)
-            status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, one]))
+            say(_in_words(current), flush=True)
+            status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
             code = launch(
                 path,
                 strategy=strategy,
                 processes=processes,
-                assignments=[*assignments, *_of_round(one, model, done, recipe)],
+                assignments=[*assignments, *_of_round(current, model, done, recipe)],
             )
-            if code or not one.is_over:
+            if code or not current.is_over:
                 status.end(
                     "stopped" if code == EXIT_CODE else "failed", exit_code=code or 1, reason=f"in round {number}"
                 )
                 return code or 1
-        done.append(one)
-        if one.export.is_dir():  # of an earlier start's rounds only the newest are kept
-            rounds_folder.link_export(output_dir, one)
+        done.append(current)
+        if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
+            rounds_folder.link_export(output_dir, current)
         rounds_folder.tidy(done, recipe.run.keep_last)
     steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
     status.end("finished", exit_code=0, step=steps)
@@ -137,8 +135,8 @@ def _digests(model: str, judges: dict[str, str], recipe: Recipe) -> dict[str, st
     of_teacher = _of_teacher(model, recipe)
     of_judges = " ".join(weights_digest(Path(folder), cache=CACHE) for folder in judges.values())
     of_model = weights_digest(Path(model), cache=CACHE)
-    found = {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
-    return {**found, **of_teacher, **_of_adapter(model, of_model, recipe)}
+    digests = {"model": of_model, "plugins": plugins.digest(recipe.plugins), "reward_models": of_judges}
+    return {**digests, **of_teacher, **_of_adapter(model, of_model, recipe)}
 
 
 def _of_adapter(model: str, digest: str, recipe: Recipe) -> dict[str, str]:
@@ -170,7 +168,7 @@ def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
 
 
 def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
-    """Go on with the rounds in the folder, if they are those of this recipe; else set aside what is in it.
+    """Resume the rounds in the folder, if they are those of this recipe; else set aside what is in it.
 
     Raises:
         RecipeError: the recipe has changed where it may not.
@@ -184,10 +182,10 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
         raise RecipeError(f"{path}: is damaged; put it back, or begin again with --set run.resume=never")
     if record and recipe.run.resume == "auto":
         # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
-        found = {key: value for key, value in made_from.items() if key != "plugins"}
-        mistakes, notes = resume.changes(record, recipe, found | {"plugins": record["made_from"]["plugins"]})
+        digests = {key: value for key, value in made_from.items() if key != "plugins"}
+        mistakes, notes = resume.changes(record, recipe, digests | {"plugins": record["made_from"]["plugins"]})
         if mistakes:
-            raise RecipeError([f"run.resume: cannot go on in {output_dir}:", *mistakes])
+            raise RecipeError([f"run.resume: cannot resume in {output_dir}:", *mistakes])
         for key in ("plugins", "reward_models"):
             if made_from[key] != record["made_from"].get(key, ""):
                 notes.append(f"the {key.replace('_', ' ')} have changed: rounds scored before keep their rewards")
@@ -206,30 +204,31 @@ def _is_whole(record: dict[str, Any] | None) -> bool:
     return isinstance(made_from, dict) and "plugins" in made_from and isinstance((record or {}).get("recipe"), dict)
 
 
-def _of_round(one: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
+def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) -> list[str]:
     """Assignments of the run of a round, where it differs from the recipe."""
     kind = kind_of_samples(recipe.objective)
     assert kind is not None
-    columns = {key: key for key in (*kind.keys, *kind.logps) if key in one.lines[0]}
+    columns = {key: key for key in (*kind.keys, *kind.logps) if key in current.lines[0]}
     values: dict[str, Any] = {
-        "rounds.round": one.number,
-        "data.train": {"path": str(one.samples), "columns": columns},
+        "rounds.round": current.number,
+        "data.train": {"path": str(current.samples), "columns": columns},
         "data.columns": None,
         "data.ignore": None,
-        "run.output_dir": str(one.run),
+        "run.output_dir": str(current.run),
         "run.resume": "auto",
     }
     if done and recipe.adapter is not None:
         values["adapter.path"] = str(model)
     elif done:
+        # A revision is that of the first model on the Hub; a round's export has none.
         values |= {"model.name_or_path": str(model), "model.revision": None}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def _in_words(one: Round) -> str:
-    found = rounds_folder.summary_of(one.number, one.lines)
-    reward = f"mean reward {found['reward']:.3f} of " if "reward" in found else ""
+def _in_words(current: Round) -> str:
+    summary = rounds_folder.summary_of(current.number, current.lines)
+    reward = f"mean reward {summary['reward']:.3f} of " if "reward" in summary else ""
     return (
-        f"ROUND {one.number}: {reward}{found['num_answers']:,} answers,"
-        f" {found['ended']:.0%} ended within {found['completion_tokens']:.0f} tokens on average; trains on them"
+        f"ROUND {current.number}: {reward}{summary['num_answers']:,} answers,"
+        f" {summary['ended']:.0%} ended within {summary['completion_tokens']:.0f} tokens on average; trains on them"
     )

@@ -36,19 +36,19 @@ def read_prompts(data: DataSection, rounds: RoundsSection) -> list[Prompt]:
     Raises:
         RecipeError: rows without a prompt, or none.
     """
-    bad_rows, found = BadRows(), []
+    bad_rows, prompts = BadRows(), []
     for source in data.train:
         for place, raw in islice(raw_rows(source), source.max_rows):
             try:
-                found.append(_read(raw, place, source, rounds.user_message))
+                prompts.append(_read(raw, place, source, rounds.user_message))
                 bad_rows.num_good += 1
             except BadRow as bad:
                 bad_rows.add(place, bad)
     if bad_rows.shown:
         raise RecipeError(bad_rows.mistakes()[:-1] if bad_rows.num_good else bad_rows.mistakes())
-    if not found:
+    if not prompts:
         raise RecipeError("data.train: no prompt in it")
-    return found
+    return prompts
 
 
 def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
@@ -58,9 +58,9 @@ def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
         raise BadRow("not an object", f"{kind_in_words(raw)}; a row is an object with `prompt`")
     columns, name = drop_columns(raw, source.ignore or ()), (source.columns or {}).get("prompt", "prompt")
     if name not in columns:
-        seen = ", ".join(map(ascii, columns))[:200] or "none"
+        names = ", ".join(map(ascii, columns))[:200] or "none"
         raise BadRow(
-            "no prompt", f"found {seen}; a row has `{name}`, or name its column: data.columns: {{prompt: ...}}"
+            "no prompt", f"found {names}; a row has `{name}`, or name its column: data.columns: {{prompt: ...}}"
         )
     asked = columns.pop(name)
     if isinstance(asked, list):
@@ -82,7 +82,7 @@ def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
 
 def digest(prompts: list[Prompt]) -> str:
     """SHA-256 of their content."""
-    text = json.dumps([[one.asked, one.columns] for one in prompts], sort_keys=True, default=str)
+    text = json.dumps([[prompt.asked, prompt.columns] for prompt in prompts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -96,6 +96,7 @@ def _endless(num_prompts: int, seed: int) -> Iterator[int]:
     epoch = 0
     while True:
         order = list(range(num_prompts))
+        # The order depends on the seed and the epoch alone, so that a resumed command finds the same prompts.
         random.Random(f"{seed} {epoch}").shuffle(order)
         yield from order
         epoch += 1

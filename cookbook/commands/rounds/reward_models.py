@@ -66,7 +66,9 @@ class RewardModel:
         most = getattr(self.model.config, "max_position_embeddings", None)
         if most is not None and (longest := max(map(len, rows))) > most:
             raise RecipeError(f"{self.folder} has {most} positions, and {prompt.place} with an answer {longest} tokens")
-        return [one for start in range(0, len(rows), self.size) for one in self._score(rows[start : start + self.size])]
+        return [
+            score for start in range(0, len(rows), self.size) for score in self._score(rows[start : start + self.size])
+        ]
 
     def _ids(self, prompt: Prompt, answer: Any) -> list[int]:
         if isinstance(prompt.asked, str):

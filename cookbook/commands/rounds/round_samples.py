@@ -33,19 +33,19 @@ class Sampling:
     """The folder of each reward model."""
 
 
-def write_samples(one: Round, model: Path, how: Sampling) -> None:
+def write_samples(current: Round, model: Path, how: Sampling) -> None:
     """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
     recipe = how.recipe
     rounds = recipe.rounds
     assert rounds is not None
-    if one.number > 1 and not model.is_dir():
-        again = f"remove {model.parents[1]}, and round {one.number - 1} is done again"
-        raise RecipeError(f"{model}: is gone, and round {one.number} begins with it; {again}")
-    if not one.unscored.is_file():
-        rounds_folder.write_lines(one.unscored, _sampled(one, model, how))
+    if current.number > 1 and not model.is_dir():
+        again = f"remove {model.parents[1]}, and round {current.number - 1} is done again"
+        raise RecipeError(f"{model}: is gone, and round {current.number} begins with it; {again}")
+    if not current.unscored.is_file():
+        rounds_folder.write_lines(current.unscored, _sample(current, model, how))
     lines = []
-    with _opened(how.judges, recipe) as models:
-        for line in rounds_folder.read_answers(one.unscored):
+    with _open_judges(how.judges, recipe) as models:
+        for line in rounds_folder.read_answers(current.unscored):
             prompt, texts = how.asked[line["row"]], line["completions"]
             line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
             if rounds.reward_funcs:
@@ -59,13 +59,13 @@ def write_samples(one: Round, model: Path, how: Sampling) -> None:
         for line in lines:
             line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"])
         reference.close()
-    rounds_folder.write_lines(one.samples, lines)
-    one.unscored.unlink()
-    one.remove_given()
+    rounds_folder.write_lines(current.samples, lines)
+    current.unscored.unlink()
+    current.remove_folder_for_server()
 
 
 @contextmanager
-def _opened(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _open_judges(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
     """The reward models, which are in memory only after a round has sampled."""
     if not judges:
         yield {}
@@ -76,22 +76,23 @@ def _opened(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, Any]]:
     is_bf16 = recipe.compute_precision == "bf16"
     opened = {name: RewardModel(folder, recipe.rounds, is_bf16=is_bf16) for name, folder in judges.items()}
     yield opened
-    for one in opened.values():
-        one.close()
+    for model in opened.values():
+        model.close()
 
 
-def _sampled(one: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
+def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
     """A line for each prompt of a round."""
     recipe = how.recipe
     assert recipe.rounds is not None
-    chosen = prompt_rows.of_round(one.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
-    seed = int(hashlib.sha256(f"{recipe.seed} {one.number}".encode()).hexdigest()[:12], 16)
-    with _sampler(one, model, recipe) as sampler:
+    chosen = prompt_rows.of_round(current.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
+    # A hash: with seed + number, round 2 of one seed would draw as round 1 of the next.
+    seed = int(hashlib.sha256(f"{recipe.seed} {current.number}".encode()).hexdigest()[:12], 16)
+    with _sampler(current, model, recipe) as sampler:
         groups = sampler.answers([how.ids[row] for row in chosen], seed)
     lines = []
     for row, group in zip(chosen, groups, strict=True):
         line: dict[str, Any] = {
-            "round": one.number,
+            "round": current.number,
             "row": row,
             "completions": [answer.text for answer in group],
             "ended": [answer.has_ended for answer in group],
@@ -105,12 +106,12 @@ def _sampled(one: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
     return lines
 
 
-def _sampler(one: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Served]":
+def _sampler(current: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Served]":
     assert recipe.rounds is not None
     if recipe.rounds.sampler != TRANSFORMERS:
         from cookbook.commands.rounds import served
 
-        return served.opened(one, model, recipe)
+        return served.open_server(current, model, recipe)
     from cookbook.commands.rounds.sampling import Sampler
 
     return closing(Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16"))

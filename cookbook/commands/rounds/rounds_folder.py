@@ -40,11 +40,11 @@ class Round:
         self.samples, self.unscored = self.folder / SAMPLES, self.folder / UNSCORED
         self.export = self.run / "export"
 
-    def given(self, digest: str) -> Path:
-        """What a server samples with, whose name says which weights are in it."""
+    def folder_for_server(self, digest: str) -> Path:
+        """The folder that a server samples with; its name says which weights are in it."""
         return (self.folder / f"{GIVEN}{digest[:12]}").absolute()
 
-    def remove_given(self) -> None:
+    def remove_folder_for_server(self) -> None:
         for left in self.folder.glob(f"{GIVEN}*"):
             left.unlink() if left.is_symlink() else shutil.rmtree(left)
 
@@ -80,14 +80,14 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all, and on the disk.
+    """Write lines to a file, whole or not at all, and wait until they are on the disk.
 
     Raises:
         RecipeError: the system refuses it.
     """
     make_folder(path.parent)
     try:
-        replace_file(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), flush=True)
+        replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), flush=True)
     except OSError as error:
         raise RecipeError(cannot_write(path, error, "make room, and start again: what is sampled stays")) from None
 
@@ -99,15 +99,16 @@ def tidy(rounds: Sequence[Round], keep: int) -> None:
         rounds: those that are over, in order.
         keep: exports to keep.
     """
-    for number, one in enumerate(rounds, start=1):
-        shutil.rmtree(one.run / "checkpoints", ignore_errors=True)
+    for number, finished in enumerate(rounds, start=1):
+        shutil.rmtree(finished.run / "checkpoints", ignore_errors=True)
         if number <= len(rounds) - keep:
-            shutil.rmtree(one.export, ignore_errors=True)
+            shutil.rmtree(finished.export, ignore_errors=True)
 
 
 def link_export(output_dir: Path, newest: Round) -> None:
     """Let `export` lead to the newest round's, so that each command finds the model."""
     link, build = output_dir / "export", output_dir / f".export.{os.getpid()}"
+    # A link cannot be overwritten; renaming a new one over it leaves no moment without an export.
     build.unlink(missing_ok=True)
     build.symlink_to(newest.export.relative_to(output_dir), target_is_directory=True)
     os.replace(build, link)
@@ -115,19 +116,19 @@ def link_export(output_dir: Path, newest: Round) -> None:
 
 def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of a round's samples."""
-    lengths = [one for line in lines for one in line["num_tokens"]]
+    lengths = [length for line in lines for length in line["num_tokens"]]
     return {
         "round": number,
         **(_of_rewards(lines) if "rewards" in lines[0] else {}),
-        "ended": fmean(one for line in lines for one in line["ended"]),
+        "ended": fmean(has_ended for line in lines for has_ended in line["ended"]),
         "completion_tokens": fmean(lengths),
         "num_answers": len(lengths),
     }
 
 
 def _of_rewards(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    rewards = [one for line in lines for one in line["rewards"]]
-    scores = {name: [one for line in lines for one in line["scores"][name]] for name in lines[0]["scores"]}
+    rewards = [reward for line in lines for reward in line["rewards"]]
+    scores = {name: [score for line in lines for score in line["scores"][name]] for name in lines[0]["scores"]}
     of_functions = {f"reward_{name}": fmean(values) for name, values in scores.items()} if len(scores) > 1 else {}
     alike = fmean(len({*line["rewards"]}) == 1 for line in lines)
     return {"reward": fmean(rewards), "reward_std": pstdev(rewards), **of_functions, "groups_alike": alike}
@@ -144,15 +145,15 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
     shown: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
     step = 0
-    for one in rounds:
-        lines = one.lines
+    for finished in rounds:
+        lines = finished.lines
         if lines:  # a user may have removed those of a round that is over
-            metrics.append({"step": step, **summary_of(one.number, lines)})
+            metrics.append({"step": step, **summary_of(finished.number, lines)})
         shown += [_continuation(step, line) for line in lines[:NUM_SHOWN]]
-        steps = read_lines(one.run / METRICS)
+        steps = read_lines(finished.run / METRICS)
         metrics += [line | {"step": step + line["step"]} for line in steps]
         step += max((line["step"] for line in steps), default=0)
-        record = read_json(one.run / RUN) or record
+        record = read_json(finished.run / RUN) or record
     write_lines(output_dir / METRICS, metrics)
     write_lines(output_dir / SAMPLES, shown)
     replace_file(output_dir / "recipe.yaml", dump_recipe(recipe))
@@ -164,6 +165,8 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
 def _continuation(step: int, line: dict[str, Any]) -> dict[str, Any]:
     asked = line["prompt"]
     answer = line["completions"][0] if isinstance(asked, str) else line["completions"][0][0]["content"]
-    text = asked if isinstance(asked, str) else "\n".join(f"{one['role']}: {one['content']}" for one in asked)
+    text = (
+        asked if isinstance(asked, str) else "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+    )
     reward = f" (reward {line['rewards'][0]:g})" if "rewards" in line else ""
     return {"step": step, "prompt": text, "completion": f"{answer}{reward}"}

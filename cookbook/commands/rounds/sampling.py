@@ -43,7 +43,7 @@ def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[
     tokenizer = tokenizer_files.load_tokenizer(folder, recipe.data.chat_template)
     language_model.load_config(folder, recipe.data.max_length)  # refuses more than the model has positions for
     most = recipe.data.max_length - rounds.max_completion_length
-    found, mistakes = [], []
+    encoded, mistakes = [], []
     for prompt in prompts:
         try:
             ids = _ids(prompt, tokenizer)
@@ -51,13 +51,13 @@ def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[
             raise RecipeError(f"{prompt.place}: cannot be written as a prompt: {first_line(error)}") from None
         if len(ids) > most:
             mistakes.append(f"{prompt.place}: {len(ids)} tokens")
-        found.append(ids)
+        encoded.append(ids)
     if mistakes:
         limits = f"data.max_length {recipe.data.max_length} less rounds.max_completion_length"
         what = f"{limits} {rounds.max_completion_length} leaves {most} tokens to a prompt"
         more = [f"... and {len(mistakes) - 5} more"] if len(mistakes) > 5 else []
         raise RecipeError([*mistakes[:5], *more, f"{what}; write other numbers, or leave these rows out"])
-    return found
+    return encoded
 
 
 def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
@@ -69,9 +69,9 @@ def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end an answer, by the tokenizer and by what a model's folder proposes for generation."""
-    own = settings.eos_token_id
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    return sorted({one for one in ends if one is not None})
+    proposed = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(proposed if isinstance(proposed, list) else [proposed])]
+    return sorted({token for token in ends if token is not None})
 
 
 class OpenFile:
@@ -100,14 +100,16 @@ class Reference(OpenFile):
     def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens of each answer, at temperature 1; all answers in one forward."""
         width, start, device = max(map(len, answers)), len(prompt) - 1, self.model.device
-        ids = torch.tensor([prompt + one + one[-1:] * (width - len(one)) for one in answers], device=device)
+        ids = torch.tensor([prompt + answer + answer[-1:] * (width - len(answer)) for answer in answers], device=device)
         with torch.inference_mode():  # what is after an answer changes nothing in it
             logits = self.model(input_ids=ids).logits[:, start:-1]
-        found = []
-        for one, row in zip(answers, logits, strict=True):  # the whole in float32 would be four times a group's logits
-            logps = row[: len(one)].float().log_softmax(-1)
-            found.append(logps.gather(1, torch.tensor(one, device=device)[:, None])[:, 0].tolist())
-        return found
+        by_answer = []
+        for answer, row in zip(
+            answers, logits, strict=True
+        ):  # the whole in float32 would be four times a group's logits
+            logps = row[: len(answer)].float().log_softmax(-1)
+            by_answer.append(logps.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0].tolist())
+        return by_answer
 
 
 class Sampler(OpenFile):
@@ -133,7 +135,7 @@ class Sampler(OpenFile):
     def answers(self, prompts: list[list[int]], seed: int) -> list[list[Answer]]:
         """`num_generations` answers to each prompt, the same for the same seed, weights, machine and prompts."""
         size = max(1, self.rounds.generation_batch_size // self.rounds.num_generations)
-        found: list[list[Answer]] = []
+        sampled: list[list[Answer]] = []
         group_of = self._grouping(prompts)
         for start in range(0, len(prompts), size):
             torch.manual_seed(seed + start)
@@ -144,9 +146,9 @@ class Sampler(OpenFile):
             answers: dict[int, list[Answer]] = {}
             for places in groups.values():
                 answers |= zip(places, self.sample([part[place] for place in places]), strict=True)
-            found += [answers[place] for place in range(len(part))]
-            say(f"  {len(found):,} of {len(prompts):,} prompts", flush=True)
-        return found
+            sampled += [answers[place] for place in range(len(part))]
+            say(f"  {len(sampled):,} of {len(prompts):,} prompts", flush=True)
+        return sampled
 
     def _grouping(self, prompts: list[list[int]]) -> Callable[[int, list[int]], int]:
         """The group of a prompt, given its place, such that beside its group it has the next tokens that it has alone.
@@ -162,11 +164,12 @@ class Sampler(OpenFile):
         say(f"  {what} at a time: others beside it change what the code of this model computes", flush=True)
         if of_one_length:
             return lambda place, prompt: len(prompt)
+        # The copies of one prompt are a batch too, which this model's code would mix.
         self.settings.num_return_sequences = 1
         return lambda place, prompt: place
 
     def _next_logits(self, prompts: list[list[int]]) -> list[torch.Tensor]:
-        """Those of the first prompt's next tokens, the most probable each time, each (vocabulary,) float32."""
+        """Logits of the first prompt's next tokens, the most probable each time, each (vocabulary,) float32."""
         greedy = GenerationConfig(
             do_sample=False,
             max_new_tokens=PROBED_TOKENS,
@@ -174,24 +177,26 @@ class Sampler(OpenFile):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        return [one[0].float() for one in self._generate(prompts, greedy).logits]
+        return [step[0].float() for step in self._generate(prompts, greedy).logits]
 
     def _is_alike(self, alone: list[torch.Tensor], prompts: list[list[int]]) -> bool:
         try:
-            found = self._next_logits(prompts)
+            together = self._next_logits(prompts)
         except Exception:  # whatever a model's code raises, which the prompts together would raise as well
             return False
-        for one, other in zip(alone, found, strict=True):
-            if not (one - other).abs().mean() < ALIKE * one.std():
+        for expected, other in zip(alone, together, strict=True):
+            if not (expected - other).abs().mean() < ALIKE * expected.std():
                 return False
-            if one.argmax() != other.argmax():  # two were nearly as probable, and what follows differs
+            if expected.argmax() != other.argmax():  # two were nearly as probable, and what follows differs
                 break
         return True
 
     def _generate(self, prompts: list[list[int]], settings: GenerationConfig) -> Any:
         width, pad = max(map(len, prompts)), self.settings.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(one)) + one for one in prompts], device=self.model.device)
-        mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts], device=self.model.device)
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
+        mask = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=self.model.device
+        )
         with torch.inference_mode():
             return self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
 
@@ -204,6 +209,6 @@ class Sampler(OpenFile):
         return groups
 
     def _answer(self, ids: list[int]) -> Answer:
-        end = next((i for i, one in enumerate(ids) if one in self.ends), None)
+        end = next((i for i, token in enumerate(ids) if token in self.ends), None)
         ids = ids if end is None else ids[: end + 1]
         return Answer(ids, self.tokenizer.decode(ids, skip_special_tokens=True), end is not None)

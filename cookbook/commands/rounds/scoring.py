@@ -44,7 +44,7 @@ def score(
 def total(rounds: RoundsSection, scores: dict[str, list[float]]) -> list[float]:
     """The reward of each answer."""
     by_answer = zip(*(scores[name] for name in rounds.reward_funcs), strict=True)
-    return [sum(weight * one for weight, one in zip(rounds.weights, of, strict=True)) for of in by_answer]
+    return [sum(weight * score for weight, score in zip(rounds.weights, of, strict=True)) for of in by_answer]
 
 
 def try_functions(rounds: RoundsSection, prompt: Prompt) -> None:
@@ -64,13 +64,15 @@ def _call(reward: Reward, prompt: Prompt, answers: list[str], ids: list[list[int
     columns = {key: [value] * count for key, value in prompt.columns.items()}
     completions = as_asked(prompt, answers)
     try:
-        found = reward.function(prompts=[prompt.asked] * count, completions=completions, completion_ids=ids, **columns)
-        numbers = [float(one) for one in found]
+        rewards = reward.function(
+            prompts=[prompt.asked] * count, completions=completions, completion_ids=ids, **columns
+        )
+        numbers = [float(value) for value in rewards]
     except Exception as error:  # any of a user's function
         raise _mistake(reward, prompt, answers, f"{type(error).__name__}: {error}") from error
     if len(numbers) != count:
         raise _mistake(reward, prompt, answers, f"returned {len(numbers)} numbers for {count} answers")
-    if (wrong := next((one for one in numbers if not math.isfinite(one)), None)) is not None:
+    if (wrong := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
         raise _mistake(reward, prompt, answers, f"returned {wrong}, which is not finite")
     return numbers
 
@@ -79,7 +81,7 @@ def as_asked(prompt: Prompt, answers: list[str]) -> list[Any]:
     """Texts, or messages where the prompt is one of messages."""
     if isinstance(prompt.asked, str):
         return answers
-    return [[{"role": "assistant", "content": one}] for one in answers]
+    return [[{"role": "assistant", "content": answer}] for answer in answers]
 
 
 def _mistake(reward: Reward, prompt: Prompt, answers: list[str], what: str) -> RecipeError:
@@ -88,7 +90,7 @@ def _mistake(reward: Reward, prompt: Prompt, answers: list[str], what: str) -> R
         [
             f"{file + ': ' if file else ''}reward function {reward.name}: {what}",
             f"  prompt ({prompt.place}): {_short(prompt.asked)}",
-            *(f"  answer: {_short(one)}" for one in dict.fromkeys(answers)),
+            *(f"  answer: {_short(answer)}" for answer in dict.fromkeys(answers)),
         ]
     )
 

@@ -54,7 +54,7 @@ NOTHING_ELSE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_p
 
 
 def check(recipe: Recipe) -> None:
-    """Before anything is sampled; a server is not asked if the round to go on with has its answers.
+    """Check the sampler before anything is sampled; a server is not asked if the round to be resumed has its answers.
 
     Raises:
         RecipeError: vLLM is not installed, no server answers, or an adapter that cannot be merged.
@@ -62,7 +62,7 @@ def check(recipe: Recipe) -> None:
     rounds, adapter = recipe.rounds, recipe.adapter
     assert rounds is not None
     numbered = (Round(Path(recipe.run.output_dir), number) for number in range(1, rounds.num_rounds + 1))
-    begun = next((one for one in numbered if not one.is_over), None)
+    begun = next((current for current in numbered if not current.is_over), None)
     if not is_address(rounds.sampler):
         _executable()
     elif begun is not None and not begun.samples.is_file() and not begun.unscored.is_file():
@@ -75,7 +75,7 @@ def check(recipe: Recipe) -> None:
 
 
 @contextmanager
-def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
+def open_server(current: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
     """The sampler of a round.
 
     Args:
@@ -86,7 +86,7 @@ def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
     """
     rounds = recipe.rounds
     assert rounds is not None
-    folder = _given(one, model)
+    folder = _make_folder(current, model)
     if is_address(rounds.sampler):
         started: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         client = Client(rounds.sampler, rounds.sampler)
@@ -96,30 +96,30 @@ def opened(one: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
             port = free.getsockname()[1]
         client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
-        own = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-        own += ["--max-model-len", str(recipe.data.max_length)]
-        command = [_executable(), "serve", str(folder), *own, *shlex.split(rounds.sampler)[1:]]
-        started = _started(command, invariance(visible_gpus(read_driver().gpus)), client, one)
+        options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+        options += ["--max-model-len", str(recipe.data.max_length)]
+        command = [_executable(), "serve", str(folder), *options, *shlex.split(rounds.sampler)[1:]]
+        started = _start(command, invariance(visible_gpus(read_driver().gpus)), client, current)
     with started, contextlib.closing(client):
-        yield Served(folder, rounds, client, one.number)
+        yield Served(folder, rounds, client, current.number)
 
 
-def _given(one: Round, model: Path) -> Path:
-    """What a server is given: a link to the model's folder, or an adapter and its base as one model."""
+def _make_folder(current: Round, model: Path) -> Path:
+    """Make the folder that a server reads: a link to the model's, or an adapter and its base merged into one model."""
     from cookbook.run.publish.merged import write_merged
     from cookbook.training.checkpoint.write_model import building
     from cookbook.training.models.model_source import weights_digest
 
-    one.folder.mkdir(parents=True, exist_ok=True)
+    current.folder.mkdir(parents=True, exist_ok=True)
     if (model / ADAPTER).is_file():
         weights = model / ADAPTER_WEIGHTS
-        folder = one.given(sha256_of([weights], cache=CACHE)[weights])
+        folder = current.folder_for_server(sha256_of([weights], cache=CACHE)[weights])
         if not folder.is_dir():
             say(f"  writes {folder}, the adapter and its base as one model", flush=True)
             with building(folder) as build:
                 write_merged(model, build, None)
         return folder
-    folder = one.given(weights_digest(model, cache=CACHE))
+    folder = current.folder_for_server(weights_digest(model, cache=CACHE))
     if not folder.is_symlink():
         folder.symlink_to(model.resolve(), target_is_directory=True)
     return folder
@@ -127,13 +127,13 @@ def _given(one: Round, model: Path) -> Path:
 
 def _executable() -> str:
     beside = Path(sys.executable).with_name("vllm")
-    found = str(beside) if beside.is_file() else shutil.which("vllm")
-    if found is None:
+    path = str(beside) if beside.is_file() else shutil.which("vllm")
+    if path is None:
         raise RecipeError(
             "rounds.sampler is vllm, and there is no vllm on the PATH; install it, in an environment of its own if its"
             " versions are others, and put that one's bin on the PATH; or write rounds.sampler: transformers"
         )
-    return found
+    return path
 
 
 def invariance(gpus: list[InstalledGpu], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -142,14 +142,14 @@ def invariance(gpus: list[InstalledGpu], environment: Mapping[str, str] = os.env
     So a round that was killed while it sampled gets the same answers again. Compute capability 8.0, vLLM 0.32.0,
     docs/features/batch_invariance.md; on a CPU each request would fail.
     """
-    can = bool(gpus) and all(one.capability is not None and one.capability >= (8, 0) for one in gpus)
+    can = bool(gpus) and all(gpu.capability is not None and gpu.capability >= (8, 0) for gpu in gpus)
     return {INVARIANCE: "1"} if can and INVARIANCE not in environment else {}
 
 
 @contextmanager
-def _started(command: list[str], variables: dict[str, str], client: "Client", one: Round) -> Iterator[None]:
+def _start(command: list[str], variables: dict[str, str], client: "Client", current: Round) -> Iterator[None]:
     """vLLM's server, until it answers; its processes end with the block, or with this process."""
-    log = one.folder / LOG
+    log = current.folder / LOG
     words = [*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]
     say(f"  starts {' '.join(words)}; its log: {log}", flush=True)
     with log.open("wb") as file:
@@ -209,14 +209,14 @@ class Client:
         return False
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server lists.
+        """List the models of the server.
 
         Raises:
             RecipeError: as `ask`, or it lists nothing.
         """
-        found = self.ask("/v1/models", None, seconds=CONNECT_SECONDS)
-        models = found.get("data") if isinstance(found, dict) else None
-        if not isinstance(models, list) or not models or not all(isinstance(one, dict) for one in models):
+        reply = self.ask("/v1/models", None, seconds=CONNECT_SECONDS)
+        models = reply.get("data") if isinstance(reply, dict) else None
+        if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):
             raise self.mistake("lists no model at /v1/models; it is no server of OpenAI's form")
         return models
 
@@ -273,9 +273,9 @@ class Client:
 def _words(content: bytes) -> str:
     """The message of an error, in a line."""
     try:
-        found = json.loads(content)
-        found = found.get("error", found)
-        text = str(found["message"])
+        reply = json.loads(content)
+        reply = reply.get("error", reply)
+        text = str(reply["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
         text = content.decode(errors="replace")
     return " ".join(text.split())[:300]
@@ -294,15 +294,15 @@ class Served:
         settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
         self.ends = end_tokens(settings, self.tokenizer)
         models = client.models()
-        found = next((one for one in models if str(folder) in (one.get("id"), one.get("root"))), None)
-        if found is None:
-            there = ", ".join(str(one.get("root") or one.get("id")) for one in models)
+        model = next((listed for listed in models if str(folder) in (listed.get("id"), listed.get("root"))), None)
+        if model is None:
+            there = ", ".join(str(listed.get("root") or listed.get("id")) for listed in models)
             raise client.mistake(
                 f"serves {there}; round {number} samples with other weights: start it as `vllm serve {folder}`, and"
                 " write the command again"
             )
         self.settings = {
-            "model": found["id"],
+            "model": model["id"],
             "max_tokens": rounds.max_completion_length,
             "temperature": rounds.temperature,
             "top_p": rounds.top_p,
@@ -336,17 +336,17 @@ class Served:
 
     def _answer(self, prompt: list[int], seed: int) -> Answer:
         body = {**self.settings, "prompt": prompt, "seed": seed}
-        found = self.client.ask("/v1/completions", body, seconds=ANSWER_SECONDS)
-        choices = found.get("choices") if isinstance(found, dict) else None
+        reply = self.client.ask("/v1/completions", body, seconds=ANSWER_SECONDS)
+        choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
             raise self.client.mistake(f"returned {len(choices or [])} answers where one was asked for")
         ids = choices[0].get("token_ids")
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise self.client.mistake(
                 "returned no token_ids, and a text does not say which tokens were sampled; vLLM returns them"
             )
         most = self.rounds.max_completion_length
-        end = next((i for i, one in enumerate(ids) if one in self.ends), None)
+        end = next((i for i, token in enumerate(ids) if token in self.ends), None)
         if len(ids) > most or (end is None and len(ids) < most) or (end is not None and end + 1 < len(ids)):
             raise self.client.mistake(
                 f"ended an answer after {len(ids)} tokens (finish_reason {choices[0].get('finish_reason')!r}), neither"
@@ -355,14 +355,14 @@ class Served:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Answer(ids, text, end is not None, self._logps(choices[0].get("logprobs"), len(ids)))
 
-    def _logps(self, found: Any, count: int) -> list[float] | None:
+    def _logps(self, logprobs: Any, count: int) -> list[float] | None:
         """None if the server returns none."""
-        if found is None:
+        if logprobs is None:
             return None
-        logps = found.get("token_logprobs") if isinstance(found, dict) else None
-        if not isinstance(logps, list) or len(logps) != count or not all(_is_log(one) for one in logps):
+        logps = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+        if not isinstance(logps, list) or len(logps) != count or not all(_is_log(logp) for logp in logps):
             raise self.client.mistake(f"returned {logps!r:.200} as the log-probabilities of {count} tokens")
-        return [min(float(one), 0.0) for one in logps]  # rounding may leave one above
+        return [min(float(logp), 0.0) for logp in logps]  # rounding may leave one above
 
 
 def _is_log(value: Any) -> bool:
