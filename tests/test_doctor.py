@@ -542,7 +542,7 @@ def servers(monkeypatch):
 
 
 def model(name, revision=None):
-    return hub.Wanted(key="model.name_or_path", name=name, revision=revision, repo_type="model")
+    return hub.HubRepo(key="model.name_or_path", name=name, revision=revision, repo_type="model")
 
 
 def test_gated_private_and_missing_models_are_distinguished_and_no_token_is_shown(servers, monkeypatch):

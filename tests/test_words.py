@@ -13,7 +13,6 @@ BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 NOT_DONE = {
     "commands": 64,
     "commands/convert": 44,
-    "commands/doctor": 24,
     "commands/explain": 43,
     "config": 83,
     "config/objectives": 20,

@@ -90,7 +90,7 @@ def check_gpus(driver: Driver) -> Iterator[Finding]:
 
 
 def check_needs(needs: Needs, gpus: list[InstalledGpu], used: int, recipe: str) -> Iterator[Finding]:
-    """What the label of a recipe asks for, against the GPUs that a run would see.
+    """Compare the needs on a recipe's label with the GPUs that a run would see.
 
     Args:
         gpus: those that the driver describes.
@@ -175,8 +175,8 @@ def try_allocator() -> Iterator[Finding]:
                 text = f"GPU {index} does not allocate with {allocator_settings()}: {str(error).splitlines()[0]}"
                 yield warning("allocator", text, f"export {ALLOCATOR_VARIABLES[-1]}=expandable_segments:False")
                 return
-    said = [str(one.message).splitlines()[0] for one in told if "expandable" in str(one.message)]
-    if said:
-        yield ok("allocator", f"without expandable segments, which are not to be had here: {said[0]}")
+    messages = [str(caught.message).splitlines()[0] for caught in told if "expandable" in str(caught.message)]
+    if messages:
+        yield ok("allocator", f"without expandable segments, which are not to be had here: {messages[0]}")
     else:
         yield ok("allocator", f"allocates with {allocator_settings()}")

@@ -21,8 +21,8 @@ SLOWING = {
 
 def check_variables(strategy: Strategy | None, mixed_precision: str) -> Iterator[Finding]:
     """Variables that override the recipe's and strategy's files, or slow a run down."""
-    found = list(_variables(strategy or Strategy(path="", kind="single", num_processes=1), mixed_precision))
-    yield from found or [ok("environment", "no variable overrides the files or slows a run down")]
+    findings = list(_variables(strategy or Strategy(path="", kind="single", num_processes=1), mixed_precision))
+    yield from findings or [ok("environment", "no variable overrides the files or slows a run down")]
 
 
 def _variables(strategy: Strategy, mixed_precision: str) -> Iterator[Finding]:

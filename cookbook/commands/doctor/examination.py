@@ -71,9 +71,9 @@ class _Visit:
     def tell(self, *probes: probe.Probe) -> None:
         """Waits for probes, and notes what they have found in this order."""
         probe.finish(list(probes), self.until)
-        for one in probes:
-            self.findings += [Finding(**said) for said in one.said]
-            self.findings += _trouble(one)
+        for process in probes:
+            self.findings += [Finding(**finding) for finding in process.said]
+            self.findings += _trouble(process)
 
     def left(self) -> float:
         return self.until - time.monotonic()
@@ -102,8 +102,8 @@ def examine(
         try:
             _examine(visit, recipe, strategy, path)
         finally:
-            for one in visit.probes:
-                probe.end(one)
+            for process in visit.probes:
+                probe.end(process)
     return visit.findings
 
 
@@ -164,15 +164,15 @@ def _ask_driver(seconds: float) -> tuple[Driver, list[Finding]]:
     return driver, list(check_gpus(driver))
 
 
-def _trouble(one: probe.Probe) -> list[Finding]:
-    """What a probe could not say by itself."""
-    if one.ended == "out of time":
-        if time.monotonic() >= one.limit:
-            text = f"no answer within {one.seconds:.0f} s: what it asks hangs (driver, file system, network)"
-            return [failure(one.name, text, "dmesg | tail, and ps -eo state,pid,cmd | grep ^D")]
-        return [warning(one.name, "not finished before the deadline", "--deadline 120")]
-    if one.trouble:
-        return [warning(one.name, f"could not be checked: {one.trouble}", "please report this")]
+def _trouble(process: probe.Probe) -> list[Finding]:
+    """Findings about a probe that broke or did not finish."""
+    if process.ended == "out of time":
+        if time.monotonic() >= process.limit:
+            text = f"no answer within {process.seconds:.0f} s: what it asks hangs (driver, file system, network)"
+            return [failure(process.name, text, "dmesg | tail, and ps -eo state,pid,cmd | grep ^D")]
+        return [warning(process.name, "not finished before the deadline", "--deadline 120")]
+    if process.trouble:
+        return [warning(process.name, f"could not be checked: {process.trouble}", "please report this")]
     return []
 
 

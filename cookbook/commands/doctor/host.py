@@ -22,7 +22,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the control groups of this process allow; None for no limit."""
+    """Limits that the control groups of this process set; None for no limit."""
 
     memory_bytes: int | None
     cores: float | None
@@ -79,46 +79,46 @@ def check_cpu(processes: int, limits: Limits, offloads: bool) -> Iterator[Findin
     """Cores against the threads that the processes will start."""
     cores = num_cores()
     every = os.cpu_count() or cores
-    seen = f"{cores} cores" + (f" of {every} (affinity)" if cores < every else "")
+    summary = f"{cores} cores" + (f" of {every} (affinity)" if cores < every else "")
     usable = cores
     if limits.cores is not None and limits.cores < cores:
         usable = max(1, int(limits.cores))
-        seen += f", of which a quota leaves {limits.cores:g}"
+        summary += f", of which a quota leaves {limits.cores:g}"
     threads = max(1, usable // processes)
     text = os.environ.get("OMP_NUM_THREADS")
     if text is None:
         if usable < cores:
-            text = f"{seen}: each of {processes} processes would start {max(1, cores // processes)} threads"
+            text = f"{summary}: each of {processes} processes would start {max(1, cores // processes)} threads"
             yield warning("CPU", text, f"export OMP_NUM_THREADS={threads}")
         else:
-            yield ok("CPU", f"{seen}; {processes} processes of {several(threads, 'thread')}")
+            yield ok("CPU", f"{summary}; {processes} processes of {several(threads, 'thread')}")
         return
     if not text.isdecimal() or not int(text):
         yield failure("CPU", f"OMP_NUM_THREADS={text} is no number", f"export OMP_NUM_THREADS={threads}")
     elif int(text) * processes > usable:
-        text = f"{seen}: OMP_NUM_THREADS={text} x {processes} processes is more"
+        text = f"{summary}: OMP_NUM_THREADS={text} x {processes} processes is more"
         yield warning("CPU", text, f"export OMP_NUM_THREADS={threads}")
     elif int(text) == 1 and offloads and threads > 1:
-        text = f"{seen}: OMP_NUM_THREADS=1 leaves the offloaded optimizer one core a process"
+        text = f"{summary}: OMP_NUM_THREADS=1 leaves the offloaded optimizer one core a process"
         yield warning("CPU", text, f"export OMP_NUM_THREADS={threads}")
     else:
-        yield ok("CPU", f"{seen}; OMP_NUM_THREADS={text} x {processes} processes")
+        yield ok("CPU", f"{summary}; OMP_NUM_THREADS={text} x {processes} processes")
 
 
 def check_memory(limits: Limits, needs: Sizes | None) -> Iterator[Finding]:
     """Host memory that is free, against what the strategy keeps there."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    seen = f"{in_bytes(free)} free of {in_bytes(total)}"
+    summary = f"{in_bytes(free)} free of {in_bytes(total)}"
     if limits.memory_bytes is not None and limits.memory_bytes < total:
         free = min(free, limits.memory_bytes)
-        seen = f"{in_bytes(limits.memory_bytes)} allowed by the control group of {in_bytes(total)}"
+        summary = f"{in_bytes(limits.memory_bytes)} allowed by the control group of {in_bytes(total)}"
     if needs is not None and needs.host:
-        seen += f"; the run takes about {in_bytes(needs.host)} ({needs.host_why})"
+        summary += f"; the run takes about {in_bytes(needs.host)} ({needs.host_why})"
     if needs is not None and needs.host > free:
-        yield failure("memory", seen, "--strategy zero3_nvme, or a machine with more")
+        yield failure("memory", summary, "--strategy zero3_nvme, or a machine with more")
     else:
-        yield ok("memory", seen)
+        yield ok("memory", summary)
 
 
 def check_shared_memory(num_gpus: int, folder: Path = SHM) -> Iterator[Finding]:
@@ -146,18 +146,18 @@ def check_files() -> Iterator[Finding]:
 
 
 def check_disk(output_dir: Path, needs: Sizes | None) -> Iterator[Finding]:
-    """Space where run.output_dir lies or will lie."""
+    """Free space on the disk of run.output_dir."""
     folder = nearest_folder(output_dir)
     free = psutil.disk_usage(str(folder)).free
-    seen = f"{in_bytes(free)} free for {output_dir}"
+    summary = f"{in_bytes(free)} free for {output_dir}"
     if needs is not None and needs.disk:
-        seen += f"; checkpoints and model take about {in_bytes(needs.disk)} ({needs.disk_why})"
+        summary += f"; checkpoints and model take about {in_bytes(needs.disk)} ({needs.disk_why})"
     if not os.access(folder, os.W_OK | os.X_OK):
         yield failure("disk", f"{folder} cannot be written to", "change run.output_dir in the recipe")
     elif needs is not None and needs.disk > free:
-        yield failure("disk", seen, "free space, or --set run.output_dir=... on a larger disk")
+        yield failure("disk", summary, "free space, or --set run.output_dir=... on a larger disk")
     else:
-        yield ok("disk", seen)
+        yield ok("disk", summary)
 
 
 def nearest_folder(path: Path) -> Path:

@@ -21,7 +21,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class HubRepo:
     """A model or data set of the Hub that the recipe names."""
 
     key: str
@@ -31,22 +31,22 @@ class Wanted:
     repo_type: Literal["model", "dataset"]
 
 
-def wanted(recipe: Recipe | None) -> list[Wanted]:
-    """What is neither a folder, a file nor built in."""
+def wanted(recipe: Recipe | None) -> list[HubRepo]:
+    """Models and data sets of a recipe that are on the Hub: neither a folder, a file nor built in."""
     if recipe is None:
         return []
-    model, found = recipe.model, []
+    model, repos = recipe.model, []
     if model.name_or_path is not None and not Path(model.name_or_path).exists():
         key = "model.name_or_path"
-        found.append(Wanted(key=key, name=model.name_or_path, revision=model.revision, repo_type="model"))
+        repos.append(HubRepo(key=key, name=model.name_or_path, revision=model.revision, repo_type="model"))
     for key, source in recipe.data.sources:
         is_local = Path(source.path).exists() or data_format(source.path)
-        if source.path != BUILTIN_SOURCE and not is_local and source.path not in {one.name for one in found}:
-            found.append(Wanted(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
-    return found
+        if source.path != BUILTIN_SOURCE and not is_local and source.path not in {repo.name for repo in repos}:
+            repos.append(HubRepo(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
+    return repos
 
 
-def check_hub(things: list[Wanted]) -> Iterator[Finding]:
+def check_hub(things: list[HubRepo]) -> Iterator[Finding]:
     """Each thing, from the cache or from the Hub; without things, whether the Hub answers."""
     from huggingface_hub import constants, get_token
 
@@ -88,7 +88,7 @@ def check_hub(things: list[Wanted]) -> Iterator[Finding]:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What went wrong, without the request, which has the token."""
+    """Reason of an error, without the request, which has the token."""
     name = type(error).__name__
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
@@ -97,7 +97,7 @@ def _reason(error: BaseException | None) -> str:
     return name
 
 
-def _check_thing(endpoint: str, host: str, thing: Wanted, token: str | None, with_token: str) -> Finding:
+def _check_thing(endpoint: str, host: str, thing: HubRepo, token: str | None, with_token: str) -> Finding:
     from huggingface_hub import errors
     from huggingface_hub.utils import validate_repo_id
 
@@ -118,6 +118,7 @@ def _check_thing(endpoint: str, host: str, thing: Wanted, token: str | None, wit
     if isinstance(error, errors.GatedRepoError) or status == 403:
         remedy = f"accept its licence on https://{host}/{page}, then export HF_TOKEN=... of that account"
         return failure("Hub", f"{where} is gated; {with_token}", remedy)
+    # The Hub refuses an expired token even for public files; only a request without it tells the two apart.
     if status == 401 and token and _ask(url, None) is None:
         text = f"{where} is public, but the token that is set is refused"
         return failure("Hub", text, "renew or unset HF_TOKEN")
@@ -149,8 +150,8 @@ def _ask(url: str, token: str | None) -> "HfHubHTTPError | None":
     return None
 
 
-def is_cached(thing: Wanted, cache: Path) -> bool:
-    """Whether the revision is in the Hub's cache; of a model with weights."""
+def is_cached(thing: HubRepo, cache: Path) -> bool:
+    """Return whether the revision is in the Hub's cache, with the weights if it is a model."""
     from huggingface_hub import errors, snapshot_download
 
     try:

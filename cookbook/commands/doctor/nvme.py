@@ -56,14 +56,14 @@ def check_nvme(folder: Path, strategy: Strategy, needs: Sizes | None) -> Iterato
 
 def _check_space(folder: Path, kind: str, needs: Sizes | None, place: str) -> Finding:
     free = psutil.disk_usage(str(folder)).free
-    seen = f"{folder} ({kind}): {in_bytes(free)} free"
+    summary = f"{folder} ({kind}): {in_bytes(free)} free"
     if needs is not None and needs.nvme:
-        seen += f"; offloaded states take about {in_bytes(needs.nvme)} ({needs.nvme_why})"
+        summary += f"; offloaded states take about {in_bytes(needs.nvme)} ({needs.nvme_why})"
     if needs is not None and needs.nvme > free:
-        return failure("NVMe", seen, f"free space, or name another folder: {place}")
+        return failure("NVMe", summary, f"free space, or name another folder: {place}")
     if kind in NETWORK or kind.startswith("fuse"):
-        return warning("NVMe", f"{seen}; a network file system", f"name a folder on a disk of this machine: {place}")
-    return ok("NVMe", seen)
+        return warning("NVMe", f"{summary}; a network file system", f"name a folder on a disk of this machine: {place}")
+    return ok("NVMe", summary)
 
 
 def _has_direct_access(folder: Path) -> bool:
@@ -76,6 +76,7 @@ def _has_direct_access(folder: Path) -> bool:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         try:
+            # Some file systems refuse O_DIRECT only when a file is opened, so one is opened.
             os.close(os.open(path, os.O_RDWR | os.O_DIRECT))
         except OSError:
             return False

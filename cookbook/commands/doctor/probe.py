@@ -67,8 +67,8 @@ def _stand_alone(parent: int) -> None:
 def _send(produce: Callable[[], Iterable[Any]], pipe: TextIO) -> None:
     trouble = ""
     try:
-        for said in produce():
-            print(json.dumps({"said": said}), file=pipe, flush=True)
+        for item in produce():
+            print(json.dumps({"said": item}), file=pipe, flush=True)
     except Exception as error:  # a check that breaks is a line of the report, not the end of it
         trouble = f"{type(error).__name__}: {error}"
     print(json.dumps({"trouble": trouble}), file=pipe, flush=True)
@@ -123,8 +123,8 @@ def end(probe: Probe) -> None:
 def _reap(pid: int) -> int | None:
     for _ in range(round(GRACE_SECONDS / 0.01)):
         with contextlib.suppress(ChildProcessError):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
                 return status
         time.sleep(0.01)
     return None

@@ -94,7 +94,7 @@ def _is_before(version: str, first: str) -> bool:
 
 
 def check_torch_build(num_gpus: int, driver: str | None) -> Iterator[Finding]:
-    """Whether this build of torch can use the GPUs and their driver."""
+    """Check that this build of torch can use the GPUs and their driver."""
     try:
         cuda, version = torch_cuda(), metadata.version("torch")
     except (ImportError, metadata.PackageNotFoundError):

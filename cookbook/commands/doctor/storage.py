@@ -1,4 +1,4 @@
-"""What a run keeps on host and disk, by the ledger of costs."""
+"""Sizes of what a run keeps on host and disk, by the ledger of costs."""
 
 from dataclasses import dataclass
 
@@ -37,9 +37,9 @@ def sizes(recipe: Recipe, strategy: Strategy, local: int, *, on_gpus: bool) -> S
     num_processes = strategy.num_processes or local * strategy.num_machines
     local = num_processes // strategy.num_machines
     inputs = cost_inputs(recipe, strategy, num_processes, num_local=local)
-    found = states(skeleton, inputs)
+    model_states = states(skeleton, inputs)
     host, offloaded, nvme = machine_bytes(
-        skeleton, inputs, found, local, hidden=known["config"]["hidden_size"], on_gpus=on_gpus
+        skeleton, inputs, model_states, local, hidden=known["config"]["hidden_size"], on_gpus=on_gpus
     )
     billions = f"{count / 1e9:.2f} billion parameters"
     waiting = " and inputs of layers" * (on_gpus and inputs.offloads_checkpoints)
