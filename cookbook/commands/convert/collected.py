@@ -45,7 +45,7 @@ class Collected:
         self.folder = Path(document.name).parent
         for path, written in _leaves(document.values, project):
             place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
-            value = references.resolved(written, document.values)
+            value = references.resolve(written, document.values)
             if references.is_open(value):
                 self.changes.append(f"{place}: refers to what is not in this file; write the value")
             elif other := project.other_training(dotted, value):

@@ -57,26 +57,27 @@ def convert(
     documents = [read_document(path) for path in files]
     projects = [recognize(document, project) for document in documents]
     names = [tables().projects[name] for name in projects]
-    if sum(not one.is_distribution for one in names) > 1:
+    if sum(not described.is_distribution for described in names) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
-    found = Conversion(processes)
-    for document, one in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
-        found.read(document, one)
-    training = next((one for one in names if not one.is_distribution), None)
-    found.derive(training)
-    if found.others:
-        refused = [f"not the same training: {other}" for other in found.others]
+    conversion = Conversion(processes)
+    # The training file first: of two files that set a key, the one that is read first has precedence.
+    for document, described in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
+        conversion.read(document, described)
+    training = next((described for described in names if not described.is_distribution), None)
+    conversion.derive(training)
+    if conversion.others:
+        refused = [f"not the same training: {other}" for other in conversion.others]
         raise RecipeError([*refused, "nothing is written; docs/convert.md#what-there-is-not has what comes nearest"])
-    if found.processes is None and not found.distribution:
-        found.other["strategy.kind"] = "single"
-        found.notes.append("no distribution in the file, so strategy single; any other has the same curve")
-    name, files_to_write = choose_strategy(found.distribution, out.stem.replace(".", "_"), found.notes)
-    if found.template is not None and training is not None:
+    if conversion.processes is None and not conversion.distribution:
+        conversion.other["strategy.kind"] = "single"
+        conversion.notes.append("no distribution in the file, so strategy single; any other has the same curve")
+    name, files_to_write = choose_strategy(conversion.distribution, out.stem.replace(".", "_"), conversion.notes)
+    if conversion.template is not None and training is not None:
         template = out.with_suffix(".jinja")
-        files_to_write[template] = found.template
-        found.recipe["data.chat_template"] = str(template)
-    recipe = nested({"strategy": name, **found.recipe})
-    source = " and ".join(f"{path} ({one.name})" for path, one in zip(files, names, strict=True))
+        files_to_write[template] = conversion.template
+        conversion.recipe["data.chat_template"] = str(template)
+    recipe = nested({"strategy": name, **conversion.recipe})
+    source = " and ".join(f"{path} ({described.name})" for path, described in zip(files, names, strict=True))
     if training is not None:
         files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
     _write(files_to_write)
@@ -86,14 +87,14 @@ def convert(
         say(dump_yaml(recipe).rstrip())
     else:
         say(f"strategy: {name}")
-    _say_what_is_left(found, *compare_sizes(found.sizes, name, files_to_write))
+    _report_rest(conversion, *compare_sizes(conversion.sizes, name, files_to_write))
     mistakes: list[str] = []
     with gathered(mistakes):
         if training is None:
             load_strategy(strategy_path(name))
         else:
             of_mesh = load_strategy(strategy_path(name)).written_mesh.num_processes
-            check([out], assignments=[], processes=found.processes or of_mesh)
+            check([out], assignments=[], processes=conversion.processes or of_mesh)
     if mistakes:
         say("to correct before it runs:", *mistakes, sep="\n  ")
     return 0
@@ -112,7 +113,7 @@ def _write(files: dict[Path, str]) -> None:
         say(f"{path}: written")
 
 
-def _say_what_is_left(found: Conversion, same: list[str], others: list[str]) -> None:
+def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> None:
     """Prints the settings of the files that the recipe does not have, the most harmful first.
 
     Args:
@@ -120,25 +121,27 @@ def _say_what_is_left(found: Conversion, same: list[str], others: list[str]) -> 
         others: those that it has otherwise.
     """
     if others:
-        found.notes.append(f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file")
-    if found.changes:
-        say("not in the recipe, and trains otherwise, or may:", *found.changes, sep="\n  ")
-    if found.notes:
-        say("to know, or to decide:", *found.notes, sep="\n  ")
-    if idle := list(dict.fromkeys([*found.idle, *same])):
+        conversion.notes.append(
+            f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file"
+        )
+    if conversion.changes:
+        say("not in the recipe, and trains otherwise, or may:", *conversion.changes, sep="\n  ")
+    if conversion.notes:
+        say("to know, or to decide:", *conversion.notes, sep="\n  ")
+    if idle := list(dict.fromkeys([*conversion.idle, *same])):
         say(f"needs nothing: {', '.join(idle)}")
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):
         section, _, name = key.partition(".")
         if name:
-            found.setdefault(section, {})[name] = value
+            sections.setdefault(section, {})[name] = value
         else:
-            found[key] = value
-    return found
+            sections[key] = value
+    return sections
 
 
 def recognize(document: Document, name: str | None = None) -> str:
@@ -154,12 +157,12 @@ def recognize(document: Document, name: str | None = None) -> str:
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
     keys, known = document.values.keys(), tables().projects
     fits = {
-        one: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
-        for one, project in known.items()
+        candidate: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
+        for candidate, project in known.items()
     }
     most = max(fits.values())
-    best = [one for one, number in fits.items() if number == most]
-    best = [one for one in best if known[one].base not in best]  # the base knows them all
+    best = [candidate for candidate, number in fits.items() if number == most]
+    best = [candidate for candidate in best if known[candidate].base not in best]  # the base knows them all
     if name is not None and known[name].is_distribution == known[best[0]].is_distribution:
         if fits[name] * 2 < len(document.values):
             raise RecipeError(
@@ -170,7 +173,8 @@ def recognize(document: Document, name: str | None = None) -> str:
     if most * 2 < len(document.values):
         raise RecipeError(
             f"{document.name}: of its {len(document.values)} keys {most} are known, as {known[best[0]].name}'s;"
-            f" files of {', '.join(one.name for one in known.values())} can be converted; name yours with --from"
+            f" files of {', '.join(described.name for described in known.values())} can be converted; name yours with"
+            " --from"
         )
     if len(best) > 1:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")

@@ -98,7 +98,7 @@ class Conversion(Collected):
             )
 
     def _holds(self, key: str, *, has_adapter: bool) -> bool:
-        """Whether a default says something of this training."""
+        """Return whether a default applies to this training."""
         if key == "run.num_epochs":
             return "run.max_steps" not in self.recipe
         if key in ("run.save_every_steps", "run.saves_per_epoch"):
@@ -141,7 +141,9 @@ class Conversion(Collected):
         if isinstance(named, dict):
             self.read(Document(f"{self.places['~deepspeed']}", named), tables().projects["deepspeed"])
         elif named is not None:
-            path = next((one for one in (Path(str(named)), self.folder / str(named)) if one.is_file()), None)
+            path = next(
+                (candidate for candidate in (Path(str(named)), self.folder / str(named)) if candidate.is_file()), None
+            )
             if path is None:
                 known = _named_strategy(Path(str(named)).stem)
                 self.note("~deepspeed", f"no such file; give it to `convert` beside this one{known}")
@@ -162,7 +164,7 @@ class Conversion(Collected):
         if "dpo" in component:
             loss = "sigmoid"
         elif component and not re.match(r"ce|.*cross_?entropy", component):
-            is_online = any(one in component for one in ONLINE)
+            is_online = any(method in component for method in ONLINE)
             self.others.append(f"{self.places['~loss']}: {SAMPLED if is_online else NO_SUCH}")
         for name in (rl, loss):
             if name == "simpo":
@@ -175,9 +177,9 @@ class Conversion(Collected):
             elif name in ("orpo", "kto"):
                 self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
             elif name not in (None, "nll", "chunked_nll"):
-                key = next(one for one in ("~rl", "~pref_loss", "~loss_type") if one in self.places)
+                place = next(self.places[key] for key in ("~rl", "~pref_loss", "~loss_type") if key in self.places)
                 why = SAMPLED if name in ONLINE else meaning_of("objective.name", str(name)) or NO_SUCH
-                self.others.append(f"{self.places[key]}: {why}")
+                self.others.append(f"{place}: {why}")
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
@@ -185,9 +187,9 @@ class Conversion(Collected):
                 self.recipe["objective.name"] = "dpo"
                 self.note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
         name = self.recipe.get("objective.name", "sft")
-        for own, names in {"objective.gamma": ("simpo",), "objective.nll_weight": ("cpo", "simpo")}.items():
-            if name not in names and self.recipe.pop(own, None) is not None:
-                self.note(own, f"goes with {' and '.join(names)} only")
+        for key, names in {"objective.gamma": ("simpo",), "objective.nll_weight": ("cpo", "simpo")}.items():
+            if name not in names and self.recipe.pop(key, None) is not None:
+                self.note(key, f"goes with {' and '.join(names)} only")
         if name == "kto_zero":
             self.changes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
         if name != "dpo" and "objective.label_smoothing" in self.recipe:
@@ -215,7 +217,7 @@ class Conversion(Collected):
     @property
     def _adapter_name(self) -> str | None:
         component = str(self.other.get("~component", "")).rpartition(".")[2]
-        of_builder = next((one for one in ("qlora", "lora", "dora") if component.startswith(f"{one}_")), None)
+        of_builder = next((prefix for prefix in ("qlora", "lora", "dora") if component.startswith(f"{prefix}_")), None)
         name: str | None = self.other.get("~adapter")
         return name or of_builder or ("lora" if self.other.get("~peft") else None)
 
@@ -243,7 +245,7 @@ class Conversion(Collected):
         if four and dora:
             self.change("~dora", "does not go with weights in 4 bits; left out")
         if attention is not None:
-            names = ["o_proj" if one == "output_proj" else one for one in attention]
+            names = ["o_proj" if layer == "output_proj" else layer for layer in attention]
             self.recipe["adapter.targets"] = names + (["gate_proj", "up_proj", "down_proj"] if mlp else [])
         elif mlp:
             self.change("~lora_mlp", "write adapter.targets")
@@ -329,7 +331,7 @@ class Conversion(Collected):
                 self.note("~keep", "run.keep_last is at least 2, as a crash may damage the newest")
 
     def _best(self) -> None:
-        """What needs held-out rows, or checkpoints that are evaluated."""
+        """Keys that need held-out rows, or checkpoints that are evaluated."""
         has_rows = self.recipe.get("data.eval") or self.recipe.get("data.holdout")
         for key in ("run.evals_per_epoch", "run.early_stopping_patience"):
             if not has_rows and key in self.places and self.recipe.pop(key, None):
@@ -359,7 +361,7 @@ def _named_strategy(stem: str) -> str:
 
 
 def _warmup_of_axolotl(max_steps: int | None) -> float:
-    """Where a file has none: `_configure_warmup_and_logging` in its core/builders/base.py."""
+    """Warm-up of axolotl for a file that has none: `_configure_warmup_and_logging` in its core/builders/base.py."""
     if max_steps is None:
         return 0.03
     steps = min(int(0.03 * max_steps), 100)

@@ -28,27 +28,27 @@ SHAPES = ("converter", "source", "_component_", "packed", "train_on_input", "con
 
 
 def trains_on_input(builder: str) -> bool:
-    """Whether the loss of one of torchtune's builders is on the prompt too, where the file does not say."""
+    """Return whether the loss of one of torchtune's builders is on the prompt too, where the file does not say."""
     return builder in ALPACA
 
 
 def share_held_out(train: Any, held_out: Any) -> float | None:
     """The share that two slices of one split hold out, as `train[:95%]` and `train[95%:]` do."""
     kept = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(train))
-    rest = re.fullmatch(r"(\w+)\[(\d+)%:\]", str(held_out))
-    if kept is None or rest is None or kept.groups() != rest.groups():
+    held = re.fullmatch(r"(\w+)\[(\d+)%:\]", str(held_out))
+    if kept is None or held is None or kept.groups() != held.groups():
         return None
     return round(1 - int(kept[2]) / 100, 2)
 
 
-def of_torchtune(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A source from a section `dataset` or `dataset_val`, and what of it is left out."""
-    builder = str(given.get("_component_", "")).rpartition(".")[2]
-    path = given.get("data_files") or given.get("source") or KNOWN.get(builder, "path/to/rows.jsonl")
+    builder = str(section.get("_component_", "")).rpartition(".")[2]
+    path = section.get("data_files") or section.get("source") or KNOWN.get(builder, "path/to/rows.jsonl")
     source: dict[str, Any] = {"path": path}
     left_out = []
-    for key, value in given.items():
-        if value is None or key in ("source", "data_files") or (key == "split" and "data_files" in given):
+    for key, value in section.items():
+        if value is None or key in ("source", "data_files") or (key == "split" and "data_files" in section):
             continue
         if key == "split" and "[" in str(value):
             left_out.append(f"split {show(value)}: write max_rows for a part of a split")
@@ -56,7 +56,7 @@ def of_torchtune(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if key in ("name", "split") and value != "train":
             source[key] = value
         elif key == "column_map" and isinstance(value, dict):
-            source["columns"] = {COLUMN_MAP.get(theirs, theirs): column for theirs, column in value.items()}
+            source["columns"] = {COLUMN_MAP.get(key_there, key_there): column for key_there, column in value.items()}
         elif key not in (*SHAPES, "name", "split"):
             left_out.append(f"{key} {_short(value)}: no counterpart")
     return source, left_out
@@ -64,16 +64,16 @@ def of_torchtune(given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def of_listed(values: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """The sources in a file of LLaMA-Factory v1's data sets, and what of them is left out."""
-    found, left_out = [], []
-    for name, given in values.items():
-        section = given if isinstance(given, dict) else {"path": given}
+    sources, left_out = [], []
+    for name, entry in values.items():
+        section = entry if isinstance(entry, dict) else {"path": entry}
         source = {LISTED[key]: value for key, value in section.items() if key in LISTED and value is not None}
         folder = section.get("dataset_dir")
         path = str(source.get("path") or f"path/to/{name}.jsonl")
-        found.append({**source, "path": str(PurePosixPath(str(folder)) / path) if folder else path})
+        sources.append({**source, "path": str(PurePosixPath(str(folder)) / path) if folder else path})
         unknown = [key for key in section if key not in (*LISTED, *SHAPES, "dataset_dir")]
         left_out += [f"{name}.{key} {_short(section[key])}: no counterpart" for key in unknown]
-    return found, left_out
+    return sources, left_out
 
 
 def _short(value: Any) -> str:

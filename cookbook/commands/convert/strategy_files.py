@@ -22,29 +22,29 @@ what a file means that is silent about it.
 """
 
 
-def choose_strategy(given: dict[str, Any], name: str, notes: list[str]) -> tuple[str, dict[Path, str]]:
+def choose_strategy(properties: dict[str, Any], name: str, notes: list[str]) -> tuple[str, dict[Path, str]]:
     """The shipped strategy with the traits that the files gave, or `name` and the files to write for it.
 
     Args:
         given: properties of a strategy; `fsdp_version` is taken out.
         notes: receives a note where there are none.
     """
-    version = given.pop("fsdp_version", 1)
-    if given.get("kind") == "fsdp2":
-        given["kind"], version = "fsdp", 2
-    if given.get("zero_stage"):
-        given["kind"] = "zero"
-    elif given.get("kind") == "zero":
-        given["kind"] = "ddp"
-    is_sharded = {"reshard", "offload"} & given.keys() and "kind" not in given
-    kind = given.get("kind", "fsdp" if is_sharded else "ddp")
-    if not given:
+    version = properties.pop("fsdp_version", 1)
+    if properties.get("kind") == "fsdp2":
+        properties["kind"], version = "fsdp", 2
+    if properties.get("zero_stage"):
+        properties["kind"] = "zero"
+    elif properties.get("kind") == "zero":
+        properties["kind"] = "ddp"
+    is_sharded = {"reshard", "offload"} & properties.keys() and "kind" not in properties
+    kind = properties.get("kind", "fsdp" if is_sharded else "ddp")
+    if not properties:
         notes.append("no distribution in the file: ddp; any other strategy has the same curve (docs/strategies.md)")
-    wanted = TRAITS | given
+    wanted = TRAITS | properties
     if kind == "fsdp":
         plain = wanted["dp_replicate_size"] == wanted["tp_size"] == wanted["sp_size"] == 1
-        kind = "fsdp1" if version == 1 and plain and "kind" in given and not given.get("offload") else "fsdp2"
-        wanted |= {"reshard": given.get("reshard", True), "offload": given.get("offload", False)}
+        kind = "fsdp1" if version == 1 and plain and "kind" in properties and not properties.get("offload") else "fsdp2"
+        wanted |= {"reshard": properties.get("reshard", True), "offload": properties.get("offload", False)}
         if kind == "fsdp1":
             notes.append(
                 "strategy fsdp1, as in the file, is for earlier runs; for new ones write fsdp2: the same curve"
@@ -108,12 +108,12 @@ def traits_of(strategy: Strategy) -> dict[str, Any]:
 
 def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
     """An accelerate YAML, and under ZeRO a DeepSpeed JSON made from the shipped one of its stage."""
-    kind, found = wanted["kind"], {}
+    kind, files = wanted["kind"], {}
     kinds = {"single": "NO", "ddp": "MULTI_GPU", "zero": "DEEPSPEED"}
     block: dict[str, Any] = {"distributed_type": kinds.get(kind, "FSDP"), "num_processes": "auto"}
     if kind == "zero":
         json_path = Path("ds_configs") / f"{name}.json"
-        found[json_path] = json.dumps(_deepspeed(wanted), indent=2) + "\n"
+        files[json_path] = json.dumps(_deepspeed(wanted), indent=2) + "\n"
         block["deepspeed_config"] = {
             "deepspeed_config_file": str(json_path),
             "deepspeed_multinode_launcher": "standard",
@@ -131,7 +131,7 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
     if sizes:
         block["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
     text = f"# Converted by `cookbook convert`; no shipped strategy has these traits.\n{dump_yaml(block)}"
-    return {strategy_path(name): text, **found}
+    return {strategy_path(name): text, **files}
 
 
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
