@@ -184,7 +184,7 @@ def test_a_loss_scale_and_what_follows_a_shortage_are_shown_where_they_are(in_ro
     scale = found["OPTIMIZER"]["loss scale"]
     assert scale.text == "65536, doubles after 500 steps, halves at each overflow from number 2 on"
     assert scale.sources == ("command line", "default")
-    assert found["LENGTH"]["out of memory"].text == "goes on with a smaller micro-batch or strategy"
+    assert found["LENGTH"]["out of memory"].text == "starts again with a smaller micro-batch or strategy"
 
 
 def test_a_default_and_the_command_line_are_distinguished_from_the_file(in_root):

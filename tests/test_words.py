@@ -12,7 +12,6 @@ NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 NOT_DONE = {
     "commands": 64,
-    "commands/explain": 43,
     "config": 83,
     "config/objectives": 20,
     "forecast": 180,

@@ -39,8 +39,8 @@ def explain(
     """Show what will run and where it is from, or compare two."""
     plain = not can_show(LETTERS, sys.stdout.encoding)
     if other is not None:
-        found = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
-        say(json.dumps(compare.as_dict(found), indent=1) if as_json else short(compare.in_words(found)))
+        comparison = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
+        say(json.dumps(compare.as_dict(comparison), indent=1) if as_json else short(compare.in_words(comparison)))
         return 0
     if compare.is_strategy(str(path)):
         find_strategy(str(path))

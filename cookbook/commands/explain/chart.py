@@ -14,9 +14,9 @@ def draw(values: Sequence[float], *, bottom: str, top: str, ticks: Sequence[str]
     """The lines of a chart of `values`, evenly spaced from left to right, over an axis that begins at 0.
 
     Args:
-        bottom: what stands at the height of 0.
-        top: what stands at the height of the largest value.
-        ticks: what stands under the axis, spread evenly from its left end to its right end.
+        bottom: text at the height of 0.
+        top: text at the height of the largest value.
+        ticks: texts under the axis, spread evenly from its left end to its right end.
         plain: ASCII only.
     """
     columns, rows = (WIDTH, HEIGHT) if plain else (2 * WIDTH, 4 * HEIGHT)

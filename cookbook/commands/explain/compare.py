@@ -1,4 +1,4 @@
-"""What differs between two runs, or two strategies, in words: keys, memory, traffic, precision, and the curve."""
+"""Differences between two runs, or two strategies, in words: keys, memory, traffic, precision, and the curve."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def same_curve(self) -> bool:
-        """Whether nothing that differs changes the curve."""
-        return not self.caveats and all(one.effect != "curve" for one in self.differences)
+        """Return whether no difference changes the curve."""
+        return not self.caveats and all(difference.effect != "curve" for difference in self.differences)
 
 
 def is_strategy(name: str) -> bool:
-    """Whether an argument names a strategy, by its name or its file, and not a recipe."""
+    """Return whether an argument names a strategy, by its name or its file, and not a recipe."""
     if is_short(name):
         return True
     values = read_document(Path(located(name))).values
@@ -72,53 +72,53 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
         with gathered(mistakes):
             strategies.append(load_strategy(path))
     refuse(mistakes)
-    one, other = strategies
+    left, right = strategies
     fixed = [s.num_processes for s in strategies if (s.num_processes or 1) > 1]
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
-    counts = [one.num_processes or count for one in strategies]
+    counts = [strategy.num_processes or count for strategy in strategies]
     settings = [
         CostInputs(strategy=s.fitted(count), num_processes=count) for s, count in zip(strategies, counts, strict=True)
     ]
     return Comparison(
-        names=(one.path, other.path),
-        short=(_short(one, "A "), _short(other, "B ")),
+        names=(left.path, right.path),
+        short=(_short(left, "A "), _short(right, "B ")),
         settings=(settings[0], settings[1]),
-        differences=_strategy_differences(one, other),
+        differences=_strategy_differences(left, right),
         caveats=[],
     )
 
 
-def compare_runs(one: Explanation, other: Explanation, assignments: list[str] | None = None) -> Comparison:
+def compare_runs(left: Explanation, right: Explanation, assignments: list[str] | None = None) -> Comparison:
     """Two runs.
 
     Args:
         assignments: those that both were made with.
     """
-    documents = [read_document(Path(run.recipe_name)) for run in (one, other)]
+    documents = [read_document(Path(run.recipe_name)) for run in (left, right)]
     for document in documents:
         apply_overrides(document, assignments or [])
     differences = []
-    for key, first, second in _changes(_readable(one.recipe), _readable(other.recipe)):
+    for key, first, second in _changes(_readable(left.recipe), _readable(right.recipe)):
         if key != "strategy":
             sources = (source(documents[0], key), source(documents[1], key))
             differences.append(Difference(key=key, values=(first, second), sources=sources, effect=effect_of(key)))
-    differences += _strategy_differences(one.strategy, other.strategy)
+    differences += _strategy_differences(left.strategy, right.strategy)
     return Comparison(
-        names=(f"{one.recipe_name} under {one.strategy.path}", f"{other.recipe_name} under {other.strategy.path}"),
+        names=(f"{left.recipe_name} under {left.strategy.path}", f"{right.recipe_name} under {right.strategy.path}"),
         short=(
-            {one.recipe_name: "A recipe", **_short(one.strategy, "A ")},
-            {other.recipe_name: "B recipe", **_short(other.strategy, "B ")},
+            {left.recipe_name: "A recipe", **_short(left.strategy, "A ")},
+            {right.recipe_name: "B recipe", **_short(right.strategy, "B ")},
         ),
-        settings=(one.setting, other.setting),
+        settings=(left.setting, right.setting),
         differences=differences,
-        caveats=_caveats(one, other) if differences or one.setting != other.setting else [],
+        caveats=_caveats(left, right) if differences or left.setting != right.setting else [],
     )
 
 
-def _changes(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _changes(left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(`section.key`, value, other value) where they differ; a section that only one has, as a whole."""
-    for key in dict.fromkeys((*one, *other)):
-        first, second = one.get(key), other.get(key)
+    for key in dict.fromkeys((*left, *right)):
+        first, second = left.get(key), right.get(key)
         if isinstance(first, dict) and isinstance(second, dict):
             yield from _changes(first, second, f"{prefix}{key}.")
         elif first != second:
@@ -129,14 +129,14 @@ def _readable(recipe: Recipe) -> dict[str, Any]:
     """The values of a recipe, its sources in a line each."""
     values = recipe.model_dump(mode="json")
     values["data"]["train"] = "; ".join(map(_source, recipe.data.train))
-    held_out = [f"{name}: {_source(one)}" if name else _source(one) for name, one in recipe.data.eval.items()]
+    held_out = [f"{name}: {_source(rows)}" if name else _source(rows) for name, rows in recipe.data.eval.items()]
     values["data"]["eval"] = "; ".join(held_out) or None
     return values
 
 
-def _source(one: Source) -> str:
-    rest = one.model_dump(exclude_defaults=True, exclude={"path"})
-    return ", ".join([one.path, *(f"{key} {value}" for key, value in rest.items())])
+def _source(data: Source) -> str:
+    settings = data.model_dump(exclude_defaults=True, exclude={"path"})
+    return ", ".join([data.path, *(f"{key} {value}" for key, value in settings.items())])
 
 
 def _short(strategy: Strategy, side: str) -> dict[str, str]:
@@ -144,50 +144,50 @@ def _short(strategy: Strategy, side: str) -> dict[str, str]:
     return files | ({strategy.deepspeed_file: f"{side}json"} if strategy.deepspeed_file else {})
 
 
-def _strategy_differences(one: Strategy, other: Strategy) -> list[Difference]:
+def _strategy_differences(left: Strategy, right: Strategy) -> list[Difference]:
     """Keys of the YAML and of the JSON. Of a JSON that only one has, the name; of two, what is in them."""
-    if one.path == other.path:
+    if left.path == right.path:
         return []
-    pairs = [(read_document(Path(one.path)), read_document(Path(other.path)))]
-    if one.deepspeed_file is not None and other.deepspeed_file is not None:
-        pairs.append((read_document(Path(one.deepspeed_file)), read_document(Path(other.deepspeed_file))))
-    found = []
+    pairs = [(read_document(Path(left.path)), read_document(Path(right.path)))]
+    if left.deepspeed_file is not None and right.deepspeed_file is not None:
+        pairs.append((read_document(Path(left.deepspeed_file)), read_document(Path(right.deepspeed_file))))
+    differences = []
     for pair in pairs:
         for key, first, second in _changes(pair[0].values, pair[1].values):
             if key != "deepspeed_config.deepspeed_config_file":
                 sources = (source(pair[0], key), source(pair[1], key))
-                found.append(Difference(key=key, values=(first, second), sources=sources, effect="strategy"))
-    return found
+                differences.append(Difference(key=key, values=(first, second), sources=sources, effect="strategy"))
+    return differences
 
 
-def _caveats(one: Explanation, other: Explanation) -> list[str]:
-    found = []
-    if any(run.recipe.adapter is not None and run.recipe.adapter.dropout for run in (one, other)):
-        found.append("adapter.dropout is above 0: what is dropped depends on processes and micro-batches")
-    is_zero = [run.strategy.kind == "zero" for run in (one, other)]
-    if one.recipe.mixed_precision == "fp16" and is_zero[0] != is_zero[1]:
-        found.append("fp16: each engine skips other steps until its loss scale has settled")
-    return found
+def _caveats(left: Explanation, right: Explanation) -> list[str]:
+    caveats = []
+    if any(run.recipe.adapter is not None and run.recipe.adapter.dropout for run in (left, right)):
+        caveats.append("adapter.dropout is above 0: what is dropped depends on processes and micro-batches")
+    is_zero = [run.strategy.kind == "zero" for run in (left, right)]
+    if left.recipe.mixed_precision == "fp16" and is_zero[0] != is_zero[1]:
+        caveats.append("fp16: each engine skips other steps until its loss scale has settled")
+    return caveats
 
 
-def in_words(found: Comparison) -> str:
+def in_words(comparison: Comparison) -> str:
     """The page for a terminal."""
-    names = page(*((side, short(name)) for side, name in zip("AB", found.names, strict=True)))
-    if not found.differences and found.settings[0] == found.settings[1]:
+    names = page(*((side, short(name)) for side, name in zip("AB", comparison.names, strict=True)))
+    if not comparison.differences and comparison.settings[0] == comparison.settings[1]:
         return f"{names}\n\nNothing differs."
     keys: list[Row] = []
     for effect, title in EFFECTS.items():
-        if these := [one for one in found.differences if one.effect == effect]:
-            keys += ["", f"KEYS {title}", *(_row(one, found.short) for one in these)]
+        if chosen := [difference for difference in comparison.differences if difference.effect == effect]:
+            keys += ["", f"KEYS {title}", *(_row(difference, comparison.short) for difference in chosen)]
     parts = [names, page(*keys)] if keys else [names]
     for title, what in (("MEMORY", _memory), ("TRAFFIC", costs.traffic_in_words)):
-        parts += ["", f"{title}, {BASIS[title]}", _sides(found, what)]
-    one, other = (costs.precision(setting) for setting in found.settings)
+        parts += ["", f"{title}, {BASIS[title]}", _sides(comparison, what)]
+    left, right = (costs.precision(setting) for setting in comparison.settings)
     if precisions := [
-        (name, f"{first or 'none'} -> {second or 'none'}") for name, first, second in _changes(one, other)
+        (name, f"{first or 'none'} -> {second or 'none'}") for name, first, second in _changes(left, right)
     ]:
         parts += ["", "PRECISION", page(*precisions)]
-    return "\n".join([*parts, "", "CURVE", page(*((line,) for line in _curve(found)))])
+    return "\n".join([*parts, "", "CURVE", page(*((line,) for line in _curve(comparison)))])
 
 
 BASIS = {
@@ -196,18 +196,18 @@ BASIS = {
 }
 
 
-def _row(one: Difference, short: tuple[dict[str, str], dict[str, str]]) -> tuple[str, ...]:
-    places = [shorten(place, names) for place, names in zip(one.sources, short, strict=True)]
-    if one.effect == "strategy":  # what is not in a strategy file is nowhere; in a recipe it is the default
-        places = [place for place, value in zip(places, one.values, strict=True) if value is not None]
-    return one.key, " -> ".join(map(_shown, one.values)), " -> ".join(dict.fromkeys(places))
+def _row(difference: Difference, short: tuple[dict[str, str], dict[str, str]]) -> tuple[str, ...]:
+    places = [shorten(place, names) for place, names in zip(difference.sources, short, strict=True)]
+    if difference.effect == "strategy":  # what is not in a strategy file is nowhere; in a recipe it is the default
+        places = [place for place, value in zip(places, difference.values, strict=True) if value is not None]
+    return difference.key, " -> ".join(map(_shown, difference.values)), " -> ".join(dict.fromkeys(places))
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
     if isinstance(value, float):
         return number(value)
     return value if isinstance(value, str) else show(value)
@@ -218,11 +218,11 @@ def _memory(setting: CostInputs) -> str:
     return " | ".join(f"{where}: {text}" for where, text in words if text)
 
 
-def _sides(found: Comparison, what: Callable[[CostInputs], str]) -> str:
-    texts = [what(setting) for setting in found.settings]
+def _sides(comparison: Comparison, what: Callable[[CostInputs], str]) -> str:
+    texts = [what(setting) for setting in comparison.settings]
     if texts[0] == texts[1]:
         return page((f"the same: {texts[0]}",))
-    counts = [setting.num_processes for setting in found.settings]
+    counts = [setting.num_processes for setting in comparison.settings]
     if counts[0] != counts[1]:
         texts = [
             text if text == costs.NO_TRAFFIC else f"{text} ({several(count, 'process')})"
@@ -231,28 +231,28 @@ def _sides(found: Comparison, what: Callable[[CostInputs], str]) -> str:
     return page(*zip("AB", texts, strict=True))
 
 
-def _curve(found: Comparison) -> list[str]:
-    changing = [one.key for one in found.differences if one.effect == "curve"]
-    if found.same_curve:
+def _curve(comparison: Comparison) -> list[str]:
+    changing = [difference.key for difference in comparison.differences if difference.effect == "curve"]
+    if comparison.same_curve:
         lines = ["the same, but for rounding: nothing that differs affects the mathematics (docs/equivalence.md)"]
-        if costs.precision(found.settings[0])["compute"] != costs.precision(found.settings[1])["compute"]:
+        if costs.precision(comparison.settings[0])["compute"] != costs.precision(comparison.settings[1])["compute"]:
             lines.append("in bf16 these two round at different places, so it is a band that they share")
     else:
         named = ", ".join(changing) if len(changing) < 5 else f"the first {len(changing)} keys above"
         lines = [f"may differ, by {named}"] if changing else []
-        lines += [f"may differ: {caveat}" for caveat in found.caveats]
-    optimizers = {setting.optim.name: setting.optim for setting in found.settings}
+        lines += [f"may differ: {caveat}" for caveat in comparison.caveats]
+    optimizers = {setting.optim.name: setting.optim for setting in comparison.settings}
     return lines + [f"{name}: {optim.caveat}" for name, optim in optimizers.items() if optim.caveat]
 
 
-def as_dict(found: Comparison) -> dict[str, Any]:
+def as_dict(comparison: Comparison) -> dict[str, Any]:
     """Everything, for programs."""
     return {
-        "names": list(found.names),
-        "differences": [vars(one) for one in found.differences],
-        "bytes_a_parameter": [costs.as_dict(setting) for setting in found.settings],
-        "precision": [costs.precision(setting) for setting in found.settings],
-        "same_curve": found.same_curve,
+        "names": list(comparison.names),
+        "differences": [vars(difference) for difference in comparison.differences],
+        "bytes_a_parameter": [costs.as_dict(setting) for setting in comparison.settings],
+        "precision": [costs.precision(setting) for setting in comparison.settings],
+        "same_curve": comparison.same_curve,
     }
 
 

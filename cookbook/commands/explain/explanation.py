@@ -1,4 +1,4 @@
-"""What a recipe and a strategy will run: each quantity with its value and the place that it comes from. No torch."""
+"""Explanation of a run before it begins: each quantity with its value and the place that it comes from. No torch."""
 
 import math
 import re
@@ -77,7 +77,7 @@ def explain(
     assignments: list[str] | None = None,
     processes: int | None = None,
 ) -> Explanation:
-    """What the pair will run.
+    """Explain what a recipe and a strategy will run.
 
     Args:
         strategy_path: instead of the one that the recipe names.
@@ -129,7 +129,7 @@ def explain(
 
 
 def source(document: Document, key: str) -> str:
-    """Where the value of `section.key` comes from."""
+    """Name the place that the value of `section.key` comes from."""
     path, value = tuple(key.split(".")), document.values
     for word in path:
         if not isinstance(value, dict) or word not in value:
@@ -180,46 +180,46 @@ def _files(
 def _what(recipe: Recipe, document: Document) -> Section:
     model, adapter, objective, data = recipe.model, recipe.adapter, recipe.objective, recipe.data
     of = partial(_quantity, document)
-    found: Section = {}
+    section: Section = {}
     if model.name_or_path is not None:
         revision = f" at {model.revision[:12]}" if model.revision else ""
-        whole = getattr(known_config(model), "part_of", None)
-        part = f": the language part of {whole}, the rest stays as it is" if whole else ""
-        found["model"] = of(model.name_or_path, model.name_or_path + revision + part, "model.name_or_path")
+        whole_model = getattr(known_config(model), "part_of", None)
+        part = f": the language part of {whole_model}, the rest stays as it is" if whole_model else ""
+        section["model"] = of(model.name_or_path, model.name_or_path + revision + part, "model.name_or_path")
     else:
         sizes = model.from_scratch
         assert sizes is not None
         text = f"new {sizes.model_type}: {sizes.num_hidden_layers} layers of width {sizes.hidden_size}"
-        found["model"] = of(sizes.model_dump(), text, "model.from_scratch")
+        section["model"] = of(sizes.model_dump(), text, "model.from_scratch")
     if model.new_tokens:
-        found["new tokens"] = of(model.new_tokens, ", ".join(model.new_tokens), "model.new_tokens")
+        section["new tokens"] = of(model.new_tokens, ", ".join(model.new_tokens), "model.new_tokens")
     if adapter is None:
-        found["trained"] = Quantity(value="all", text="all weights", sources=(DEFAULT,))
+        section["trained"] = Quantity(value="all", text="all weights", sources=(DEFAULT,))
     else:
         text = f"{adapter.name} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}"
         text += f", and {', '.join(adapter.modules_to_save)} whole" if adapter.modules_to_save else ""
         text += f", from that in {adapter.path} on" if adapter.path else ""
         shown = ("name", "rank", "alpha", "targets", *(["path"] if adapter.path else []))
-        found["trained"] = of(adapter.model_dump(), text, *(f"adapter.{key}" for key in shown))
-    found["objective"] = of(
+        section["trained"] = of(adapter.model_dump(), text, *(f"adapter.{key}" for key in shown))
+    section["objective"] = of(
         objective.name, objective.words(), *(f"objective.{key}" for key in type(objective).model_fields)
     )
     if (asked := objective.asks) is not None:
         keys = (f"objective.{key}" for key in ("teacher", "loss_top_k", "temperature"))
-        found["teacher"] = of(asked.teacher, f"{asked.teacher}: {asked.words()}", *keys)
-    found["data"] = of([s.model_dump() for s in data.train], "; ".join(map(_name, data.train)), "data.train")
+        section["teacher"] = of(asked.teacher, f"{asked.teacher}: {asked.words()}", *keys)
+    section["data"] = of([s.model_dump() for s in data.train], "; ".join(map(_name, data.train)), "data.train")
     held_out = [f"{name}: {_name(s)}" if name else _name(s) for name, s in data.eval.items()]
     held_out += [f"{data.holdout:.3g} of data.train"] if data.holdout else []
     text = "; ".join(held_out) or "nothing"
-    found["evaluated on"] = of(text, text, *(["data.holdout"] if data.holdout else []), "data.eval")
-    found["sample"] = of(data.max_length, f"at most {data.max_length:,} tokens", "data.max_length")
+    section["evaluated on"] = of(text, text, *(["data.holdout"] if data.holdout else []), "data.eval")
+    section["sample"] = of(data.max_length, f"at most {data.max_length:,} tokens", "data.max_length")
     config = known_config(model)
     if config is not None:
         packing = decide(recipe, config)
-        found["rows"] = of(packing.is_on, packing.words, "data.packing")
+        section["rows"] = of(packing.is_on, packing.words, "data.packing")
     else:
         text = {True: "packed", False: "padded", "auto": "packed, if its architecture can be"}[data.packing]
-        found["rows"] = of(data.packing, text, "data.packing")
+        section["rows"] = of(data.packing, text, "data.packing")
     what = "all" if model.recompute is True else "what is cheap"
     where = ", from inputs in host memory" if model.gradient_checkpointing == "offload" else ""
     where = "; launch takes the fastest that fits" if isinstance(model.gradient_checkpointing, Auto) else where
@@ -228,20 +228,21 @@ def _what(recipe: Recipe, document: Document) -> Section:
         "compile": "compiled",
         "liger_kernels": "Liger kernels",
     }
-    given = {f"model.{key}": words for key, words in layers.items() if getattr(model, key)}
-    if given:
-        found["layers"] = of([*given.values()], ", ".join(given.values()), *given)
-    return found
+    switched_on = {f"model.{key}": words for key, words in layers.items() if getattr(model, key)}
+    if switched_on:
+        section["layers"] = of([*switched_on.values()], ", ".join(switched_on.values()), *switched_on)
+    return section
 
 
-def _name(one: Source) -> str:
-    rows = f", first {one.max_rows:,} rows" if one.max_rows else ""
-    weight = f" x {one.weight:g}" if one.weight is not None else ""
-    split = "" if data_format(one.path) else f" ({one.split})"
-    return f"{one.path}{split}{rows}{weight}"
+def _name(data: Source) -> str:
+    rows = f", first {data.max_rows:,} rows" if data.max_rows else ""
+    weight = f" x {data.weight:g}" if data.weight is not None else ""
+    split = "" if data_format(data.path) else f" ({data.split})"
+    return f"{data.path}{split}{rows}{weight}"
 
 
 def _quantity(document: Document, value: Any, text: str, *keys: str) -> Quantity:
+    # Written keys come before defaults: the first source is what the reader would edit.
     places = sorted((source(document, key) for key in keys), key=lambda place: place == DEFAULT)
     return Quantity(value=value, text=text, sources=tuple(dict.fromkeys(places)))
 
@@ -253,7 +254,7 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     batch, size, accumulation = recipe.batch, plan.data_parallel_size, plan.gradient_accumulation_steps
     unit = recipe.objective.sample
     of = partial(_quantity, document)
-    found = {"processes": processes}
+    section = {"processes": processes}
     if size != plan.num_processes:
         mesh = plan.mesh
         numbers = {"sequence": mesh.sequence, "tensor": mesh.tensor, "pipeline": mesh.pipeline}
@@ -261,34 +262,34 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
         text = f"{size}: the processes of a {'- and '.join(sharing)}-parallel group share their samples"
         keys = [f"parallelism_config.parallelism_config_{SIZE_KEYS[name]}" for name in sharing]
         places = tuple(source(yaml_file, key) for key in keys)
-        found["data-parallel"] = Quantity(value=size, text=text, sources=places)
-    found["step"] = of(batch.global_batch_size, several(batch.global_batch_size, unit), "batch.global_batch_size")
+        section["data-parallel"] = Quantity(value=size, text=text, sources=places)
+    section["step"] = of(batch.global_batch_size, several(batch.global_batch_size, unit), "batch.global_batch_size")
     if batch.micro_batch_size is not None:
         micro = batch.micro_batch_size
         text = f"{several(int(micro), unit)} on each process"
         text += "; launch takes the most that fits" if isinstance(micro, Auto) else ""
-        found["forward"] = of(int(micro), text, "batch.micro_batch_size")
+        section["forward"] = of(int(micro), text, "batch.micro_batch_size")
         text = f"{accumulation} = {batch.global_batch_size} / ({int(micro)} x {size})"
         split = of(accumulation, text, "batch.global_batch_size", "batch.micro_batch_size")
-        found["accumulation"] = replace(split, sources=split.sources + processes.sources[:1])
+        section["accumulation"] = replace(split, sources=split.sources + processes.sources[:1])
     else:
         tokens = batch.micro_batch_tokens
-        found["forward"] = of(tokens, f"at most {tokens:,} tokens on each process", "batch.micro_batch_tokens")
+        section["forward"] = of(tokens, f"at most {tokens:,} tokens on each process", "batch.micro_batch_tokens")
         text = f"at most {accumulation} = {batch.global_batch_size} / {size}: it follows the samples' lengths"
-        found["accumulation"] = of(accumulation, text, "batch.global_batch_size")
+        section["accumulation"] = of(accumulation, text, "batch.global_batch_size")
     if (stages := plan.mesh.pipeline) > 1:
         begun = [in_flight(accumulation, stage, stages, plan.mesh.chunks) for stage in range(stages)]
         text = f"at most {', '.join(map(str, begun))} micro-batches, from the first stage to the last"
         place = source(yaml_file, f"parallelism_config.parallelism_config_{SIZE_KEYS['pipeline']}")
-        found["in flight"] = Quantity(value=begun, text=text, sources=(place,))
+        section["in flight"] = Quantity(value=begun, text=text, sources=(place,))
     each = len(recipe.objective.sequences)
     bound = batch.global_batch_size * each * recipe.data.max_length
     twice = f" x {each}" if each > 1 else ""
     text = (
         f"at most {bound:,} = {batch.global_batch_size}{twice} x {recipe.data.max_length:,}; fewer if samples are short"
     )
-    found["tokens a step"] = of(bound, text, "batch.global_batch_size", "data.max_length")
-    return found
+    section["tokens a step"] = of(bound, text, "batch.global_batch_size", "data.max_length")
+    return section
 
 
 def _length_of_rounds(recipe: Recipe, rounds: RoundsSection, document: Document) -> tuple[int, Section]:
@@ -311,13 +312,13 @@ def _length(recipe: Recipe, document: Document) -> tuple[int | None, Section]:
     run, size = recipe.run, recipe.batch.global_batch_size
     rows = _count_rows(recipe)
     if run.max_steps is not None:
-        found = {"steps": of(run.max_steps, f"{run.max_steps:,}", "run.max_steps")}
+        section = {"steps": of(run.max_steps, f"{run.max_steps:,}", "run.max_steps")}
         samples = run.max_steps * size
         text = f"{samples:,} samples = {run.max_steps:,} x {size}"
         if rows and not recipe.data.streaming:
             text += f"; {samples / rows:.3g} or more of {rows:,} rows"
         keys = ("run.max_steps", "batch.global_batch_size")
-        return run.max_steps, {**found, "epochs": of(None, text, *keys)}
+        return run.max_steps, {**section, "epochs": of(None, text, *keys)}
     epochs = of(run.num_epochs, str(run.num_epochs), "run.num_epochs")
     assert run.num_epochs is not None
     if rows is None:
@@ -339,15 +340,15 @@ def _count_rows(recipe: Recipe) -> int | None:
     if recipe.objective.long_rows(data.too_long) == "split" or data.holdout:
         return None
     rows = 0
-    for one in data.train:
-        path = Path(one.path)
-        if one.path == BUILTIN_SOURCE or path.suffix != ".jsonl" or path.stat().st_size > MAX_COUNTED_BYTES:
+    for source_of_rows in data.train:
+        path = Path(source_of_rows.path)
+        if source_of_rows.path == BUILTIN_SOURCE or path.suffix != ".jsonl" or path.stat().st_size > MAX_COUNTED_BYTES:
             return None
         with path.open("rb") as file:
-            found = sum(1 for line in file if line.strip())
-        found = min(found, one.max_rows or found)
+            count = sum(1 for line in file if line.strip())
+        count = min(count, source_of_rows.max_rows or count)
         # As cookbook.training.data.tokens rounds it.
-        rows += max(1, int(found * one.weight + 0.5)) if one.weight is not None else found
+        rows += max(1, int(count * source_of_rows.weight + 0.5)) if source_of_rows.weight is not None else count
     return rows
 
 
@@ -375,7 +376,7 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     kept = f"; the last {run.keep_last} stay" + (f", and the best {run.keep_best}" if run.keep_best else "")
     saved = ", ".join(when) + (kept if len(when) > 1 else "")
     saved += ", in the background" if run.save_in_background else ""
-    found = {
+    section = {
         "evaluation": of(getattr(run, eval_key), text, f"run.{eval_key}"),
         "checkpoints": of(
             run.save_every_steps or run.saves_per_epoch,
@@ -386,21 +387,21 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     }
     if run.resume != "never":
         begins = "the newest whole checkpoint, if there is one" if run.resume == "auto" else run.resume
-        found["resumes from"] = of(run.resume, begins, "run.resume")
+        section["resumes from"] = of(run.resume, begins, "run.resume")
     if run.stop_after_steps is not None:
         text = f"{run.stop_after_steps:,} steps of each start, with a checkpoint"
-        found["stops after"] = of(run.stop_after_steps, text, "run.stop_after_steps")
+        section["stops after"] = of(run.stop_after_steps, text, "run.stop_after_steps")
     if run.early_stopping_patience is not None:
         least = f" by more than {run.early_stopping_threshold:g}" if run.early_stopping_threshold else ""
         text = f"after {several(run.early_stopping_patience, 'evaluation')} without a lower held-out loss{least}"
-        found["ends early"] = of(run.early_stopping_patience, text, "run.early_stopping_patience")
+        section["ends early"] = of(run.early_stopping_patience, text, "run.early_stopping_patience")
     if run.export == "best":
-        found["exports"] = of(run.export, "the step with the lowest held-out loss of those kept", "run.export")
+        section["exports"] = of(run.export, "the step with the lowest held-out loss of those kept", "run.export")
     if run.on_out_of_memory != "stop":
         next_one = " or strategy" * (run.on_out_of_memory == "next_strategy")
-        text = f"goes on with a smaller micro-batch{next_one}"
-        found["out of memory"] = of(run.on_out_of_memory, text, "run.on_out_of_memory")
-    return found
+        text = f"starts again with a smaller micro-batch{next_one}"
+        section["out of memory"] = of(run.on_out_of_memory, text, "run.on_out_of_memory")
+    return section
 
 
 def _optimizer(
@@ -424,7 +425,7 @@ def _optimizer(
     shape = schedule.ends()
     if drawn_steps is not None and num_steps is None:
         shape += f"; drawn for {drawn_steps:,} steps, the length being unknown"
-    found = {
+    section = {
         "optimizer": of(
             optim.name, f"{optim.name}: {'; '.join(optim.words())}", "optim.name", *_given(recipe, document)
         ),
@@ -436,8 +437,8 @@ def _optimizer(
     if (scale := recipe.loss_scaling) is not None:
         text = f"{scale.initial:g}, doubles after {scale.window:,} steps, halves at each overflow"
         text += f" from number {scale.hysteresis} on" * (scale.hysteresis > 1)
-        found["loss scale"] = of(scale.initial, text, *(f"loss_scale.{name}" for name in type(scale).model_fields))
-    return found
+        section["loss scale"] = of(scale.initial, text, *(f"loss_scale.{name}" for name in type(scale).model_fields))
+    return section
 
 
 def _given(recipe: Recipe, document: Document) -> list[str]:
@@ -496,40 +497,40 @@ def _deepspeed(
     return config, {key: (before.get(key), value) for key, value in after.items() if before.get(key) != value}
 
 
-def in_words(found: Explanation, *, plain: bool = False) -> str:
+def in_words(run: Explanation, *, plain: bool = False) -> str:
     """The page for a terminal; `plain` in ASCII."""
-    short = {quantity.value: name for name, quantity in found.files.items()}
-    rows = _rows(found.files, short)
-    for title, section in found.sections.items():
+    short = {quantity.value: name for name, quantity in run.files.items()}
+    rows = _rows(run.files, short)
+    for title, section in run.sections.items():
         rows += ["", title, *_rows(section, short)]
         if title == "OPTIMIZER":
-            rows += [f"  {line}" for line in _chart(found, plain)]
-    if changes := found.deepspeed_changes:
+            rows += [f"  {line}" for line in _chart(run, plain)]
+    if changes := run.deepspeed_changes:
         shown = ((key, f"{_shown(before)} -> {_shown(after)}") for key, (before, after) in changes.items())
         rows += ["", "DEEPSPEED reads the json with", page(*shown)]
-    return page(*rows, "", "LAUNCH", f"  {show_command(found.command)}")
+    return page(*rows, "", "LAUNCH", f"  {show_command(run.command)}")
 
 
 def _rows(section: Section, short: dict[str, str]) -> list[Row]:
     return [
-        (name, one.text, *filter(None, [", ".join(shorten(place, short) for place in one.sources)]))
-        for name, one in section.items()
+        (name, quantity.text, *filter(None, [", ".join(shorten(place, short) for place in quantity.sources)]))
+        for name, quantity in section.items()
     ]
 
 
 def shorten(place: str, short: dict[str, str]) -> str:
     """`recipes/quickstart.yaml:31` -> `recipe:31`."""
-    name, colon, rest = place.partition(":")
-    return short.get(name, name) + colon + rest
+    name, colon, line = place.partition(":")
+    return short.get(name, name) + colon + line
 
 
-def _chart(found: Explanation, plain: bool) -> list[str]:
-    peak = max(found.rates)
-    if found.num_steps is None:
+def _chart(run: Explanation, plain: bool) -> list[str]:
+    peak = max(run.rates)
+    if run.num_steps is None:
         ticks = ["0 %", "of the run", "100 %"]
     else:
-        ticks = ["step 1", f"{found.num_steps // 2:,}", f"{found.num_steps:,}"]
-    return draw(found.rates, bottom="0", top=number(peak), ticks=ticks, plain=plain)
+        ticks = ["step 1", f"{run.num_steps // 2:,}", f"{run.num_steps:,}"]
+    return draw(run.rates, bottom="0", top=number(peak), ticks=ticks, plain=plain)
 
 
 def _shown(value: Any) -> str:
@@ -538,21 +539,21 @@ def _shown(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else f"{value!r}".replace("'", '"')
 
 
-def as_dict(found: Explanation) -> dict[str, Any]:
+def as_dict(run: Explanation) -> dict[str, Any]:
     """Everything, for programs."""
     return {
-        "files": {name: quantity.value for name, quantity in found.files.items()},
+        "files": {name: quantity.value for name, quantity in run.files.items()},
         "quantities": {
             title.lower(): {
-                name: {"value": one.value, "text": one.text, "from": list(one.sources)}
-                for name, one in section.items()
+                name: {"value": quantity.value, "text": quantity.text, "from": list(quantity.sources)}
+                for name, quantity in section.items()
                 if title != COSTS
             }
-            for title, section in found.sections.items()
+            for title, section in run.sections.items()
             if title != COSTS
         },
-        "bytes_a_parameter": costs.as_dict(found.setting),
-        "learning_rate": {"num_steps": found.num_steps, "values": found.rates},
-        "deepspeed": found.deepspeed,
-        "command": found.command,
+        "bytes_a_parameter": costs.as_dict(run.setting),
+        "learning_rate": {"num_steps": run.num_steps, "values": run.rates},
+        "deepspeed": run.deepspeed,
+        "command": run.command,
     }
