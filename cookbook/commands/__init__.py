@@ -1,1 +1,1 @@
-"""What users call."""
+"""Commands that users call."""

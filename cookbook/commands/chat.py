@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A prompt that stands alone."""
+    """A prompt without a conversation before it."""
 
     prompt: str | Chat
     tools: list[dict[str, Any]] | None = None
@@ -55,12 +55,12 @@ def chat(
     if from_run is not None and (prompt or system is not None):
         ignored = "--prompt" if prompt else "--system"
         raise RecipeError(f"{ignored} would be ignored beside --from-run; take one of them out")
-    found = find_model(folder)
+    model = find_model(folder)
     questions = [] if from_run is None else list(islice(_prompts_of_run(folder), from_run))
     quiet_without_gpus()
     from cookbook.commands.shared import generation
 
-    tuned = generation.open_model(found)
+    tuned = generation.open_model(model)
     if system is not None:
         tuned.check_system(system)
     generators: dict[str, Generator] = {"tuned": tuned}
@@ -74,11 +74,11 @@ def chat(
     ]
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     if questions:
-        say(f"CHAT with {found} on {device}", file=sys.stderr)
+        say(f"CHAT with {model} on {device}", file=sys.stderr)
         for question in questions:
             _answer(question, generators, options)
         return 0
-    say(f"CHAT with {found} on {device}: /reset forgets the conversation, /exit ends", file=sys.stderr)
+    say(f"CHAT with {model} on {device}: /reset forgets the conversation, /exit ends", file=sys.stderr)
     if not is_chat:
         say("no chat template: each line is a text of its own, which the model continues", file=sys.stderr)
     _converse(start, generators, options)
@@ -126,7 +126,7 @@ def _converse(start: Chat, generators: dict[str, "Generator"], options: dict[str
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, less empty lines."""
+    """Lines that the user types, without empty ones."""
     if not _on_terminal():
         yield from filter(None, map(str.strip, sys.stdin))
         return

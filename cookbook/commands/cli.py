@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _takes_output() -> bool:
-    """Whether stdout takes an empty line; else it is closed."""
+    """Return whether an empty line can be written to stdout; if not, close it."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
@@ -138,15 +138,17 @@ def _in_a_line(error: Any) -> str:
         answers = list(filter(None, map(as_assignment, words)))
         if answers and context and context.info_name in TAKES_SETTINGS:
             return "; ".join(answers)
-        rest = f" ({context.command_path} -h shows what there is)" if context else ""
-        return f"{error.format_message().removesuffix('.')}{rest}"
+        hint = f" ({context.command_path} -h shows what there is)" if context else ""
+        return f"{error.format_message().removesuffix('.')}{hint}"
     is_option = param.param_type_name == "option"
     place = param.opts[0] if is_option else param.metavar
     if error.message:
         what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
         return f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"
     arguments = [param for param in context.command.params if param.param_type_name == "argument" and param.required]
-    words = [place, param.metavar] if is_option else [context.command_path, *(one.metavar for one in arguments)]
+    words = (
+        [place, param.metavar] if is_option else [context.command_path, *(argument.metavar for argument in arguments)]
+    )
     explained = f" ({param.help})" if param.help else ""
     return f"{place} is missing; write {' '.join(words)}{explained}"
 
@@ -156,7 +158,10 @@ def _show_versions(asked: bool) -> None:
         say("cookbook", yaml.safe_load(CITATION.read_text(encoding="utf-8"))["version"])
         say("python", platform.python_version())
         for package in ("torch", "accelerate", "deepspeed", "transformers"):
-            say(package, next((one.version for one in metadata.distributions(name=package)), "is not installed"))
+            say(
+                package,
+                next((installed.version for installed in metadata.distributions(name=package)), "is not installed"),
+            )
         raise Exit
 
 

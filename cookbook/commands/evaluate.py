@@ -39,12 +39,14 @@ def evaluate(
     """
     model = find_model(folder)
     recipe = _recipe_for(folder, model, data, assignments)
-    found = evaluate_model(model, recipe)
+    lines = evaluate_model(model, recipe)
     if as_json:
-        say(json.dumps({"model": str(model), "sets": found}, indent=1))
+        say(json.dumps({"model": str(model), "sets": lines}, indent=1))
         return 0
-    names = list(dict.fromkeys(name for one in found for name in one))
-    rows = [[f"{one:.4f}" if isinstance(one, float) else str(one) for one in map(line.get, names)] for line in found]
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    rows = [
+        [f"{value:.4f}" if isinstance(value, float) else str(value) for value in map(line.get, names)] for line in lines
+    ]
     say(page(f"EVALUATION of {model}", names, *rows))
     return 0
 
@@ -56,9 +58,9 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         RecipeError: no held-out rows, or an objective whose loss needs more than this model.
     """
     if data is not None:
-        own = f"data.eval={json.dumps({'path': data})}"
+        assignment = f"data.eval={json.dumps({'path': data})}"
         # data.train is not read then, and its files may be gone.
-        assignments = [own, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
+        assignments = [assignment, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
     run = find_run(folder)
     if run is not None:
         recipe = load_recipe(run / "recipe.yaml", assignments)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Task = Literal["sft", "cpt", "dpo", "orpo", "kto_zero"]
 Values = dict[str, Any]
 Notes = dict[str, str]
-"""Reasons by the key that they stand above."""
+"""Reasons, by the key above which each is written."""
 
 
 class Example(NamedTuple):
@@ -127,7 +127,7 @@ def init(
     with gathered(mistakes):
         chosen, source, rows = _read(data, task)
     refuse(mistakes)
-    given = Given(
+    request = Request(
         model=model,
         revision=revision_of(folder),
         config=config,
@@ -137,9 +137,9 @@ def init(
         machines=machines,
         out=out,
     )
-    data_keys = choose_data(given, folder)
-    choice = choose(given, data_keys)
-    text = recipe_text(given, choice, data_keys.notes | choice.notes)
+    data_keys = choose_data(request, folder)
+    choice = choose(request, data_keys)
+    text = recipe_text(request, choice, data_keys.notes | choice.notes)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         new_file(out, text)
@@ -183,11 +183,11 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
         RecipeError: no row that can be understood, or rows that the task does not train on.
     """
     source = Source(path=data)
-    seen = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
-    guess = suggested_columns(seen[0], Objective.of(name=task or "sft").rows) if seen else {}
-    names = next(filter(None, map(kinds_of, seen)), set())  # of the first row that is of a known kind
-    if not names and seen:
-        names = kinds_of(rename(seen[0], guess))
+    first_rows = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
+    guess = suggested_columns(first_rows[0], Objective.of(name=task or "sft").rows) if first_rows else {}
+    names = next(filter(None, map(kinds_of, first_rows)), set())  # of the first row that is of a known kind
+    if not names and first_rows:
+        names = kinds_of(rename(first_rows[0], guess))
     fitting = [name for name in TASKS if names.intersection(Objective.of(name=name).rows)]
     usual: Task = "cpt" if names == {"text"} else fitting[0] if fitting else "sft"
     chosen = task or usual
@@ -196,7 +196,7 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
         has, wants = (
             " or ".join(dict.fromkeys(kinds()[name].words for name in some)) for some in (sorted(names), objective.rows)
         )
-        others = _other_objectives(seen[0])
+        others = _other_objectives(first_rows[0])
         by_hand = f"write a recipe with objective.name {others}, see docs/recipes.md" if others else "use other rows"
         advice = f"use --task {' or '.join(fitting)}" if fitting else by_hand
         raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; {advice}")
@@ -225,8 +225,8 @@ def _other_objectives(raw: Row, keys: Sequence[str] = ()) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """What a recipe is to be written for."""
+class Request:
+    """Model, rows and machines that a recipe is to be written for."""
 
     model: str
     revision: str | None
@@ -280,7 +280,7 @@ class Tokenized(NamedTuple):
     notes: Notes
 
 
-def choose_data(given: Given, folder: str) -> DataKeys:
+def choose_data(request: Request, folder: str) -> DataKeys:
     """Choose the keys of `data` by the rows and their lengths in tokens.
 
     Args:
@@ -291,36 +291,36 @@ def choose_data(given: Given, folder: str) -> DataKeys:
     """
     import numpy as np
 
-    values: Values = {"train": given.source.path}
+    values: Values = {"train": request.source.path}
     notes: Notes = {}
-    columns = given.source.columns
-    kind, first = kinds()[given.rows.kind], next(raw for _, raw in raw_rows(given.source) if isinstance(raw, dict))
+    columns = request.source.columns
+    kind, first = kinds()[request.rows.kind], next(raw for _, raw in raw_rows(request.source) if isinstance(raw, dict))
     others = _other_objectives(rename(first, columns or {}), kind.keys)
     more = f"; objective.name {others} would train on more of them, see docs/recipes.md" if others else ""
     notes["objective"] = f"trains on the rows' {kind.keys_in_words}{more}"
-    if about := "; ".join(filter(None, [given.rows.renamed, unread_note(given.source)])):
+    if about := "; ".join(filter(None, [request.rows.renamed, unread_note(request.source)])):
         notes["data.train"] = about
     if columns:
         values["columns"] = columns
         left = [ascii(column) for column in first if column not in columns.values()]
         unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
         notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"
-    tokenized = _tokenize(given, folder)
+    tokenized = _tokenize(request, folder)
     if tokenized.template is not None:
         values["chat_template"] = tokenized.template
     notes |= tokenized.notes
-    if tokenized.objective != given.objective:
+    if tokenized.objective != request.objective:
         notes["objective"] += ", their last turn, since the template leaves out a part of earlier ones"
     assert tokenized.tokens.row_lengths is not None
     lengths = np.asarray(tokenized.tokens.row_lengths)
     splits = tokenized.objective.splits_rows
-    length, notes["data.max_length"] = _choose_length(lengths, given.config, splits=splits)
+    length, notes["data.max_length"] = _choose_length(lengths, request.config, splits=splits)
     num_samples = int(np.ceil(lengths / length).sum()) if splits else len(lengths)
     if not splits and (num_lost := _num_lost(tokenized.tokens, length)):
         values["too_long"] = "drop"
         notes["data.too_long"] = f"cut, {several(num_lost, 'row')} would have nothing to train on"
         num_samples -= int(np.sum(lengths > length))
-    share, note = _choose_holdout(given.rows, len(lengths))
+    share, note = _choose_holdout(request.rows, len(lengths))
     if share:
         values["holdout"], notes["data.holdout"] = share, note
     elif note:
@@ -380,7 +380,7 @@ def _choose_holdout(rows: Rows, num_rows: int) -> tuple[float, str]:
     return share, f"some {num_rows * share:.0f} rows, for evaluation"
 
 
-def _tokenize(given: Given, folder: str) -> Tokenized:
+def _tokenize(request: Request, folder: str) -> Tokenized:
     """Tokenize the rows under the first chat template that can be trained with.
 
     Raises:
@@ -390,19 +390,19 @@ def _tokenize(given: Given, folder: str) -> Tokenized:
     from cookbook.training.data.twin import twin_of
     from cookbook.training.models.tokenizer_files import load_tokenizer
 
-    is_chat, problem = kinds()[given.rows.kind].chats is not None, ""
+    is_chat, problem = kinds()[request.rows.kind].chats is not None, ""
     twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
-    tries: list[tuple[str | None, Objective]] = [(None, given.objective)]
+    tries: list[tuple[str | None, Objective]] = [(None, request.objective)]
     if twin is not None:
-        tries.append((twin, given.objective))
-        if given.task == "sft":  # a model that reasons may have the reasoning of its last turn alone
+        tries.append((twin, request.objective))
+        if request.task == "sft":  # a model that reasons may have the reasoning of its last turn alone
             tries.append((twin, Objective.of(name="sft", train_on="last")))
-    tries += [(name, given.objective) for name in TEMPLATES if is_chat and name != twin]
+    tries += [(name, request.objective) for name in TEMPLATES if is_chat and name != twin]
     for template, objective in tries:
         bad_rows, notes = BadRows(), {}
         try:
             tokens = tokenize(
-                [given.rows],
+                [request.rows],
                 load_tokenizer(folder, template and template_path(template)),
                 max_length=UNCUT,
                 objective=objective,
@@ -419,15 +419,15 @@ def _tokenize(given: Given, folder: str) -> Tokenized:
             notes["data.chat_template"] = f"{what}; {problem}"
         elif is_chat:
             notes["data"] = "chats go through the tokenizer's own template"
-        elif given.task != "cpt" and load_tokenizer(folder, None).chat_template:
+        elif request.task != "cpt" and load_tokenizer(folder, None).chat_template:
             what = "prompt and answer are joined as they are written, without the tokenizer's chat template"
             notes["data"] = f"{what}, which is for messages"
-        num_bad = given.rows.num_dropped | dict(bad_rows.num_by_reason)
+        num_bad = request.rows.num_dropped | dict(bad_rows.num_by_reason)
         return Tokenized(tokens, objective, num_bad, template, notes)
     raise RecipeError(problem)
 
 
-def choose(given: Given, data: DataKeys) -> Choice:
+def choose(request: Request, data: DataKeys) -> Choice:
     """Choose method, strategy and micro-batch by the forecast.
 
     Raises:
@@ -435,39 +435,42 @@ def choose(given: Given, data: DataKeys) -> Choice:
     """
     from cookbook.forecast.verdict import TraceCache
 
-    machines = given.machines
-    whole = _recipe(_values(given, data, _example(given.task, "lora", 0.0), "lora", recompute=True, strategy="single"))
-    whole = whole.model_copy(update={"adapter": None})
-    billions = TraceCache(given.config, whole).sizes.num_parameters / 1e9
+    machines = request.machines
+    untouched = _recipe(
+        _values(request, data, _example(request.task, "lora", 0.0), "lora", recompute=True, strategy="single")
+    )
+    # The number of parameters decides which example applies, so the first recipe serves only for counting.
+    untouched = untouched.model_copy(update={"adapter": None})
+    billions = TraceCache(request.config, untouched).sizes.num_parameters / 1e9
     shipped = load_known()
     usual = [known for known in shipped if not known.offloads and (known.name == "single") == (machines.num_gpus < 2)]
-    methods = [name for name in METHODS if (given.task, name is not None) in EXAMPLES]
+    methods = [name for name in METHODS if (request.task, name is not None) in EXAMPLES]
     ways = [(usual, *way) for way in product(methods if machines.num_gpus else methods[-2:], (False, True))]
     if machines.num_gpus:
         # Offloading is slow, and needs host memory: last, and the smallest first.
         ways += [([known for known in shipped if known.offloads], name, True) for name in reversed(methods)]
     for strategies, method, recompute in ways:
-        example = _example(given.task, method, billions)
-        values = _values(given, data, example, method, recompute=recompute, strategy="single")
-        best = _forecast(given, values, strategies)
+        example = _example(request.task, method, billions)
+        values = _values(request, data, example, method, recompute=recompute, strategy="single")
+        best = _forecast(request, values, strategies)
         if best.verdict == "no forecast":
             raise RecipeError(f"there is no forecast, by which init chooses: {best.why[0]}")
         if _fits(best, machines):
-            values = _values(given, data, example, method, recompute=recompute, strategy=best.strategy.name)
-            return _settle(given, data, best, values, example, billions)
+            values = _values(request, data, example, method, recompute=recompute, strategy=best.strategy.name)
+            return _settle(request, data, best, values, example, billions)
     have = machines.text if machines.num_gpus else f"{machines.host_gib or 0:.0f} GiB of memory"
     raise RecipeError(
-        f"nothing fits {have}: {given.model} has {billions:.2f} B parameters, and data.max_length for these"
+        f"nothing fits {have}: {request.model} has {billions:.2f} B parameters, and data.max_length for these"
         f" rows is {data.values['max_length']}. The last that was tried, {method or 'all weights'} under"
         f" {best.strategy.name}: {'; '.join(best.why) or 'too large'}. Use a smaller model, shorter rows, or"
         " larger or more GPUs (--gpus)"
     )
 
 
-def _forecast(given: Given, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
+def _forecast(request: Request, values: Values, strategies: list[Strategy], *, limits: bool = False) -> "Forecast":
     from cookbook.forecast.ranking import forecast_all
 
-    return forecast_all(_recipe(values), strategies, given.machines, str(given.out), limits=limits).forecasts[0]
+    return forecast_all(_recipe(values), strategies, request.machines, str(request.out), limits=limits).forecasts[0]
 
 
 def _fits(forecast: "Forecast", machines: Machines) -> bool:
@@ -490,11 +493,11 @@ def _precision(machines: Machines) -> str:
 
 
 def _values(
-    given: Given, data: DataKeys, example: Example, method: str | None, *, recompute: bool, strategy: str
+    request: Request, data: DataKeys, example: Example, method: str | None, *, recompute: bool, strategy: str
 ) -> Values:
     """The recipe of an example for this model and these rows, at micro-batch 1."""
     like = read_document(example.path).values
-    batch, each = like["batch"]["global_batch_size"], max(1, given.machines.num_gpus)
+    batch, each = like["batch"]["global_batch_size"], max(1, request.machines.num_gpus)
     while batch > MIN_BATCH and data.num_samples < MIN_STEPS * batch:
         batch //= 2
     batch = -(-batch // each) * each
@@ -503,13 +506,13 @@ def _values(
     often = -(-num_steps // PER_RUN)
     evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in data.values else {}
     objective = like.get("objective", {})
-    objective = objective if objective.get("name") == given.task else {"name": given.task}
+    objective = objective if objective.get("name") == request.task else {"name": request.task}
     objective = objective | ({"train_on": "last"} if data.objective.labels == "last" else {})
-    revision = {"revision": given.revision} if given.revision else {}
+    revision = {"revision": request.revision} if request.revision else {}
     return {
         "strategy": strategy,
-        "mixed_precision": _precision(given.machines),
-        "model": {"name_or_path": given.model, **revision} | ({"gradient_checkpointing": True} if recompute else {}),
+        "mixed_precision": _precision(request.machines),
+        "model": {"name_or_path": request.model, **revision} | ({"gradient_checkpointing": True} if recompute else {}),
         "data": data.values,
         "objective": objective,
         **({"adapter": like.get("adapter", {}) | {"name": method}} if method else {}),
@@ -517,33 +520,33 @@ def _values(
         "optim": like["optim"],
         "schedule": like["schedule"] | {"warmup_steps": example.warmup},
         # Without the strategy's name, as a default has it: another strategy resumes the run where it is.
-        "run": {"num_epochs": epochs, "output_dir": default_output_dir(given.out, "").removesuffix("-")}
+        "run": {"num_epochs": epochs, "output_dir": default_output_dir(request.out, "").removesuffix("-")}
         | evaluation
         | {"save_every_steps": often, "resume": "auto"},
     }
 
 
 def _settle(
-    given: Given, data: DataKeys, best: "Forecast", values: Values, example: Example, billions: float
+    request: Request, data: DataKeys, best: "Forecast", values: Values, example: Example, billions: float
 ) -> Choice:
     """The values with the largest micro-batch that fits, and notes on them."""
     assert best.plan is not None
-    strategy, on_gpus = best.strategy, given.machines.num_gpus > 0
+    strategy, on_gpus = best.strategy, request.machines.num_gpus > 0
     batch, num_ranks, size = values["batch"], best.plan.data_parallel_size, 1
-    most = _forecast(given, values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
+    most = _forecast(request, values, [strategy], limits=True).largest_micro_batch if on_gpus else ROWS_ON_A_CPU
     if not on_gpus:
         num_ranks = max(num_ranks, CPU_PROCESSES)  # which the same recipe then serves
     while 2 * size <= (most or 1) and batch["global_batch_size"] % (2 * size * num_ranks) == 0:
         size *= 2
     batch["micro_batch_size"] = size
-    while not _fits(best := _forecast(given, values, [strategy]), given.machines) and batch["micro_batch_size"] > 1:
+    while not _fits(best := _forecast(request, values, [strategy]), request.machines) and batch["micro_batch_size"] > 1:
         batch["micro_batch_size"] //= 2
     assert best.memory is not None
     peak = best.memory.needed if on_gpus else (best.memory.allocated,)  # a CPU has no context of CUDA
     whose = "of each GPU" if on_gpus else "of this machine's memory, the libraries' own not counted,"
     return Choice(
         values=values,
-        notes=_notes(given, data, best, values, example, most),
+        notes=_notes(request, data, best, values, example, most),
         example=example,
         billions=billions,
         memory=f"{in_gib(*peak)} GiB {whose} at the peak, as forecast by plan, not measured.",
@@ -551,13 +554,15 @@ def _settle(
     )
 
 
-def _notes(given: Given, data: DataKeys, best: "Forecast", values: Values, example: Example, most: int | None) -> Notes:
+def _notes(
+    request: Request, data: DataKeys, best: "Forecast", values: Values, example: Example, most: int | None
+) -> Notes:
     """The reasons of what the forecast chose and what the example has, by key.
 
     Args:
         most: the largest micro-batch that fits, if it is known.
     """
-    like, on_gpus = read_document(example.path).values, given.machines.num_gpus > 0
+    like, on_gpus = read_document(example.path).values, request.machines.num_gpus > 0
     notes = {
         "strategy": "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *best.why]),
         "optim": f"{short(str(example.path))} is the example for this, schedule"
@@ -571,36 +576,36 @@ def _notes(given: Given, data: DataKeys, best: "Forecast", values: Values, examp
         notes["mixed_precision"] = "float32, as many CPUs have no fast bf16"
     if "gradient_checkpointing" in values["model"]:
         notes["model.gradient_checkpointing"] = "does not fit without"
-    if (given.task, False) not in EXAMPLES:
-        notes["adapter"] = f"no shipped recipe is an example of {given.task} with all weights"
+    if (request.task, False) not in EXAMPLES:
+        notes["adapter"] = f"no shipped recipe is an example of {request.task} with all weights"
     elif "adapter" in values:
         without = "all weights do not fit on these GPUs without offloading"
         notes["adapter"] = without if on_gpus else "the smallest, as there is no GPU"
-    if values["batch"]["global_batch_size"] != (theirs := like["batch"]["global_batch_size"]):
-        gpus = f" and {given.machines.num_gpus} GPUs" if given.machines.num_gpus > 1 else ""
-        notes["batch.global_batch_size"] = f"for {data.num_samples:,} samples{gpus}; {theirs} in the example"
+    if values["batch"]["global_batch_size"] != (example_batch := like["batch"]["global_batch_size"]):
+        gpus = f" and {request.machines.num_gpus} GPUs" if request.machines.num_gpus > 1 else ""
+        notes["batch.global_batch_size"] = f"for {data.num_samples:,} samples{gpus}; {example_batch} in the example"
     if most and on_gpus:
         notes["batch.micro_batch_size"] = f"up to {most:,} fit"
     return notes
 
 
-def recipe_text(given: Given, choice: Choice, notes: Notes) -> str:
+def recipe_text(request: Request, choice: Choice, notes: Notes) -> str:
     """The recipe's file: its label, and the values with a note above each key that has one."""
     method = choice.values.get("adapter", {}).get("name", "all weights")
     size = f"{choice.billions * 1000:,.1f} M parameters"
     settings, example = read_label(choice.example.path)["Settings"], short(str(choice.example.path))
     label = {
-        "What": f"{given.task}, {method}, of {given.model} ({size}); written by init.",
-        "Run": f"cookbook launch {shlex.quote(str(given.out))}",
-        "Needs": f"{_needs(given.machines, choice.host_gb)} {choice.memory}",
+        "What": f"{request.task}, {method}, of {request.model} ({size}); written by init.",
+        "Run": f"cookbook launch {shlex.quote(str(request.out))}",
+        "Needs": f"{_needs(request.machines, choice.host_gb)} {choice.memory}",
         "Measured": "not yet",
         "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",
     }
-    schema = os.path.relpath(located(str(RECIPES / "schema.json")), given.out.parent)
+    schema = os.path.relpath(located(str(RECIPES / "schema.json")), request.out.parent)
     lines = [f"# yaml-language-server: $schema={schema}"]
-    for word, said in label.items():
-        lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(said, 107))]
-    values, folder, section = deepcopy(choice.values), own_folder(given.out), ""
+    for word, text in label.items():
+        lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(text, 107))]
+    values, folder, section = deepcopy(choice.values), own_folder(request.out), ""
     for name, key in (("model", "name_or_path"), ("data", "train")):  # local paths, as a recipe there reaches them
         path = Path(values[name][key])
         if path.exists() and not path.is_absolute() and folder != Path.cwd():
@@ -616,7 +621,7 @@ def recipe_text(given: Given, choice: Choice, notes: Notes) -> str:
 
 
 def _needs(machines: Machines, host_gb: int) -> str:
-    """In the form that `read_needs` reads."""
+    """Text of a label's `Needs`, in the form that `read_needs` reads."""
     count, gpu = machines.num_gpus, machines.gpu
     if not count:
         return "no GPU."

@@ -64,14 +64,14 @@ def launch(
         with as_mistakes():
             simulated_gpus.check(simulate_gpus)
     gpus = num_gpus() if simulate_gpus is None else simulate_gpus
-    found, mistakes = hosts.read_hosts(machines, machine, first, port)
-    recipe, loaded = _load_pair(path, assignments, strategy, found, mistakes, processes, gpus)
+    run_hosts, mistakes = hosts.read_hosts(machines, machine, first, port)
+    recipe, loaded = _load_pair(path, assignments, strategy, run_hosts, mistakes, processes, gpus)
     gpus = min(gpus, len(loaded.gpu_ids) or gpus)
-    num_machines = max(found.count, loaded.num_machines)
-    count, num_local = _processes(loaded, processes, gpus, found.count)
+    num_machines = max(run_hosts.count, loaded.num_machines)
+    count, num_local = _processes(loaded, processes, gpus, run_hosts.count)
     environment = dict(os.environ)
-    mistakes += _no_address(found, loaded) + _misfits(found, recipe, loaded, count)
-    mistakes += run_plan.refuse_rounds(recipe, str(path)) + _interfaces(found, loaded, count, environment)
+    mistakes += _no_address(run_hosts, loaded) + _misfits(run_hosts, recipe, loaded, count)
+    mistakes += run_plan.refuse_rounds(recipe, str(path)) + _interfaces(run_hosts, loaded, count, environment)
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
     mistakes += lacks_checkpoint(recipe)
@@ -85,7 +85,7 @@ def launch(
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
     if run_plan.autos(recipe):
-        assignments = _settled(path, assignments, recipe, loaded, planned)
+        assignments = _replace_autos(path, assignments, recipe, loaded, planned)
         recipe, loaded = run_plan.load_pair(path, assignments, strategy)
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
@@ -93,7 +93,7 @@ def launch(
     folder = Path(recipe.run.output_dir)
     logs = _log_folder(folder) if rank_logs else None
     command = run_plan.launch_command(
-        str(path), loaded, num_processes=count, assignments=assignments, hosts=found, logs=logs
+        str(path), loaded, num_processes=count, assignments=assignments, hosts=run_hosts, logs=logs
     )
     if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
         raise RecipeError([what_it_takes(path), f"To run it here all the same: {run_plan.show_command(command)}"])
@@ -103,7 +103,7 @@ def launch(
     if logs is not None:
         environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
         say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
-    if warning := hosts.address_warning(found):
+    if warning := hosts.address_warning(run_hosts):
         say(warning, flush=True)
     if simulate_gpus is None and (gain := auto_settings.larger_micro_batch(path, recipe, loaded, planned)):
         say(gain, flush=True)
@@ -124,7 +124,7 @@ def _load_pair(
     path: Path,
     assignments: list[str],
     strategy: Path | None,
-    found: hosts.Hosts,
+    run_hosts: hosts.Hosts,
     mistakes: list[str],
     processes: int | None,
     gpus: int,
@@ -141,16 +141,16 @@ def _load_pair(
     if pair.recipe is not None and pair.strategy is not None and not pair.mistakes:
         return pair.recipe, pair.strategy
     if pair.strategy is not None:
-        mistakes += _no_address(found, pair.strategy)
-        count, num_local = _processes(pair.strategy, processes, gpus, found.count)
+        mistakes += _no_address(run_hosts, pair.strategy)
+        count, num_local = _processes(pair.strategy, processes, gpus, run_hosts.count)
         counts = {"num_processes": count, "num_local": num_local, "num_gpus": gpus}
         mistakes += run_plan.try_plan(pair, **counts, recipe_name=str(path))[1]
     raise RecipeError([*pair.mistakes, *placed(mistakes, path, assignments)])
 
 
-def _interfaces(found: hosts.Hosts, strategy: Strategy, count: int, environment: dict[str, str]) -> list[str]:
+def _interfaces(run_hosts: hosts.Hosts, strategy: Strategy, count: int, environment: dict[str, str]) -> list[str]:
     """Mistakes about network interfaces; writes those of several machines into the environment."""
-    if first := found.first or strategy.main_process_ip:
+    if first := run_hosts.first or strategy.main_process_ip:
         return hosts.set_interfaces(first, environment)
     return hosts.interface_problems(environment) if count > 1 else []
 
@@ -160,12 +160,16 @@ def _log_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.logs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{gethostname()}"
 
 
-def _settled(path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan) -> list[str]:
+def _replace_autos(
+    path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan
+) -> list[str]:
     """The assignments with a value for each `auto`, which is printed with its reason."""
     for key, (value, why) in auto_settings.choose(path, recipe, strategy, plan).items():
         text = str(value).lower()
         say(f"{key}: auto is {text}: {why}", flush=True)
-        assignments = [one for one in assignments if one.partition("=")[0].strip() != key] + [f"{key}={text}"]
+        assignments = [assignment for assignment in assignments if assignment.partition("=")[0].strip() != key] + [
+            f"{key}={text}"
+        ]
     return assignments
 
 
@@ -177,7 +181,10 @@ def _processes(strategy: Strategy, asked: int | None, gpus: int, machines: int) 
 
 
 def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, str]) -> int:
-    """Run on this machine, and go on as run.on_out_of_memory says. Returns the exit code of the last start."""
+    """Run on this machine, and start again after a shortage of memory as run.on_out_of_memory says.
+
+    Returns the exit code of the last start.
+    """
     folder, first, tried = Path(start.recipe.run.output_dir), start, {start.strategy.path}
     steps: list[dict[str, str]] = []
     while True:
@@ -187,8 +194,10 @@ def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, st
             variables = {shortage.NOTE_FILE: str(note), shortage.HISTORY: json.dumps(steps)}
             code = run_child(start.command, environment | variables, folder)
             ran_out = json.loads(note.read_text()) if note.is_file() else None
+        # A run that ended, or was asked to stop, does not start again, even if it noted a shortage before.
         if ran_out is None or code in (0, signals.EXIT_CODE):
             return code
+        # Checkpoints may be an earlier run's: they count only if the failed start wrote its own state.
         has_begun = status.read(folder) != before
         following = next_start(start, first, tried, resumes=has_begun and any(folder.glob("checkpoints/step-*")))
         if following is None:
@@ -244,21 +253,23 @@ def _check_rows(recipe: Recipe) -> None:
         read_rows(source, data.on_bad_row, recipe.objective)
 
 
-def _no_address(found: hosts.Hosts, strategy: Strategy) -> list[str]:
-    return [strategy.address_problem] if strategy.address_problem and found.count == 1 else []
+def _no_address(run_hosts: hosts.Hosts, strategy: Strategy) -> list[str]:
+    return [strategy.address_problem] if strategy.address_problem and run_hosts.count == 1 else []
 
 
-def _misfits(found: hosts.Hosts, recipe: Recipe, strategy: Strategy, num_processes: int) -> list[str]:
-    """What keeps the machines of the command line from running a strategy."""
+def _misfits(run_hosts: hosts.Hosts, recipe: Recipe, strategy: Strategy, num_processes: int) -> list[str]:
+    """List what keeps the machines of the command line from running a strategy."""
     mistakes = []
-    if max(found.count, strategy.num_machines) > 1 and recipe.run.on_out_of_memory != "stop":
+    if max(run_hosts.count, strategy.num_machines) > 1 and recipe.run.on_out_of_memory != "stop":
         what = "each machine has a launcher of its own, and they do not agree on the next start"
         mistakes.append(f"run.on_out_of_memory is {recipe.run.on_out_of_memory}: {what}; write stop")
-    if found.count == 1:
+    if run_hosts.count == 1:
         return mistakes
-    if strategy.num_machines not in (1, found.count):
-        mistakes.append(f"--machines is {found.count}, but {strategy.path} has num_machines {strategy.num_machines}")
-    if num_processes % found.count:
+    if strategy.num_machines not in (1, run_hosts.count):
+        mistakes.append(
+            f"--machines is {run_hosts.count}, but {strategy.path} has num_machines {strategy.num_machines}"
+        )
+    if num_processes % run_hosts.count:
         advice = "write a multiple with --processes, which counts those of all"
-        mistakes.append(f"{num_processes} processes, which {found.count} machines cannot split evenly; {advice}")
+        mistakes.append(f"{num_processes} processes, which {run_hosts.count} machines cannot split evenly; {advice}")
     return mistakes

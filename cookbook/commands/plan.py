@@ -52,8 +52,8 @@ def plan(
         sizes = better_sizes(recipe, strategies, machines, str(path))
         settings = by_auto(outlook, str(path), all_of_them=strategy is not None)
     if as_json:
-        found = as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
-        say(json.dumps(found, indent=1))
+        record = as_record(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
+        say(json.dumps(record, indent=1))
     else:
         text = in_words(outlook, str(path), num_samples=samples, price=price, sizes=sizes, settings=settings)
         say(short(text), is_coloured=True)
@@ -61,7 +61,7 @@ def plan(
 
 
 def machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
-    """What was asked for, else what is here, else what the recipe's label needs."""
+    """Machines of the forecast: those asked for, else those here, else those that the recipe's label needs."""
     if text is None:
         here = this_machine()
         needs = read_needs(read_label(recipe))

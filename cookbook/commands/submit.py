@@ -41,7 +41,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a system shall start."""
+    """A job that a system is to start."""
 
     name: str
     """Letters, digits and hyphens, as Kubernetes wants of its names."""
@@ -105,6 +105,7 @@ def k8s(task: Task) -> str:
         "command": _for_a_pod(command),
         **_resources("resources", task),
     }
+    # A mistake fails at each start alike, so it ends the job; a run that was asked to stop is no failure.
     rules = [
         {"action": action, "onExitCodes": {"operator": "In", "values": [code]}}
         for action, code in (("FailJob", MISTAKE), ("Ignore", EXIT_CODE))
@@ -202,8 +203,8 @@ def submit(
     mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
     with gathered(mistakes):
         machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
-        given = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
-        mistakes += _misfits(to, machines, path, given)
+        flags = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
+        mistakes += _misfits(to, machines, path, flags)
     with gathered(mistakes):
         recipe, loaded = load_single(path, assignments, strategy)
     refuse(mistakes)
@@ -230,15 +231,15 @@ def submit(
     return 0
 
 
-def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> list[str]:
-    """What keeps a system from running a recipe on machines. `given`: flags that only some systems read."""
+def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> list[str]:
+    """List what keeps a system from running a recipe on machines. `flags`: those that only some systems read."""
     needed = NEEDS[to] if to != "sky" or machines.num_machines > 1 else ()
     taken = NEEDS[to] if to == "sky" else (*NEEDS[to], "--seconds-to-save")
-    mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not given[flag]]
+    mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not flags[flag]]
     mistakes += [
-        f"{flag}: would be ignored by --to {to}; leave it out" for flag in given if given[flag] and flag not in taken
+        f"{flag}: would be ignored by --to {to}; leave it out" for flag in flags if flags[flag] and flag not in taken
     ]
-    volume, image = given["--volume"], given["--image"]
+    volume, image = flags["--volume"], flags["--image"]
     if volume and to != "sky" and not CLAIM_NAME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits, hyphens and dots")
     if volume and to == "sky" and not VOLUME.fullmatch(volume):
@@ -253,7 +254,7 @@ def _misfits(to: str, machines: Machines, path: Path, given: dict[str, Any]) -> 
 
 
 def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) -> tuple[list[str], int]:
-    """What the file is for, in words, and the number of processes.
+    """Describe the job in words, and count its processes.
 
     Raises:
         RecipeError: the recipe, the strategy and the machines do not fit together, or the memory does not suffice.
@@ -267,17 +268,19 @@ def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) ->
     from cookbook.forecast.ranking import forecast_all
     from cookbook.forecast.verdict import MAY_RUN
 
-    (found,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
-    if found.verdict not in (*MAY_RUN, "no forecast"):
+    (forecast,) = forecast_all(recipe, [strategy], machines, str(path), limits=False).forecasts
+    if forecast.verdict not in (*MAY_RUN, "no forecast"):
         advice = f"cookbook plan {path} --gpus {machines.text} has what would"
-        raise RecipeError([f"{path} under {strategy.path} {found.verdict} on {machines.text}; {advice}", *found.why])
+        raise RecipeError(
+            [f"{path} under {strategy.path} {forecast.verdict} on {machines.text}; {advice}", *forecast.why]
+        )
     facts = [f"{path} under {strategy.path} on {machines.text}", describe_batch(recipe, plan)]
-    if found.memory and machines.gpus_each:
-        needed = f"forecast: {in_gib(*found.memory.needed)} GiB a GPU"
-        facts.append("; ".join([needed, *(found.why or [found.verdict])]))
-    elif found.verdict == "no forecast":
-        facts.append(f"no forecast: {found.why[0]}")
-    facts.append(f"a checkpoint has {in_gib(found.checkpoint)} GiB")
+    if forecast.memory and machines.gpus_each:
+        needed = f"forecast: {in_gib(*forecast.memory.needed)} GiB a GPU"
+        facts.append("; ".join([needed, *(forecast.why or [forecast.verdict])]))
+    elif forecast.verdict == "no forecast":
+        facts.append(f"no forecast: {forecast.why[0]}")
+    facts.append(f"a checkpoint has {in_gib(forecast.checkpoint)} GiB")
     return facts, count
 
 

@@ -52,7 +52,7 @@ QUIET = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is chosen; none of it changes the curve."""
+    """Settings that are tuned; none of them changes the curve."""
 
     strategy: Strategy
     micro_batch: int
@@ -89,26 +89,30 @@ def tune(
     assignments: Assignments,
 ) -> int:
     """Try the best settings of the forecast; keep the fastest."""
-    recipe, own = load_single(path, assignments, None)
+    recipe, loaded = load_single(path, assignments, None)
     if recipe.batch.micro_batch_size is None:
         raise RecipeError(f"{path}: batch.micro_batch_tokens is not tuned; write batch.micro_batch_size")
-    found = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]
+    strategies = [load_strategy(find_strategy(name)) for name in strategy or known_strategies()]
     machines = machines_for(path, gpus, {})
-    chosen = candidates(recipe, own, found, machines, str(path))[:trials]
+    chosen = candidates(recipe, loaded, strategies, machines, str(path))[:trials]
     if not chosen:
         raise RecipeError(f"{path}: nothing is known to fit on {machines.text}; see cookbook plan {path}")
     say(f"TUNE of {path} on {machines.text}: {steps} steps each, after {WARM_UP} that are not counted")
-    for one in chosen:
-        say(f"  {one.settings.words}: {one.why}")
+    for candidate in chosen:
+        say(f"  {candidate.settings.words}: {candidate.why}")
     here = num_gpus()
     if simulated_gpus.is_active() or machines.num_gpus != here:
         there = "simulated GPUs" if simulated_gpus.is_active() else f"{here} GPUs"
         say(f"nothing was tried: this machine has {there}, whose speed is no measure for {machines.text}")
         return 0
-    speeds = {one.settings: measure(path, one.settings, recipe, assignments, steps) for one in chosen}
+    speeds = {candidate.settings: measure(path, candidate.settings, recipe, assignments, steps) for candidate in chosen}
     for settings, speed in speeds.items():
         say(f"  {settings.words}: {'failed' if speed is None else f'{speed:,.0f} tokens/s'}")
-    best = max((one for one in speeds if speeds[one] is not None), key=lambda one: speeds[one] or 0.0, default=None)
+    best = max(
+        (settings for settings in speeds if speeds[settings] is not None),
+        key=lambda settings: speeds[settings] or 0.0,
+        default=None,
+    )
     if best is None:
         return 1
     replace_file(path.resolve(), with_values(path.read_text(encoding="utf-8"), best.keys))
@@ -128,22 +132,22 @@ def candidates(
 
     own_kind = recipe.model.gradient_checkpointing
     kinds = tuple(dict.fromkeys((False, "selective", True, own_kind))) if machines.num_gpus else (own_kind,)
-    found = []
+    by_forecast = []
     for kind in kinds:
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
         changed = recipe.model_copy(update={"model": model})
         report = forecast_all(changed, strategies, machines, name)
-        for place, one in enumerate(report.forecasts):
-            if one.verdict not in MAY_RUN or one.plan is None:
+        for place, forecast in enumerate(report.forecasts):
+            if forecast.verdict not in MAY_RUN or forecast.plan is None:
                 continue
-            for size in _sizes(recipe, one.plan.data_parallel_size, one.largest_micro_batch):
-                settings = Settings(strategy=one.strategy, micro_batch=size, checkpointing=kind)
-                seconds = (one.time.low + one.time.high) / 2 if one.time else 0.0
-                is_own = (one.strategy.path, size, kind) == (own.path, recipe.batch.micro_batch_size, own_kind)
-                why = f"{one.verdict}" + (f", {seconds:.2f} s a step by the forecast" if one.time else "")
+            for size in _sizes(recipe, forecast.plan.data_parallel_size, forecast.largest_micro_batch):
+                settings = Settings(strategy=forecast.strategy, micro_batch=size, checkpointing=kind)
+                seconds = (forecast.time.low + forecast.time.high) / 2 if forecast.time else 0.0
+                is_own = (forecast.strategy.path, size, kind) == (own.path, recipe.batch.micro_batch_size, own_kind)
+                why = f"{forecast.verdict}" + (f", {seconds:.2f} s a step by the forecast" if forecast.time else "")
                 rank = (not is_own, seconds, kinds.index(kind), place, -size)
-                found.append(Candidate(settings=settings, why="the recipe's own; " * is_own + why, rank=rank))
-    return sorted(found, key=lambda one: one.rank)
+                by_forecast.append(Candidate(settings=settings, why="the recipe's own; " * is_own + why, rank=rank))
+    return sorted(by_forecast, key=lambda candidate: candidate.rank)
 
 
 def _sizes(recipe: Recipe, data_parallel_size: int, largest: int | None) -> Iterator[int]:
@@ -193,15 +197,15 @@ def _with_value(text: str, keys: list[str], value: str) -> str:
     node = yaml.compose(text)
     for i, name in enumerate(keys):
         assert isinstance(node, yaml.MappingNode)
-        found = next((child for key, child in node.value if key.value == name), None)
-        if found is None:
-            return _inserted(text, node, ": ".join(keys[i:]), value)
-        node = found
+        child = next((child for key, child in node.value if key.value == name), None)
+        if child is None:
+            return _insert(text, node, ": ".join(keys[i:]), value)
+        node = child
     assert node is not None
     return text[: node.start_mark.index] + value + text[node.end_mark.index :]
 
 
-def _inserted(text: str, mapping: yaml.MappingNode, key: str, value: str) -> str:
+def _insert(text: str, mapping: yaml.MappingNode, key: str, value: str) -> str:
     """A new first key of a mapping, in its style."""
     at = mapping.value[0][0].start_mark
     end = ", " if mapping.flow_style else "\n" + " " * at.column

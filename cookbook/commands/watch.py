@@ -48,11 +48,11 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
 
 def _watch_plain(folders: Sequence[Path], every: float) -> None:
     """A line for each run that has got on."""
-    seen: dict[Path, tuple[str, ...]] = {}
+    shown_rows: dict[Path, tuple[str, ...]] = {}
     for rows in _looks(folders, every):
         for folder, row in zip(folders, rows, strict=True):
-            if seen.get(folder) != row[:4]:
-                seen[folder] = row[:4]
+            if shown_rows.get(folder) != row[:4]:
+                shown_rows[folder] = row[:4]
                 words = ", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell)
                 say(shown(words), flush=True)
 
@@ -78,8 +78,8 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
     seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
     left = ""
     if seconds and last_step and not has_ended:
-        minutes, rest = divmod(round(mean(seconds) * (last_step - step)), 60)
-        left = f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        minutes, seconds_left = divmod(round(mean(seconds) * (last_step - step)), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds_left:02d}"
     cells = (
         str(folder),
         state,
@@ -105,6 +105,7 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open("rb") as file:
         size = file.seek(0, 2)
+        # A long run's file has hundreds of megabytes, and the table needs the last steps only.
         file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().splitlines()
     return parse_lines(lines)  # the first may be cut, and is then left out

@@ -1,4 +1,4 @@
-"""Where a run's time goes, and what to change first."""
+"""Shares of a run's time, and advice on what to change first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
         say(in_words(record, title))
     say(beside_forecast(run, steps, profiles))
-    found = sorted(advice(run, profiles), key=lambda one: -one.gain)[:MOST_ADVICE]
-    rows = [(f"{number}.", one.what, f"{one.about} {one.gain:.0%}") for number, one in enumerate(found, 1)]
+    best = sorted(advice(run, profiles), key=lambda item: -item.gain)[:MOST_ADVICE]
+    rows = [(f"{number}.", item.what, f"{item.about} {item.gain:.0%}") for number, item in enumerate(best, 1)]
     say(page("CHANGE FIRST", *rows) if rows else "Nothing stands out.")
     if not profiles:
         ranks = list(range(min(8, run.record.get("strategy", {}).get("processes", 1))))
@@ -69,18 +69,18 @@ def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    found = shares(steps)
-    whole = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
-    for name, share in found.items():
-        yield name, f"{share:.1%}", f"{share * whole / len(steps):.3f} s a step"
-    yield "tokens/s", f"{sum(line['num_tokens'] for line in steps) / whole:,.0f}", "with all pauses"
+    time_shares = shares(steps)
+    total = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
+    for name, share in time_shares.items():
+        yield name, f"{share:.1%}", f"{share * total / len(steps):.3f} s a step"
+    yield "tokens/s", f"{sum(line['num_tokens'] for line in steps) / total:,.0f}", "with all pauses"
     mfu = [line["mfu"] for line in steps if "mfu" in line]
     if mfu:
         yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
 
 
 def _compiled(run: History) -> Iterator[tuple[str, ...]]:
-    """What torch's compiler made of the layers, after the first steps of the last start."""
+    """Yield rows on what torch's compiler made of the layers, after the first steps of the last start."""
     for event in [event for event in run.events if event["event"] == "compiled"][-1:]:
         broken = f"{event['graph_breaks']} graph breaks, {event['given_up']} calls given up"
         yield "compiled", f"{event['graphs']} graphs", f"{broken}, {event['recompilations']} recompilations"
@@ -96,7 +96,7 @@ def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[di
     bounds = {"a step": (expected["low"], expected["high"])}
     parts = {part["name"]: part for part in expected["parts"]}
     for name, names in GROUPS.items():
-        of_group = [parts[one] for one in names if one in parts]
+        of_group = [parts[part] for part in names if part in parts]
         bounds[name] = sum(part["low"] for part in of_group), sum(part["high"] for part in of_group)
     if profiles:
         taken |= _of_a_step(profiles)
@@ -114,12 +114,12 @@ def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[di
 
 def _of_a_step(profiles: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of a profiled step by `GROUPS`, the mean of the ranks; of communication also what work hides."""
-    found = {name: mean(_sum(record, name) for record in profiles) for name in ("compute", "copies")}
+    seconds = {name: mean(_sum(record, name) for record in profiles) for name in ("compute", "copies")}
     updates = [record["phases"].get("update", {}).get("compute", 0.0) for record in profiles]
     hidden = mean(record["hidden"] for record in profiles)
     communication = mean(_sum(record, "communication") for record in profiles) + hidden
-    found["compute"] -= mean(updates)
-    return {**found, "communication": communication, "update": mean(updates)}
+    seconds["compute"] -= mean(updates)
+    return {**seconds, "communication": communication, "update": mean(updates)}
 
 
 def _verdict(seconds: float, low: float, high: float) -> str:
@@ -127,34 +127,34 @@ def _verdict(seconds: float, low: float, high: float) -> str:
 
 
 def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
-    """What would make the run faster, in no order."""
+    """Yield advice that would make the run faster, in no order."""
     steps = run.steps[WARM_UP:] or run.steps
-    found, settings = shares(steps), run.settings
-    if found["saving"] > WORTH:
+    share, settings = shares(steps), run.settings
+    if share["saving"] > WORTH:
         often = settings.get("run.save_every_steps") or f"{settings.get('run.save_every_minutes')} minutes"
         every = f"run.save_every_steps {often}"
         if (count := settings.get("run.saves_per_epoch")) is not None:
             every = f"run.saves_per_epoch {count}"
-        what = f"saving takes {found['saving']:.0%}: save less often than {every},"
-        yield Advice(what=f"{what} or set run.save_in_background: true", gain=found["saving"])
-    if found["evaluation"] > WORTH:
+        what = f"saving takes {share['saving']:.0%}: save less often than {every},"
+        yield Advice(what=f"{what} or set run.save_in_background: true", gain=share["saving"])
+    if share["evaluation"] > WORTH:
         how = f"raise run.eval_every_steps {settings.get('run.eval_every_steps')}"
         if (count := settings.get("run.evals_per_epoch")) is not None:
             how = f"lower run.evals_per_epoch {count}"
-        what = f"evaluation takes {found['evaluation']:.0%}: {how}, or lower data.eval.max_rows"
-        yield Advice(what=what, gain=found["evaluation"])
-    if found["data"] > WORTH:
-        what = f"steps wait for their batch for {found['data']:.0%}: rows come too slowly; put them on a local disk,"
-        yield Advice(what=f"{what} and take data.streaming out if they fit", gain=found["data"])
-    yield from _of_padding(profiles, found["step"], run)
+        what = f"evaluation takes {share['evaluation']:.0%}: {how}, or lower data.eval.max_rows"
+        yield Advice(what=what, gain=share["evaluation"])
+    if share["data"] > WORTH:
+        what = f"steps wait for their batch for {share['data']:.0%}: rows come too slowly; put them on a local disk,"
+        yield Advice(what=f"{what} and take data.streaming out if they fit", gain=share["data"])
+    yield from _of_padding(profiles, share["step"], run)
     if profiles:
-        yield from _of_profiles(profiles, found["step"], run)
+        yield from _of_profiles(profiles, share["step"], run)
     else:
-        yield from _of_micro_batches(steps, found["step"], run)
+        yield from _of_micro_batches(steps, share["step"], run)
 
 
 def _of_micro_batches(steps: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
-    """Whether larger micro-batches fit where a step takes longer than the slow end of the forecast. What exceeds it is
+    """Advise larger micro-batches that fit, where a step takes longer than the slow end of the forecast. The excess is
     taken for a cost of each micro-batch, however few its tokens are, so the gain is an upper bound.
     """
     expected, memory = run.record.get("step_forecast", {}), run.record.get("forecast", {})
@@ -181,13 +181,14 @@ def _of_micro_batches(steps: list[dict[str, Any]], step: float, run: History) ->
 
 
 def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
-    """What padded rows cost: their share of the positions is about that share of the computing. Attention, which grows
+    """Advise against padding: its share of the positions is about its share of the computing. Attention, which grows
     with the square of a row, has more.
     """
     packing = run.record.get("packing", {})
     padding = packing.get("padding") or 0.0  # of a stream it is not known
     gain = step * padding
     if profiles:
+        # Padding costs only where the GPU computes, and the busiest rank would promise too much.
         gain *= min(_in_passes(record, "compute") / record["seconds"] for record in profiles)
     if gain > WORTH:
         what = f"{padding:.0%} of the positions are padding"
@@ -204,11 +205,12 @@ def _in_passes(record: dict[str, Any], part: str) -> float:
 
 
 def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> Iterator[Advice]:
-    """What the profiled steps show; `step` is the share of the whole that steps take."""
+    """Yield advice from the profiled steps; `step` is the share of the whole time that steps take."""
     seconds = max(record["seconds"] for record in profiles)
-    own = {record["rank"]: record["seconds"] - _sum(record, "communication") for record in profiles}
-    slowest = max(own, key=lambda rank: own[rank])
-    lost = (own[slowest] - min(own.values())) / seconds
+    own_seconds = {record["rank"]: record["seconds"] - _sum(record, "communication") for record in profiles}
+    slowest = max(own_seconds, key=lambda rank: own_seconds[rank])
+    # Communication is left out: a fast rank spends the wait for the slowest one in it.
+    lost = (own_seconds[slowest] - min(own_seconds.values())) / seconds
     if lost > 2 * WORTH:
         phases = next(record for record in profiles if record["rank"] == slowest)["phases"]
         least = {name: min(_own(record["phases"].get(name, phases[name])) for record in profiles) for name in phases}
@@ -229,7 +231,7 @@ def _of_profiles(profiles: list[dict[str, Any]], step: float, run: History) -> I
 
 
 def _sends_less(run: History) -> str:
-    """What makes this run send less, or faster."""
+    """Say how this run can send less, or faster."""
     strategy, ways = _strategy(run), []
     machines = run.record.get("machines", 1)
     if machines > 1:
