@@ -308,7 +308,7 @@ def test_rows_that_are_equal_are_not_held_out_and_a_note_says_so(model):
     recipe = made(model(), write(rows), "--gpus", "2x8GB")
     assert (recipe.data.holdout, recipe.run.eval_every_steps, recipe.run.keep_best) == (0, None, 0)
     words = " ".join(Path(OUT).read_text().replace("# ", "").split())
-    assert "no held-out rows: of these rows, of which equal ones stay together, 5% cannot be taken" in words
+    assert "no held-out rows: equal rows stay together, so 5% of these cannot be taken" in words
     assert main(["check", OUT, "--data"]) == 0
     assert main(["check", OUT, "--data", "--set", "data.holdout=0.05"]) == 2
 

@@ -319,7 +319,7 @@ LOGS = {
         "subprocess.CalledProcessError: Command '['python']' returned non-zero exit status 2.\n",
         "adapter.targets has 'x'",
     ),
-    "silence": ("", "the run ended without a word"),
+    "silence": ("", "the run ended without a message"),
 }
 
 

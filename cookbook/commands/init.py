@@ -376,7 +376,7 @@ def _choose_holdout(rows: Rows, num_rows: int) -> tuple[float, str]:
         _, held_out = hold_out([rows], share)
     taken = sum(len(part.rows) for part in held_out) / len(rows.rows)
     if not 0 < taken < 2 * share:
-        return 0.0, f"no held-out rows: of these rows, of which equal ones stay together, {share:.0%} cannot be taken"
+        return 0.0, f"no held-out rows: equal rows stay together, so {share:.0%} of these cannot be taken"
     return share, f"some {num_rows * share:.0f} rows, for evaluation"
 
 

@@ -47,7 +47,7 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
 
 
 def _watch_plain(folders: Sequence[Path], every: float) -> None:
-    """A line for each run that has got on."""
+    """Print a line for each run whose step or state has changed."""
     shown_rows: dict[Path, tuple[str, ...]] = {}
     for rows in _looks(folders, every):
         for folder, row in zip(folders, rows, strict=True):

@@ -23,15 +23,15 @@ class Collected:
         self.given: set[str] = set()
         """Those that the files have, also with a value that could not be converted."""
         self.changes: list[str] = []
-        """What of the files is not in the recipe and trains otherwise, or may."""
+        """Settings that are not in the recipe and change the training, or may."""
         self.notes: list[str] = []
-        """What the user decides, or should know."""
+        """Advice on what the user decides, or should know."""
         self.idle: list[str] = []
-        """Keys of which nothing is lost."""
+        """Keys that can be left out without a loss."""
         self.sizes: dict[str, Any] = {}
         """Settings of speed that a strategy has a value of its own for, by their places in its file."""
         self.others: list[str] = []
-        """What makes another training, of which no recipe would be the same."""
+        """Reasons why no recipe can be the same training."""
         self.folder = Path()
         self.template: str | None = None
         """The text of a chat template in the file."""

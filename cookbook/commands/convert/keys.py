@@ -63,7 +63,7 @@ class Conversion(Collected):
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
         if "objective.train_on" in added:
             self.notes.append(
-                f"for rows of prompt and completion, of which {project.name} trains on the completion, write"
+                f"{project.name} trains only on the completion of rows with prompt and completion; for those write"
                 " objective.train_on: assistant"
             )
         if self.take("cut_in_proportion") and not self.recipe.keys() & {"data.too_long", "data.streaming"}:
@@ -114,7 +114,7 @@ class Conversion(Collected):
         return key[0] != "~" and (has_adapter or not key.startswith("adapter."))
 
     def _loss_scale(self) -> None:
-        """DeepSpeed's, of which files have the keys beside bf16 too."""
+        """Drop DeepSpeed's loss scale without fp16: files have its keys beside bf16 too."""
         keys = [key for key in self.recipe if key.startswith("loss_scale.")]
         if self.recipe.get("mixed_precision") != "fp16":
             for key in keys:

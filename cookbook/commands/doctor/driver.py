@@ -177,6 +177,6 @@ def try_allocator() -> Iterator[Finding]:
                 return
     messages = [str(caught.message).splitlines()[0] for caught in told if "expandable" in str(caught.message)]
     if messages:
-        yield ok("allocator", f"without expandable segments, which are not to be had here: {messages[0]}")
+        yield ok("allocator", f"without expandable segments, which are not supported here: {messages[0]}")
     else:
         yield ok("allocator", f"allocates with {allocator_settings()}")

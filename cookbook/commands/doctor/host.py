@@ -55,7 +55,7 @@ def read_limits(groups: str, root: Path = CGROUPS) -> Limits:
 
 
 def _upwards(root: Path, name: str) -> list[Path]:
-    """The group's folder and those above; inside a container the name may be the host's, of which only the root is."""
+    """The group's folder and those above; inside a container the name may be the host's, and only the root exists."""
     folder = root / name.strip("/")
     return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
 
@@ -83,7 +83,7 @@ def check_cpu(processes: int, limits: Limits, offloads: bool) -> Iterator[Findin
     usable = cores
     if limits.cores is not None and limits.cores < cores:
         usable = max(1, int(limits.cores))
-        summary += f", of which a quota leaves {limits.cores:g}"
+        summary += f", limited to {limits.cores:g} by a quota"
     threads = max(1, usable // processes)
     text = os.environ.get("OMP_NUM_THREADS")
     if text is None:

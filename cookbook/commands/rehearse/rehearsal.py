@@ -188,7 +188,7 @@ def _find_error(log: Path) -> str:
     if tracebacks:
         return "\n".join([lines[tracebacks[-1]], *lines[tracebacks[-1] + 1 :][-12:]])
     blank = max((i for i, line in enumerate(lines) if not line.strip()), default=-1)
-    return "\n".join(lines[blank + 1 :][-20:]) or "the run ended without a word"
+    return "\n".join(lines[blank + 1 :][-20:]) or "the run ended without a message"
 
 
 def _check_outputs(rehearsal: Rehearsal) -> str | None:

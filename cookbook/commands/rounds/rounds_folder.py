@@ -27,7 +27,7 @@ UNSCORED = "unscored.jsonl"
 """Answers that have no rewards yet."""
 GIVEN = "model-"
 NUM_SHOWN = 4
-"""Prompts of a round of which `report` shows an answer."""
+"""Prompts of a round whose first answers `report` shows."""
 
 
 class Round:
