@@ -2,22 +2,8 @@
 
 Every rule cites the code that it follows; `tests/test_forecast_states.py` compares it with the engines, to the byte.
 
-Bytes of a trained parameter under AdamW and bf16 over D processes, by place (G GPU, H host, N NVMe):
-
-                    weights  masters  gradients        moments  another copy of the weights
-    single, ddp     G 4      -        G 4              G 8      -
-    fsdp, tp        G 4/D    -        G 4/D            G 8/D    -
-    pp              G 4/D    -        G 4/D            G 8/D    -                 D stages, if they were equal
-    pp_tp           G 4/D    -        G 4/D            G 8/D    -                 stages x shards of matrices
-    pp_fsdp2        G 4/D    -        G 4/D            G 8/D    -                 stages x shards
-    fsdp2_ep        G 4/D    -        G 4/D            G 8/D    -                 of experts and of the rest
-    fsdp2_offload   H 4/D    -        H 4/D            H 8/D    -
-    zero1           G 2      G 4/D    G 2              G 8/D    -
-    zero2           G 2      G 4/D    G 2/D            G 8/D    -
-    zero2_offload   G 2      H 4/D    H 4/D + 2/D      H 8/D    H 2/D, on its way back after the update
-    zero3           G 2/D    G 4/D    G 2/D            G 8/D    G 2/hpZ, where the JSON asks for it
-    zero3_offload   H 2/D    H 4/D    H 4/D + 2/D      H 8/D    H 2/hpZ, the same
-    zero3_nvme      N 2/D    N 4/D    N 4/D, H 2/D     N 8/D    -
+`TABLE` has what a process holds between steps; docs/strategies.md derives from it the bytes of a parameter under each
+strategy.
 
 What a GPU holds during a step of two micro-batches (# allocated, . not):
 
@@ -31,8 +17,9 @@ What a GPU holds during a step of two micro-batches (# allocated, . not):
 """
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +35,32 @@ SWAP_ALIGNMENT = 1024
 ALIGNMENT_FSDP1 = 16
 """Bytes to which FSDP1 aligns a parameter in the flat one (torch/distributed/fsdp/_flat_param.py,
 _get_aligned_numel)."""
+TABLE = """
+engine                    place  weights               masters    gradients                moments    buffers
+whole                     gpu    stored + constants    -          4*trained                state      model
+fsdp1                     gpu    4*shares              -          4*trained                state      model
+fsdp2                     gpu    constants             -          -                        -          model
+fsdp2, weights on gpu     gpu    shards                -          4*trained                state      -
+fsdp2, weights on cpu     host   shards                -          4*trained                state      -
+zero12                    gpu    low*flats + frozen    -          -                        -          model
+zero12, optimizer on gpu  gpu    -                     4*parts    sum*accumulated          state      -
+zero12, optimizer on cpu  gpu    -                     -          -                        -          low*largest
+zero12, optimizer on cpu  host   -                     4*parts    4*parts + waiting        state      low*returned
+zero3                     gpu    gathered + constants  -          -                        -          bucket + model
+zero3, weights on gpu     gpu    shards                -          -                        -          second
+zero3, weights on cpu     host   shards                -          -                        -          second
+zero3, weights on nvme    host   small                 -          -                        -          weight_swapper
+zero3, weights on nvme    disk   low*swapped           -          -                        -          -
+zero3, optimizer on gpu   gpu    -                     4*trained  sum*trained              state      -
+zero3, optimizer on cpu   host   -                     4*trained  sum*trained + 4*trained  state      -
+zero3, optimizer on nvme  host   -                     4*kept     sum*trained + 4*held     in_memory  4*swapper
+zero3, optimizer on nvme  disk   -                     4*files    4*blocks                 4*moments  -
+"""
+"""Memory of a process between the last backward of a step and its update: the sum of all rows whose engine and options
+hold. A cell adds up amounts that the function of its engine returns: bytes, or numbers of elements times the bytes of
+each (4 of float32, `low` of the compute dtype, `sum` of an accumulated gradient). `trained`, `parts` and `shares` are
+of this process's shard."""
+COLUMNS, *ROWS = (re.split("  +", line) for line in TABLE.strip().splitlines())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,46 +149,74 @@ class States:
     """Temporary memory of the update and of what follows it, beyond `gpu`."""
 
 
+Amounts = dict[str, int]
+"""Bytes or numbers of elements, by their names in `TABLE`."""
+Engine = Callable[[Skeleton, CostInputs, int], tuple[Amounts, dict[str, Any]]]
+"""Returns the amounts of the process with a shard's number, and what a step adds to them as fields of `States`."""
+
+
 def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
-    """The states of one process after the first update, when the optimizer has its moments."""
-    match inputs.strategy.kind:
-        case "single" | "ddp" | "tp" | "pp" | "fsdp2":
-            return _part(skeleton, inputs, rank)
-        case "fsdp1":
-            return _fsdp1(skeleton, inputs, rank)
-        case "zero":
-            return (_zero3 if inputs.strategy.zero_stage == 3 else _zero12)(skeleton, inputs, rank)
+    """The states of one process after the first update, when the optimizer has its moments.
 
-
-def _part(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
-    """A stage of layers, of that a shard of each matrix or some of each layer's experts, and of that a shard by FSDP2;
-    each as far as the mesh goes.
+    A process has a stage of layers, of that a shard of each matrix or some of each layer's experts, and of that the
+    engine's shard, each as far as the mesh goes.
     """
-    mesh = inputs.mesh
+    mesh, strategy = inputs.mesh, inputs.strategy
     stage, within = divmod(rank, mesh.stage_size)
     layers = stage_of(skeleton, stage, mesh.pipeline, mesh.chunks)
     own = _own_experts(_tensor_shards(layers, mesh.tensor, within % mesh.tensor), mesh.expert)
-    return _whole(own, inputs) if inputs.strategy.fsdp is None else _fsdp2(own, inputs, within // mesh.tensor)
+    name, engine = _engine(strategy)
+    amounts, step = engine(own, inputs, within // mesh.tensor)
+    amounts |= {"-": 0, "4": FLOAT32, "low": inputs.low_bytes, "sum": gradient_bytes(inputs)}
+    amounts |= {"constants": constants(own), "model": FLOAT32 * sum(own.buffers)}
+    weights = "cpu" if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params else strategy.offload_param
+    options = {f"weights on {weights or 'gpu'}", f"optimizer on {strategy.offload_optimizer or 'gpu'}"}
+    keys = {name, *(f"{name}, {option}" for option in options)}
+    gpu, host, disk = (_resident(keys, place, amounts) for place in ("gpu", "host", "disk"))
+    # DDP and ZeRO-3 have buffers for gradients, which outlive zero_grad.
+    has_buffers = name == "zero3" or strategy.kind == "ddp"
+    return States(
+        gpu=gpu,
+        host=host,
+        disk=disk,
+        gradients_at_first=gpu.gradients if has_buffers else 0,
+        gradients_between=step.pop("gradients_between", gpu.gradients),
+        **step,
+    )
 
 
-def _whole(skeleton: Skeleton, inputs: CostInputs) -> States:
+def _engine(strategy: Strategy) -> tuple[str, Engine]:
+    """An engine's name in `TABLE`, and its function."""
+    match strategy.kind:
+        case "fsdp1":
+            return "fsdp1", _fsdp1
+        case "zero":
+            return ("zero3", _zero3) if strategy.zero_stage == 3 else ("zero12", _zero12)
+    return ("whole", _whole) if strategy.fsdp is None else ("fsdp2", _fsdp2)
+
+
+def _resident(keys: Collection[str], place: str, amounts: Amounts) -> ResidentBytes:
+    """The sum of the rows of `keys` in a place."""
+    total = dict.fromkeys(COLUMNS[2:], 0)
+    for key, where, *cells in ROWS:
+        if key in keys and where == place:
+            for column, cell in zip(COLUMNS[2:], cells, strict=True):
+                total[column] += sum(math.prod(amounts[name] for name in term.split("*")) for term in cell.split(" + "))
+    return ResidentBytes(**total)
+
+
+def _whole(skeleton: Skeleton, inputs: CostInputs, _: int) -> tuple[Amounts, dict[str, Any]]:
     """Trained weights are float32 under autocast; frozen ones have the compute dtype."""
     trained = [weight.num_elements for weight in skeleton.weights if weight.is_trained]
-    gradients = FLOAT32 * sum(trained)
-    # Gradients are views of DDP's buckets (gradient_as_bucket_view), which outlive zero_grad; of one process too.
+    # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones
+    # (gradient_as_bucket_view); of one process too.
     is_wrapped = inputs.strategy.kind == "ddp"
-    return States(
-        gpu=ResidentBytes(
-            weights=resident(skeleton.weights, inputs) + constants(skeleton),
-            gradients=gradients,
-            moments=inputs.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
-            buffers=_buffers(skeleton),
-        ),
-        gradients_at_first=gradients if is_wrapped else 0,
-        gradients_between=gradients,
-        # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones.
-        update=gradients if is_wrapped else _largest_bucket(trained, inputs),
-    )
+    amounts = {
+        "stored": resident(skeleton.weights, inputs),
+        "trained": sum(trained),
+        "state": inputs.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
+    }
+    return amounts, {"update": FLOAT32 * sum(trained) if is_wrapped else _largest_bucket(trained, inputs)}
 
 
 def _largest_bucket(trained: list[int], inputs: CostInputs) -> int:
@@ -211,7 +252,7 @@ def _own_experts(skeleton: Skeleton, size: int) -> Skeleton:
     return replace(skeleton, weights=tuple(map(own, skeleton.weights)))
 
 
-def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, dict[str, Any]]:
     """Parameters and gradients are sharded along dimension 0, and shards padded to equal size
     (fsdp/_fully_shard/_fsdp_param.py, _init_sharded_param); copies on the host may lack the padding.
 
@@ -248,11 +289,6 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         return max((weight.num_elements for weight in ends or trained[-1:]), default=0)
 
     low = inputs.low_bytes
-    gradients = FLOAT32 * sum(padded(weight) for weight in skeleton.weights if weight.is_trained)
-    weights = sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights)
-    state = ResidentBytes(
-        weights=weights, gradients=gradients, moments=inputs.optim.state_bytes(_tensors(skeleton, local))
-    )
     units = tuple(
         Unit(
             layer=layer,
@@ -268,15 +304,12 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
         )
         for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
-    buffers = ResidentBytes(weights=constants(skeleton), buffers=_buffers(skeleton))
-    if fsdp.fsdp_offload_params:
-        return States(gpu=buffers, host=state, gradients_at_first=0, gradients_between=0, units=units)
-    return States(
-        gpu=replace(state, weights=weights + buffers.weights, buffers=buffers.buffers),
-        gradients_at_first=0,
-        gradients_between=gradients,
-        units=units,
-    )
+    amounts = {
+        "shards": sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights),
+        "trained": sum(padded(weight) for weight in skeleton.weights if weight.is_trained),
+        "state": inputs.optim.state_bytes(_tensors(skeleton, local)),
+    }
+    return amounts, {"units": units}
 
 
 def _units_fsdp2(
@@ -313,7 +346,7 @@ def _by_layer(skeleton: Skeleton) -> dict[int | None, list[Weight]]:
     return found
 
 
-def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, dict[str, Any]]:
     """Each layer is one flat float32 parameter, the rest another; each process has an equal shard.
 
     Weights are aligned to 16 bytes of the compute dtype, and the length is a multiple of the processes
@@ -323,15 +356,15 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     strategy, num_processes = inputs.strategy, inputs.num_processes
     assert strategy.fsdp is not None
     low = inputs.low_bytes
-    weights, gradients, local, units = 0, 0, [], []
+    shares, trained, local, units = 0, 0, [], []
     layers = _by_layer(skeleton)
     for layer in (None, *range(skeleton.num_layers)):
         found = layers[layer]
         starts, length = _flat_fsdp1(found, ALIGNMENT_FSDP1 // low, num_processes)
         share = length // num_processes
         is_trained = any(weight.is_trained for weight in found)
-        weights += FLOAT32 * share
-        gradients += FLOAT32 * share * is_trained
+        shares += share
+        trained += share * is_trained
         local += [
             (_overlap(start, weight.num_elements, rank * share, share), weight)
             for start, weight in zip(starts, found, strict=True)
@@ -353,18 +386,8 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     tensors = [(numel, weight.is_orthogonal) for numel, weight in local if weight.is_trained and numel]
     # One process shards nothing, and copies weights only to cast them.
     is_copied = num_processes > 1 or low != FLOAT32
-    return States(
-        gpu=ResidentBytes(
-            weights=weights,
-            gradients=gradients,
-            moments=inputs.optim.state_bytes(tensors),
-            buffers=_buffers(skeleton),
-        ),
-        gradients_at_first=0,
-        gradients_between=gradients,
-        units=tuple(units) if is_copied else (),
-        is_flat=True,
-    )
+    amounts = {"shares": shares, "trained": trained, "state": inputs.optim.state_bytes(tensors)}
+    return amounts, {"units": tuple(units) if is_copied else (), "is_flat": True}
 
 
 def _flat_fsdp1(weights: list[Weight], alignment: int, num_processes: int) -> tuple[list[int], int]:
@@ -389,75 +412,63 @@ def _param_groups(skeleton: Skeleton, optim: Optimizer) -> list[list[Weight]]:
     return [group for _, group in sorted(groups.items(), key=lambda item: item[0], reverse=True)]
 
 
-def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, dict[str, Any]]:
     """The trained weights of a group are one flat tensor, replicated and padded to a multiple of twice the processes;
     masters and moments are sharded equally (stage_1_and_2.py, __init__).
 
     A process keeps the whole gradient of each weight that its shard touches (get_flat_partition), in the weights'
     dtype.
     """
-    strategy, num_processes = inputs.strategy, inputs.num_processes
-    zero = strategy.zero
-    low = inputs.low_bytes
-    found = _param_groups(skeleton, inputs.optim)
-    groups = [[weight.num_elements for weight in group] for group in found]
-    flats = [_round_up(sum(sizes), 2 * num_processes) for sizes in groups]
+    strategy, zero, num_processes, low = inputs.strategy, inputs.strategy.zero, inputs.num_processes, inputs.low_bytes
+    groups = _param_groups(skeleton, inputs.optim)
+    flats = [_round_up(sum(weight.num_elements for weight in group), 2 * num_processes) for group in groups]
     parts = [flat // num_processes for flat in flats]
     touched, padding = 0, 0
-    for sizes, part in zip(groups, parts, strict=True):
+    for group, part in zip(groups, parts, strict=True):
         start, own = 0, rank * part
-        for size in sizes:
-            touched += size if _overlap(start, size, own, part) else 0
-            start += size
+        for weight in group:
+            touched += weight.num_elements if _overlap(start, weight.num_elements, own, part) else 0
+            start += weight.num_elements
         padding += part - max(0, min(start - own, part))
-    trained = sum(map(sum, groups))
-    largest = max(map(max, groups))
+    sizes = [weight.num_elements for group in groups for weight in group]
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
-    masters = FLOAT32 * sum(parts)
-    moments = inputs.optim.state_bytes(
-        [(part, group[0].is_orthogonal) for part, group in zip(parts, found, strict=True)]
-    )
-    weights = low * sum(flats) + resident(frozen, inputs) + constants(skeleton)
-    buffers = _buffers(skeleton)
+    # Float32 gradients accumulate in this process's shard only (stage_1_and_2.py).
+    sums_are_sharded = gradient_bytes(inputs) > low
+    amounts = {
+        "flats": sum(flats),
+        "frozen": resident(frozen, inputs) + constants(skeleton),
+        "parts": sum(parts),
+        "accumulated": sum(parts) if sums_are_sharded else touched + padding,
+        "state": inputs.optim.state_bytes(
+            (part, group[0].is_orthogonal) for part, group in zip(parts, groups, strict=True)
+        ),
+        # Between micro-batches each gradient that the shard touches is kept whole, and added in float32 at the end.
+        "waiting": low * touched if inputs.accumulation > 1 else 0,
+        "largest": max(sizes),
+        # The new weights on their way back after the update.
+        "returned": sum(parts) + max(sizes),
+    }
     num_buckets = 2 if zero.get("overlap_comm") else 1
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
     # A full bucket, or the rest at the end, is concatenated before it is sent, and then cast (allreduce_bucket).
     is_cast = inputs.exchange != inputs.mixed_precision
-    passing = {
+    step = {
         "gradient_buckets": num_buckets * bucket,
         "bucket": bucket,
-        "whole_gradients": low * trained,
-        "reduction": (low + inputs.exchange_bytes * is_cast) * min(bucket // low, trained),
+        "whole_gradients": low * sum(sizes),
+        "reduction": (low + inputs.exchange_bytes * is_cast) * min(bucket // low, sum(sizes)),
     }
-    if strategy.offload_optimizer == "cpu":
-        # Between micro-batches each gradient that the shard touches is kept whole, and added in float32 at the end.
-        waiting = low * touched if inputs.accumulation > 1 else 0
-        return States(
-            gpu=ResidentBytes(weights=weights, buffers=buffers + low * largest),
-            host=ResidentBytes(
-                masters=masters,
-                gradients=masters + waiting,
-                moments=moments,
-                buffers=low * sum(parts) + low * largest,
-            ),
-            gradients_at_first=0,
-            gradients_between=0,
-            **passing,
-        )
-    gradients, between = low * (touched + padding), low * (touched if strategy.zero_stage == 2 else trained)
-    added = low * touched
-    if gradient_bytes(inputs) > low:  # float32 gradients accumulate in this process's shard only (stage_1_and_2.py)
-        gradients = between = added = FLOAT32 * sum(parts)
-    return States(
-        gpu=ResidentBytes(weights=weights, masters=masters, gradients=gradients, moments=moments, buffers=buffers),
-        gradients_at_first=0,
-        gradients_between=between,
+    if strategy.offload_optimizer is None:
         # ZeRO-1's gradients move into the bucket, including those of earlier micro-batches.
-        gradients_before=added if strategy.zero_stage == 2 else 0,
-        gradients_added=added,
-        update=_flat_gradients(max(parts), gradient_bytes(inputs)),
-        **passing,
-    )
+        is_kept = strategy.zero_stage == 2
+        added = FLOAT32 * sum(parts) if sums_are_sharded else low * touched
+        step |= {
+            "gradients_between": added if is_kept or sums_are_sharded else low * sum(sizes),
+            "gradients_before": added if is_kept else 0,
+            "gradients_added": added,
+            "update": _flat_gradients(max(parts), gradient_bytes(inputs)),
+        }
+    return amounts, step
 
 
 def _flat_gradients(numel: int, num_bytes: int) -> int:
@@ -466,7 +477,7 @@ def _flat_gradients(numel: int, num_bytes: int) -> int:
     return numel * (num_bytes if num_bytes == FLOAT32 else num_bytes + FLOAT32)
 
 
-def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
+def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, dict[str, Any]]:
     """Each process has an equal, padded shard of every parameter (partition_parameters.py, _padding_size). Masters are
     always separate (stage3.py, _create_fp32_partitions, compares a device with its name). Small parameters stay
     gathered in addition to their shards.
@@ -491,14 +502,11 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     # One process uses its shards in place, unless they are on the host.
     is_gathered = num_processes > 1 or strategy.offload_param is not None
     gathered = sum(size(weight) * part(weight) * num_processes for weight in persistent) * is_gathered
-    gathered += constants(skeleton)
-    parts = sum(size(weight) * part(weight) for weight in skeleton.weights)
     # hpZ: a forward keeps a second copy of the gathered weights, sharded over a smaller group, for all gathers until
     # the update. Frozen weights have it from the start; small trained parameters have none.
     group = inputs.secondary_group_size
     left = [weight for weight in skeleton.weights if not weight.is_trained or numel(weight) > threshold]
     copies = [(weight, size(weight) * (part(weight) * num_processes // group)) for weight in left if group > 1]
-    second = sum(num_bytes for _, num_bytes in copies)
     subgroups = list(_subgroups(skeleton, inputs.optim, part, zero.get("sub_group_size", 10**9)))
     subgroup_parts = [[part(weight) for weight in subgroup] for subgroup in subgroups]
     are_matrices = [subgroup[0].is_orthogonal for subgroup in subgroups]
@@ -507,40 +515,29 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> States:
     bucket = low * zero.get("reduce_bucket_size", 5 * 10**8)
     released = [numel(weight) for weight in others] if is_gathered else []
     late = sum(num_bytes for weight, num_bytes in copies if weight.is_trained)
-    passing = _zero3_passing(skeleton, inputs, released, late=late, gradients=gradients, bucket=bucket)
-    gpu = ResidentBytes(
-        weights=gathered, buffers=bucket + _buffers(skeleton) + second * (strategy.offload_param is None)
-    )
-    state = ResidentBytes(
-        masters=FLOAT32 * trained,
-        gradients=gradients,
-        moments=inputs.optim.state_bytes(zip(map(sum, subgroup_parts), are_matrices, strict=True)),
-    )
+    step = _zero3_step(skeleton, inputs, released, late=late, gradients=gradients, bucket=bucket)
+    amounts = {
+        "gathered": gathered,
+        "shards": sum(size(weight) * part(weight) for weight in skeleton.weights),
+        "bucket": bucket,
+        "second": sum(num_bytes for _, num_bytes in copies),
+        "trained": trained,
+        "state": inputs.optim.state_bytes(zip(map(sum, subgroup_parts), are_matrices, strict=True)),
+    }
     if strategy.offload_optimizer is None:
-        gpu = replace(state, weights=gathered + parts, buffers=gpu.buffers)
-        update = _flat_gradients(max(map(sum, subgroup_parts)), gradient_bytes(inputs))
-        return States(gpu=gpu, gradients_at_first=gradients, gradients_between=gradients, update=update, **passing)
-    passing |= {"gradients_at_first": 0, "gradients_between": 0}
-    # In addition to the accumulation buffer, each float32 shard has its own gradient.
-    host, disk = replace(state, gradients=gradients + FLOAT32 * trained), ResidentBytes()
+        step["update"] = _flat_gradients(max(map(sum, subgroup_parts)), gradient_bytes(inputs))
     if strategy.offload_optimizer == "nvme":
         filled = [[min(part(w), max(0, numel(w) - rank * part(w))) for w in subgroup] for subgroup in subgroups]
-        host, disk = _optimizer_on_disk(inputs, subgroup_parts, filled, are_matrices)
-        host = replace(host, gradients=host.gradients + gradients)
-    if strategy.offload_param is None:
-        gpu = replace(gpu, weights=gathered + parts)
-    elif strategy.offload_param == "cpu":
-        host = replace(host, weights=parts, buffers=host.buffers + second)
-    else:
-        kept, buffers, swapped = _weights_on_disk(skeleton, inputs, subgroups, part, size)
-        host, disk = replace(host, weights=kept, buffers=host.buffers + buffers), replace(disk, weights=swapped)
-    return States(gpu=gpu, host=host, disk=disk, **passing)
+        amounts |= _optimizer_on_disk(inputs, subgroup_parts, filled, are_matrices)
+    if strategy.offload_param == "nvme":
+        amounts |= _weights_on_disk(skeleton, inputs, subgroups, part, size)
+    return amounts, step
 
 
-def _zero3_passing(
+def _zero3_step(
     skeleton: Skeleton, inputs: CostInputs, released: list[int], *, late: int, gradients: int, bucket: int
 ) -> dict[str, Any]:
-    """What a step holds for a time only, as fields of `States`.
+    """Fields of `States` that are of a step only.
 
     Args:
         released: elements of each weight that is gathered for its use.
@@ -577,8 +574,8 @@ def _weights_on_disk(
     subgroups: list[list[Weight]],
     part: Callable[[Weight], int],
     size: Callable[[Weight], int],
-) -> tuple[int, int, int]:
-    """Bytes of weights too small to be swapped, of buffers on the host, and of weights on the disk.
+) -> Amounts:
+    """Weights too small to be swapped, buffers on the host, and elements on the disk.
 
     The buffers are the swapper's; one for the new weights of a sub-group, sized as if unsharded; and placeholders: one
     element per group, and one of 2 bytes (partitioned_param_swapper.py, reserve_partitioned_swap_space).
@@ -589,22 +586,26 @@ def _weights_on_disk(
     """
     low, block = inputs.low_bytes, inputs.strategy.zero["offload_param"]
     alignment, limit = _thread_alignment(inputs.strategy) // low, swap_limit(inputs.strategy)
-    kept = sum(size(weight) * part(weight) for weight in skeleton.weights if low * part(weight) < limit)
-    swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
     buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
     largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
     reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
     placeholders = sum(size(group[0]) for group in _param_groups(skeleton, inputs.optim)) + 2
-    on_disk = low * sum(_round_up(numel, alignment) for numel in swapped)
-    return kept, low * (buffer + reserved) + placeholders, on_disk
+    swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
+    return {
+        "small": sum(size(weight) * part(weight) for weight in skeleton.weights if low * part(weight) < limit),
+        "weight_swapper": low * (buffer + reserved) + placeholders,
+        "swapped": sum(_round_up(numel, alignment) for numel in swapped),
+    }
 
 
 def _optimizer_on_disk(
     inputs: CostInputs, subgroups: list[list[int]], filled: list[list[int]], are_matrices: list[bool]
-) -> tuple[ResidentBytes, ResidentBytes]:
-    """Host and disk memory of swapped optimizer state. A sub-group is swapped as a whole; of each of its gradients, the
-    part that fills whole blocks. The remainder is a view that keeps the whole gradient in memory, or the float32
-    accumulation buffer (runtime/swap_tensor/optimizer_utils.py, _adjust_for_misaligned_lengths).
+) -> Amounts:
+    """Elements of swapped optimizer state, on the host and on the disk.
+
+    A sub-group is swapped as a whole; of each of its gradients, the part that fills whole blocks. The remainder is a
+    view that keeps the whole gradient in memory, or the float32 accumulation buffer (runtime/swap_tensor/
+    optimizer_utils.py, _adjust_for_misaligned_lengths).
 
     Args:
         subgroups: elements of the shards of each sub-group's weights.
@@ -614,34 +615,22 @@ def _optimizer_on_disk(
     strategy = inputs.strategy
     optim, is_copied = inputs.optim, inputs.low_bytes < FLOAT32
     per_block, limit = _thread_alignment(strategy) // FLOAT32, swap_limit(strategy)
-    host, disk = ResidentBytes(), ResidentBytes()
+    amounts = dict.fromkeys(("kept", "held", "in_memory", "files", "blocks", "moments"), 0)
     for subgroup, gradients, is_matrix in zip(subgroups, filled, are_matrices, strict=True):
         numel = sum(subgroup)
         if FLOAT32 * numel < limit:
-            host = replace(
-                host,
-                masters=host.masters + FLOAT32 * numel,
-                gradients=host.gradients + FLOAT32 * numel,
-                moments=host.moments + optim.state_bytes([(numel, is_matrix)]),
-            )
+            amounts["kept"] += numel
+            amounts["held"] += numel
+            amounts["in_memory"] += optim.state_bytes([(numel, is_matrix)])
             continue
-        swapped = [part for part in gradients if FLOAT32 * part >= limit]
-        kept = [part for part in gradients if FLOAT32 * part < limit or part % per_block]
-        file = FLOAT32 * _round_up(numel, per_block)
-        host = replace(
-            host,
-            gradients=host.gradients + FLOAT32 * sum(kept) * is_copied,
-            moments=host.moments + optim.state_bytes([(0, is_matrix)]),  # the count of updates stays in memory
-        )
-        disk = replace(
-            disk,
-            masters=disk.masters + file,
-            gradients=disk.gradients + FLOAT32 * sum(part // per_block * per_block for part in swapped),
-            moments=disk.moments + len(optim.state(is_matrix=is_matrix)) * file,
-        )
+        file = _round_up(numel, per_block)
+        amounts["held"] += is_copied * sum(part for part in gradients if FLOAT32 * part < limit or part % per_block)
+        amounts["in_memory"] += optim.state_bytes([(0, is_matrix)])  # the count of updates
+        amounts["files"] += file
+        amounts["blocks"] += sum(part // per_block * per_block for part in gradients if FLOAT32 * part >= limit)
+        amounts["moments"] += len(optim.state(is_matrix=is_matrix)) * file
     largest = _round_up(max(sum(subgroup) for subgroup in subgroups), per_block)
-    num_buffers = strategy.zero["offload_optimizer"].get("buffer_count", 4)
-    return replace(host, buffers=FLOAT32 * num_buffers * largest), disk
+    return amounts | {"swapper": strategy.zero["offload_optimizer"].get("buffer_count", 4) * largest}
 
 
 def _subgroups(
@@ -718,10 +707,6 @@ def constants(skeleton: Skeleton) -> int:
             blocks = math.ceil(weight.num_elements / 64)
             total += blocks + FLOAT32 * (math.ceil(blocks / 256) + 1 + 16 + 256)
     return total
-
-
-def _buffers(skeleton: Skeleton) -> int:
-    return FLOAT32 * sum(skeleton.buffers)
 
 
 def _chunk(length: int, num_chunks: int, index: int) -> int:
