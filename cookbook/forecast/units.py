@@ -27,7 +27,7 @@ class Moment:
     """Memory at one moment, in bytes, beyond the state that a process holds between steps."""
 
     what: str | None
-    """Its name, if not that of the phase."""
+    """Name of the moment, if not that of the phase."""
     phase: Phase
     activations: int
     gathered: int
@@ -64,7 +64,7 @@ class _Units:
         self.layers = [unit for unit in states.units if unit.layer is not None and not unit.is_experts]
         self.experts = {unit.layer: unit for unit in states.units if unit.is_experts}
         self.is_recomputed = False
-        """Whether the experts whose backward comes next were computed again."""
+        """True: the experts whose backward comes next were computed again."""
         ends = [unit for unit in states.units if unit.layer is None]
         # A unit of norm and head comes after the layers in the forward, and before them in the backward.
         self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
@@ -112,8 +112,8 @@ class _Units:
 
     def _of_layers(self, layers: Sequence[Unit]) -> list[Unit]:
         """Layers with their experts, in the order in which they are gathered."""
-        found = [[layer, *([self.experts[layer.layer]] if layer.layer in self.experts else [])] for layer in layers]
-        return [unit for units in found for unit in units]
+        pairs = ((layer, self.experts.get(layer.layer)) for layer in layers)
+        return [unit for pair in pairs for unit in pair if unit is not None]
 
     def _head(self, phase: Phase, _: int) -> Iterator[Moment]:
         stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self._of_layers(self.layers))
@@ -146,7 +146,7 @@ class _Units:
         return self._reduced(self.layers[i + 1 : i + 2] or self.tail)
 
     def _done(self, i: int) -> list[Unit]:
-        """Those whose gradients are reduced before the backward of layer i."""
+        """Units whose gradients are reduced before the backward of layer i."""
         return [*self.tail, *self._of_layers(self.layers[i + 1 :])]
 
     def _backward_to_experts(self, phase: Phase, _: int) -> Iterator[Moment]:

@@ -87,9 +87,9 @@ class Unit:
     """An FSDP unit: weights that are gathered, and whose gradients are reduced, together. Sizes are in bytes."""
 
     layer: int | None
-    """Its decoder layer."""
+    """Decoder layer; None outside the layers."""
     parts: tuple[str, ...]
-    """See `Weight.part`."""
+    """Parts of the model, as in `Weight.part`."""
     weights: int
     """The gathered weights."""
     gradients: int
@@ -101,11 +101,11 @@ class Unit:
     sent: int
     """This process's shard of the weights that a gather casts, or fetches from the host, before it sends them."""
     stays: bool
-    """Whether it stays gathered until its gradients are reduced; else it is freed after the forward."""
+    """True: stays gathered until its gradients are reduced; False: freed after the forward."""
     is_experts: bool = False
-    """Whether it holds the experts of a layer, inside the unit of the rest of it (expert parallel)."""
+    """True: experts of a layer, inside the unit of the rest of the layer (expert parallel)."""
     gradients_kept: int = 0
-    """Those of `gradients_made` that live until the reduced shard is there too."""
+    """Part of `gradients_made` that lives until the reduced shard is there too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +124,13 @@ class States:
     units: tuple[Unit, ...] = ()
     """FSDP units, in the order of the forward."""
     is_flat: bool = False
-    """Whether the weights of a unit are views of the gathered tensor (FSDP1) instead of copies (FSDP2)."""
+    """True: weights of a unit are views of the gathered tensor (FSDP1); False: copies (FSDP2)."""
     gathered_weights: int = 0
     """Maximum of temporarily gathered weights on the GPU."""
     sent: int = 0
     """The gather's output buffer, which lives until all weights in it have been used (ZeRO-3)."""
     is_sent_again: bool = False
-    """Whether the backward gathers again, because not all weights can stay until then."""
+    """True: the backward gathers again, because not all weights can stay until then."""
     buffers_late: int = 0
     """Part of `gpu.buffers` that a step has only from the end of its first micro-batch on."""
     gradient_buckets: int = 0
@@ -230,7 +230,7 @@ def _largest_bucket(trained: list[int], inputs: CostInputs) -> int:
 
 
 def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
-    """What a rank of a tensor-parallel group has of each weight."""
+    """The weights with the shapes that they have on a rank of a tensor-parallel group."""
 
     def shard(weight: Weight) -> Weight:
         if size == 1 or weight.shard_dim is None:
@@ -243,7 +243,7 @@ def _tensor_shards(skeleton: Skeleton, size: int, rank: int) -> Skeleton:
 
 
 def _own_experts(skeleton: Skeleton, size: int) -> Skeleton:
-    """What a rank of an expert-parallel group has of each weight: an equal number of a layer's experts."""
+    """The weights with the shapes that they have on a rank of an expert-parallel group: equal numbers of experts."""
 
     def own(weight: Weight) -> Weight:
         rows, *others = weight.shape
@@ -293,16 +293,16 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
         Unit(
             layer=layer,
             parts=parts,
-            weights=low * sum(map(gathered, found)),
-            gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in found if weight.is_trained),
-            gradients_made=low * sum(weight.num_elements for weight in found if weight.is_trained),
-            gradients_left=FLOAT32 * sum(padded(weight) for weight in found if weight.is_trained),
-            sent=low * sum(padded(weight) for weight in found if is_copied(weight)),
+            weights=low * sum(map(gathered, group)),
+            gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in group if weight.is_trained),
+            gradients_made=low * sum(weight.num_elements for weight in group if weight.is_trained),
+            gradients_left=FLOAT32 * sum(padded(weight) for weight in group if weight.is_trained),
+            sent=low * sum(padded(weight) for weight in group if is_copied(weight)),
             stays=stays or (not is_experts and not fsdp.fsdp_reshard_after_forward),
             is_experts=is_experts,
-            gradients_kept=low * kept(found),
+            gradients_kept=low * kept(group),
         )
-        for layer, parts, stays, is_experts, found in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
+        for layer, parts, stays, is_experts, group in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
     amounts = {
         "shards": sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights),
@@ -340,10 +340,10 @@ def _units_fsdp2(
 
 
 def _by_layer(skeleton: Skeleton) -> dict[int | None, list[Weight]]:
-    found: dict[int | None, list[Weight]] = defaultdict(list)
+    by_layer: dict[int | None, list[Weight]] = defaultdict(list)
     for weight in skeleton.weights:
-        found[weight.layer].append(weight)
-    return found
+        by_layer[weight.layer].append(weight)
+    return by_layer
 
 
 def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, dict[str, Any]]:
@@ -357,20 +357,20 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
     assert strategy.fsdp is not None
     low = inputs.low_bytes
     shares, trained, local, units = 0, 0, [], []
-    layers = _by_layer(skeleton)
+    by_layer = _by_layer(skeleton)
     for layer in (None, *range(skeleton.num_layers)):
-        found = layers[layer]
-        starts, length = _flat_fsdp1(found, ALIGNMENT_FSDP1 // low, num_processes)
+        group = by_layer[layer]
+        starts, length = _flat_fsdp1(group, ALIGNMENT_FSDP1 // low, num_processes)
         share = length // num_processes
-        is_trained = any(weight.is_trained for weight in found)
+        is_trained = any(weight.is_trained for weight in group)
         shares += share
         trained += share * is_trained
         local += [
             (_overlap(start, weight.num_elements, rank * share, share), weight)
-            for start, weight in zip(starts, found, strict=True)
+            for start, weight in zip(starts, group, strict=True)
         ]
         stays = layer is None or strategy.fsdp.fsdp_sharding_strategy != "FULL_SHARD"
-        parts = tuple(dict.fromkeys(weight.part for weight in found))
+        parts = tuple(dict.fromkeys(weight.part for weight in group))
         units.append(
             Unit(
                 layer=layer,
@@ -549,7 +549,7 @@ def _zero3_step(
     live = max(zero.get("stage3_max_live_parameters", 10**9), zero.get("stage3_max_reuse_distance", 10**9))
     ahead = zero.get("stage3_prefetch_bucket_size", 5 * 10**7)
     total, largest = sum(released), max(released, default=0)
-    whole = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
+    whole_gradients = low * sum(weight.num_elements for weight in skeleton.weights if weight.is_trained)
     is_cast = inputs.exchange != inputs.mixed_precision
     return {
         "gathered_weights": low * min(total, live + largest),
@@ -562,9 +562,9 @@ def _zero3_step(
         "buffers_late": late * (total <= live and strategy.offload_param is None),
         "bucket": bucket,
         "gradients_before": 0 if strategy.offload_optimizer else gradients,
-        "whole_gradients": whole,
+        "whole_gradients": whole_gradients,
         # The gradients in the bucket are cast, and concatenated (coalesced_collectives.py, reduce_scatter_coalesced).
-        "reduction": min(bucket, whole) // low * inputs.exchange_bytes * (1 + is_cast),
+        "reduction": min(bucket, whole_gradients) // low * inputs.exchange_bytes * (1 + is_cast),
     }
 
 
@@ -640,16 +640,16 @@ def _subgroups(
     _create_fp16_sub_groups).
     """
     for group in _param_groups(skeleton, optim):
-        found: list[Weight] = []
+        subgroup: list[Weight] = []
         numel = 0
         for weight in group:
-            found.append(weight)
+            subgroup.append(weight)
             numel += part(weight)
             if numel >= limit:
-                yield found
-                found, numel = [], 0
-        if found:
-            yield found
+                yield subgroup
+                subgroup, numel = [], 0
+        if subgroup:
+            yield subgroup
 
 
 def _thread_alignment(strategy: Strategy) -> int:
