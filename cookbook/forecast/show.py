@@ -73,10 +73,10 @@ def in_words(
     if best.memory is not None:
         parts += ["", _table(report), "", _bars(report)]
     reasons: dict[tuple[str, str], list[str]] = {}
-    for one in report.forecasts:
-        if one.memory is None:
-            why = one.why[0].split(": ", 1)[-1] if one.verdict == "cannot run" else one.why[0]
-            reasons.setdefault((one.verdict, why), []).append(one.strategy.name)
+    for forecast in report.forecasts:
+        if forecast.memory is None:
+            why = forecast.why[0].split(": ", 1)[-1] if forecast.verdict == "cannot run" else forecast.why[0]
+            reasons.setdefault((forecast.verdict, why), []).append(forecast.strategy.name)
     parts += [""] if reasons else []
     for (verdict, why), names in reasons.items():
         said = "no forecast of {}:" if verdict == "no forecast" else "{} cannot run:"
@@ -93,49 +93,49 @@ def in_words(
 def _table(report: PlanReport) -> str:
     rows: list[Row] = [HEADER]
     notes = []
-    for one in report.forecasts:
-        if one.memory is None:
+    for forecast in report.forecasts:
+        if forecast.memory is None:
             continue
-        low, high = one.memory.needed if report.machines.gpus_each else (one.memory.allocated,) * 2
-        name, time = one.strategy.name, "-"
-        if _is_own(report, one):
+        low, high = forecast.memory.needed if report.machines.gpus_each else (forecast.memory.allocated,) * 2
+        name, time = forecast.strategy.name, "-"
+        if _is_own(report, forecast):
             name, notes = f"{name} {OWN}", [f"{OWN} as in the recipe"]
-        if one.time is not None:
-            time = _range(one.time.low, one.time.high, f" s{' !' if report.time_caveat else ''}")
+        if forecast.time is not None:
+            time = _range(forecast.time.low, forecast.time.high, f" s{' !' if report.time_caveat else ''}")
         rows.append(
             (
                 name,
-                str(one.num_processes),
-                _verdict(one),
+                str(forecast.num_processes),
+                _verdict(forecast),
                 in_gib(low, high),
-                "<1" if one.largest_micro_batch == 0 else _count(one.largest_micro_batch),
-                _count(one.longest),
+                "<1" if forecast.largest_micro_batch == 0 else _count(forecast.largest_micro_batch),
+                _count(forecast.longest),
                 time,
-                one.time.bottleneck if one.time else "-",
-                in_gib(one.host) if one.host else "-",
-                in_gib(one.disk) if one.disk else "-",
+                forecast.time.bottleneck if forecast.time else "-",
+                in_gib(forecast.host) if forecast.host else "-",
+                in_gib(forecast.disk) if forecast.disk else "-",
             )
         )
-    if report.time_caveat and any(one.time for one in report.forecasts):
+    if report.time_caveat and any(forecast.time for forecast in report.forecasts):
         notes.append(f"! {report.time_caveat}")
     return page(*rows, *((note,) for note in notes))
 
 
-def _sizes(found: Sequence[Sizes]) -> str:
+def _sizes(meshes: Sequence[Sizes]) -> str:
     """A row for each size of a mesh that was tried, where another than that of the file is best."""
     rows: list[Row] = [("size of the mesh", "verdict", "GiB a GPU", "step", "")]
-    for sizes in found:
-        for tried, one in sizes.forecasts:
-            notes = ["best"] if one is sizes.best else []
-            notes += ["in its file"] if tried == sizes.written else []
-            notes += [f"with dp_shard_size {one.strategy.dp_shard_size}"] if sizes.is_resharded(one) else []
-            notes += [one.why[0].split(": ", 1)[-1]] if one.memory is None else []
+    for mesh in meshes:
+        for tried, forecast in mesh.forecasts:
+            notes = ["best"] if forecast is mesh.best else []
+            notes += ["in its file"] if tried == mesh.written else []
+            notes += [f"with dp_shard_size {forecast.strategy.dp_shard_size}"] if mesh.is_resharded(forecast) else []
+            notes += [forecast.why[0].split(": ", 1)[-1]] if forecast.memory is None else []
             rows.append(
                 (
-                    f"{sizes.name} {sizes_in_words(tried)}",
-                    _verdict(one),
-                    in_gib(*one.memory.needed) if one.memory else "-",
-                    _range(one.time.low, one.time.high, " s") if one.time else "-",
+                    f"{mesh.name} {sizes_in_words(tried)}",
+                    _verdict(forecast),
+                    in_gib(*forecast.memory.needed) if forecast.memory else "-",
+                    _range(forecast.time.low, forecast.time.high, " s") if forecast.time else "-",
                     ", ".join(notes),
                 )
             )
@@ -146,66 +146,76 @@ def _by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> str:
     """A row for each strategy as `launch` runs it with `auto`."""
     keys = autos(report.recipe) or [MICRO_BATCH, CHECKPOINTING]
     rows: list[Row] = [("strategy", "micro batch", "checkpointing", "GiB a GPU", "step", "compiled")]
-    for one in settings:
-        best, memory = one.best, one.best.forecast.memory
+    for setting in settings:
+        best, memory = setting.best, setting.best.forecast.memory
         assert memory is not None
         rows.append(
             (
-                one.strategy.name,
+                setting.strategy.name,
                 _count(best.batch.micro_batch_size),
                 str(best.checkpointing).lower(),
                 in_gib(*memory.needed),
                 _range(best.time.low, best.time.high, " s") if best.time else "-",
-                _range(one.compiled.low, one.compiled.high, " s") if one.compiled else "-",
+                _range(setting.compiled.low, setting.compiled.high, " s") if setting.compiled else "-",
             )
         )
     notes = ["compiled: with model.compile; what memory that takes is forecast with --set model.compile=true"]
-    notes *= any(one.compiled for one in settings)
+    notes *= any(setting.compiled for setting in settings)
     return page((f"With {' and '.join(keys)} by auto:",), *rows, *((note,) for note in notes))
 
 
-def _verdict(one: Forecast) -> "Text":
-    return coloured(one.verdict.replace("host memory", "host"), COLOURS.get(one.verdict, ""))  # in full in `why`
+def _verdict(forecast: Forecast) -> "Text":
+    # `why` says it in full.
+    return coloured(forecast.verdict.replace("host memory", "host"), COLOURS.get(forecast.verdict, ""))
 
 
-def _is_own(report: PlanReport, one: Forecast) -> bool:
-    """Whether the recipe names this strategy."""
-    return Path(one.strategy.path) == Path(report.recipe.strategy)
+def _is_own(report: PlanReport, forecast: Forecast) -> bool:
+    """True: the recipe names this strategy."""
+    return Path(forecast.strategy.path) == Path(report.recipe.strategy)
 
 
 def _bars(report: PlanReport) -> str:
     """A bar for each strategy, their legend, and what the table leaves open."""
     usable, num_gpus = report.machines.usable_gib, report.machines.num_gpus
-    shown = [(one, one.memory) for one in report.forecasts if one.memory is not None]
-    whole = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
+    shown = [(forecast, forecast.memory) for forecast in report.forecasts if forecast.memory is not None]
+    bar_bytes = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
     legend = [f"{letter} {words}" for letter, _, words in PARTS]
     notes = ["  ".join(legend[:4]), "  ".join([*legend[4:], "- CUDA, NCCL and fragments, at most"])]
-    for one, _ in shown:
-        if 1 < one.num_processes < num_gpus:
+    for forecast, _ in shown:
+        if 1 < forecast.num_processes < num_gpus:
             notes.append(
-                f"{one.strategy.name} has {one.num_processes} processes, as its file writes:"
-                f" {num_gpus - one.num_processes} of {num_gpus} GPUs would have nothing to do"
+                f"{forecast.strategy.name} has {forecast.num_processes} processes, as its file writes:"
+                f" {num_gpus - forecast.num_processes} of {num_gpus} GPUs would have nothing to do"
             )
-    unknown = [f"{one.strategy.name}: {'; '.join(one.why)}" for one, _ in shown if one.verdict in UNKNOWN]
+    unknown = [
+        f"{forecast.strategy.name}: {'; '.join(forecast.why)}" for forecast, _ in shown if forecast.verdict in UNKNOWN
+    ]
     if unknown:
         notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (make: HOST_GIB=, NVME_GIB=)"]
     return page(
-        ("", f"0{f'{in_gib(round(whole))} GiB':>{BAR}}", ""),
-        *((one.strategy.name, _bar(one, whole), "" if one.verdict == "fits" else _verdict(one)) for one, _ in shown),
+        ("", f"0{f'{in_gib(round(bar_bytes))} GiB':>{BAR}}", ""),
+        *(
+            (
+                forecast.strategy.name,
+                _bar(forecast, bar_bytes),
+                "" if forecast.verdict == "fits" else _verdict(forecast),
+            )
+            for forecast, _ in shown
+        ),
         *((note,) for note in notes),
     )
 
 
-def _bar(one: Forecast, whole: float) -> str:
+def _bar(forecast: Forecast, bar_bytes: float) -> str:
     """Cells of 1/BAR of a GPU."""
-    assert one.memory is not None
+    assert forecast.memory is not None
     text, filled = "|", 0.0
     for letter, name, _ in PARTS:
-        filled += getattr(one.memory, name)
-        text += letter * (1 + round(filled / whole * BAR) - len(text))
-    if one.verdict == "not judged":
+        filled += getattr(forecast.memory, name)
+        text += letter * (1 + round(filled / bar_bytes * BAR) - len(text))
+    if forecast.verdict == "not judged":
         return text[: 1 + BAR]
-    text += "-" * (1 + round(one.memory.needed[1] / whole * BAR) - len(text))
+    text += "-" * (1 + round(forecast.memory.needed[1] / bar_bytes * BAR) - len(text))
     return f"{text[: 1 + BAR]:{1 + BAR}}|"
 
 
@@ -264,13 +274,13 @@ def _stages(memory: Memory) -> list[Row]:
     return rows
 
 
-def _links(report: PlanReport, one: Forecast) -> tuple[int, tuple[str, str]]:
+def _links(report: PlanReport, forecast: Forecast) -> tuple[int, tuple[str, str]]:
     """Processes of a machine, and what connects them and the machines."""
-    return min(one.num_processes, report.machines.gpus_each or one.num_processes), link_names(report.machines)
+    return min(forecast.num_processes, report.machines.gpus_each or forecast.num_processes), link_names(report.machines)
 
 
 def _reason(report: PlanReport, best: Forecast) -> str:
-    num_fitting = sum(one.verdict == "fits" for one in report.forecasts)
+    num_fitting = sum(forecast.verdict == "fits" for forecast in report.forecasts)
     if best.verdict == "not judged":
         return "what it allocates; a CPU's memory is shared, so nothing is judged"
     if best.verdict != "fits":
@@ -311,17 +321,17 @@ def as_record(
     sizes: Sequence[Sizes] = (),
     settings: Sequence[ByAuto] = (),
 ) -> dict[str, Any]:
-    """Everything, in bytes and seconds; arguments as for `in_words`."""
+    """The report in bytes and seconds, for JSON; arguments as for `in_words`."""
     steps, recipe = _num_steps(report, num_samples), report.recipe
     tokens, kind = tokens_of_step(recipe), recipe.model.gradient_checkpointing
-    found = []
-    for one in report.forecasts:
-        memory, time = one.memory, one.time
-        record: dict[str, Any] = {"strategy": one.strategy.path, "is_own": _is_own(report, one)}
-        record |= {name: getattr(one, name) for name in ("verdict", "why", "num_processes")}
-        if one.plan is not None:
-            record["data_parallel_size"] = one.plan.data_parallel_size
-            record["gradient_accumulation_steps"] = one.plan.gradient_accumulation_steps
+    records = []
+    for forecast in report.forecasts:
+        memory, time = forecast.memory, forecast.time
+        record: dict[str, Any] = {"strategy": forecast.strategy.path, "is_own": _is_own(report, forecast)}
+        record |= {name: getattr(forecast, name) for name in ("verdict", "why", "num_processes")}
+        if forecast.plan is not None:
+            record["data_parallel_size"] = forecast.plan.data_parallel_size
+            record["gradient_accumulation_steps"] = forecast.plan.gradient_accumulation_steps
         if memory is not None:
             names = (*(name for _, name, _ in PARTS), "moment", "allocated", "reserved", "needed")
             record["memory"] = {name: getattr(memory, name) for name in names}
@@ -331,26 +341,26 @@ def as_record(
                 for stage in memory.stages
             ]
             others = ("host", "disk", "checkpoint", "largest_micro_batch", "longest")
-            record |= {name: getattr(one, name) for name in others}
-        if one.plan is not None:
+            record |= {name: getattr(forecast, name) for name in others}
+        if forecast.plan is not None:
             keys = ("what", "kind", "num_bytes", "calls", "is_least", "ranks")
-            links = _links(report, one)
+            links = _links(report, forecast)
             record["messages"] = [
                 {key: getattr(message, key) for key in keys} | {"links": message.links(*links)}
-                for message in one.messages
+                for message in forecast.messages
             ]
         if time is not None:
-            for end, each in (("", time), ("_of_kernels", one.time_of_kernels)):
+            for end, each in (("", time), ("_of_kernels", forecast.time_of_kernels)):
                 if each is not None:
                     record[f"step_seconds{end}"] = [each.low, each.high]
-                    record[f"tokens_per_second_a_gpu{end}"] = each.tokens_per_second(tokens, one.num_processes)
+                    record[f"tokens_per_second_a_gpu{end}"] = each.tokens_per_second(tokens, forecast.num_processes)
             record["bottleneck"] = time.bottleneck
             record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
             if steps is not None:
                 record["hours"] = time.hours(steps)
                 if price is not None:
                     record["price"] = time.price(steps, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
-        found.append(record)
+        records.append(record)
     machines = report.machines
     return {
         "recipe": recipe_name,
@@ -362,19 +372,19 @@ def as_record(
         | {"tokens_at_most": tokens, "gradient_checkpointing": kind if isinstance(kind, str) else bool(kind)}
         | {"by_auto": autos(recipe)},
         "steps": steps,
-        "forecasts": found,
-        "sizes": [_sizes_record(one) for one in sizes],
-        "by_auto": [_auto_record(one) for one in settings],
+        "forecasts": records,
+        "sizes": [_sizes_record(mesh) for mesh in sizes],
+        "by_auto": [_auto_record(setting) for setting in settings],
         "next_rung": report.suggestion,
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
     }
 
 
-def _auto_record(one: ByAuto) -> dict[str, Any]:
-    best, memory, compiled = one.best, one.best.forecast.memory, one.compiled
+def _auto_record(setting: ByAuto) -> dict[str, Any]:
+    best, memory, compiled = setting.best, setting.best.forecast.memory, setting.compiled
     return {
-        "strategy": one.strategy.path,
+        "strategy": setting.strategy.path,
         "micro_batch_size": best.batch.micro_batch_size,
         "gradient_checkpointing": best.checkpointing,
         "needed": memory and memory.needed,
@@ -390,13 +400,13 @@ def _sizes_record(sizes: Sizes) -> dict[str, Any]:
         "forecasts": [
             {
                 "sizes": tried,
-                "dp_shard_size": one.strategy.dp_shard_size,
-                "is_best": one is sizes.best,
-                "verdict": one.verdict,
-                "why": one.why,
-                "needed": one.memory.needed if one.memory else None,
-                "step_seconds": [one.time.low, one.time.high] if one.time else None,
+                "dp_shard_size": forecast.strategy.dp_shard_size,
+                "is_best": forecast is sizes.best,
+                "verdict": forecast.verdict,
+                "why": forecast.why,
+                "needed": forecast.memory.needed if forecast.memory else None,
+                "step_seconds": [forecast.time.low, forecast.time.high] if forecast.time else None,
             }
-            for tried, one in sizes.forecasts
+            for tried, forecast in sizes.forecasts
         ],
     }

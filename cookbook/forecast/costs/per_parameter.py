@@ -23,9 +23,9 @@ PLACES: tuple[Where, ...] = ("GPU", "host", "disk")
 def precision(inputs: CostInputs) -> dict[str, str]:
     """The dtype of weights, gradients, reductions and so on; the engine verifies them at the start of a run."""
     strategy, low = inputs.strategy, DTYPE_NAMES[inputs.mixed_precision]
-    found: dict[str, str]
+    dtypes: dict[str, str]
     if strategy.kind == "zero":
-        found = {
+        dtypes = {
             "weights": low,
             "compute": low,
             "gradients": "float32" if gradient_bytes(inputs) == 4 else low,
@@ -42,7 +42,7 @@ def precision(inputs: CostInputs) -> dict[str, str]:
             reductions = "none: each parameter is on one process"
         if strategy.tp_size > 1:
             reductions = f"{low}, of activations" if is_alone else f"{low} of activations, {exchanged} of gradients"
-        found = {
+        dtypes = {
             "weights": "float32",
             "compute": low + detail,
             "gradients": "float32",
@@ -50,15 +50,15 @@ def precision(inputs: CostInputs) -> dict[str, str]:
             "master copy": "none: the weights are float32",
         }
     if inputs.fp8:
-        found["compute"] += "; 8 bits in the layers' matrices"
+        dtypes["compute"] += "; 8 bits in the layers' matrices"
     if inputs.num_processes == 1:
-        found["reductions"] = NO_TRAFFIC
+        dtypes["reductions"] = NO_TRAFFIC
     if inputs.adapter is not None:
         rest = "float32" if strategy.kind == "fsdp1" else low
-        found["frozen weights"] = (
+        dtypes["frozen weights"] = (
             f"4 bits (NF4) in linear layers and experts, {rest} elsewhere" if inputs.adapter.is_quantized else rest
         )
-    return found
+    return dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +85,17 @@ def shares(inputs: CostInputs, *, is_trained: bool = True) -> list[StateShare]:
     size = {"tp": "tp_size", "pp": "pp_size"}.get(strategy.kind, "dp_shard_size")
     doubled = replace(strategy, **{size: 2 * getattr(strategy, size)})
     twice = replace(inputs, num_processes=2 * inputs.num_processes, strategy=doubled)
-    found = []
+    state_shares = []
     few, many = (_bytes_of_one(each, is_trained=is_trained) for each in (inputs, twice))
     for (where, what), here in few.items():
         sharded = 2 * (here - many[where, what]) * inputs.num_shards
-        whole = here - sharded / inputs.num_shards
-        for num_bytes, num_shards in ((whole, 1), (sharded, inputs.num_shards)):
+        replicated = here - sharded / inputs.num_shards
+        for num_bytes, num_shards in ((replicated, 1), (sharded, inputs.num_shards)):
             if num_bytes > 1e-6:
-                found.append(StateShare(where=where, what=what, num_bytes=round(num_bytes, 6), num_shards=num_shards))
-    return found
+                state_shares.append(
+                    StateShare(where=where, what=what, num_bytes=round(num_bytes, 6), num_shards=num_shards)
+                )
+    return state_shares
 
 
 def _bytes_of_one(inputs: CostInputs, *, is_trained: bool) -> dict[tuple[Where, str], float]:
@@ -133,7 +135,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
     return Skeleton(weights=weights, num_layers=len(weights) if is_piped else 1, is_tied=False, buffers=())
 
 
-def _by_place(found: States, inputs: CostInputs) -> dict[tuple[Where, str], float]:
+def _by_place(held: States, inputs: CostInputs) -> dict[tuple[Where, str], float]:
     optimizer = inputs.optim.state_words
 
     def named(where: Where, held: ResidentBytes, gradients: int, buffers: str) -> dict[tuple[Where, str], float]:
@@ -146,26 +148,28 @@ def _by_place(found: States, inputs: CostInputs) -> dict[tuple[Where, str], floa
 
     second = "second copy of the weights"
     on_host = second if inputs.strategy.zero_stage == 3 else "updated weights on their way back"
-    on_gpu = max(found.gpu.gradients, found.gradients_between if inputs.accumulation > 1 else 0)
-    kept = sum(unit.weights for unit in found.units if unit.stays)
+    on_gpu = max(held.gpu.gradients, held.gradients_between if inputs.accumulation > 1 else 0)
+    kept = sum(unit.weights for unit in held.units if unit.stays)
     return {
-        **named("GPU", found.gpu, on_gpu, second),
-        **named("host", found.host, found.host.gradients, on_host),
-        **named("disk", found.disk, found.disk.gradients, second),
+        **named("GPU", held.gpu, on_gpu, second),
+        **named("host", held.host, held.host.gradients, on_host),
+        **named("disk", held.disk, held.disk.gradients, second),
         ("GPU", "gathered weights"): kept,
     }
 
 
-def total(found: list[StateShare], where: Where) -> float:
+def total(state_shares: list[StateShare], where: Where) -> float:
     """Bytes per parameter on one process, in one place."""
-    return math.fsum(share.num_bytes / share.num_shards for share in found if share.where == where)
+    return math.fsum(share.num_bytes / share.num_shards for share in state_shares if share.where == where)
 
 
 def states_in_words(inputs: CostInputs, where: Where) -> str:
     """`weights 2 + gradients 2/4 + optimizer 12/4 = 5.5; of a frozen one weights 2`; empty if there is no state."""
-    found, frozen = shares(inputs), frozen_shares(inputs)
-    terms, others = ([_term(one) for one in some if one.where == where] for some in (found, frozen))
-    words = [f"{' + '.join(terms)} = {total(found, where):.4g}"] if terms else []
+    trained, frozen = shares(inputs), frozen_shares(inputs)
+    terms, others = (
+        [_term(share) for share in state_shares if share.where == where] for state_shares in (trained, frozen)
+    )
+    words = [f"{' + '.join(terms)} = {total(trained, where):.4g}"] if terms else []
     return "; ".join([*words, *([f"of a frozen one {' + '.join(others)}"] if others else [])])
 
 
@@ -174,14 +178,14 @@ def _term(share: StateShare) -> str:
 
 
 def links(inputs: CostInputs) -> dict[str, list[str]]:
-    """What goes over which links in a step, activations too; empty if nothing is sent."""
+    """Names of the messages of a step by the links that they cross, activations too; empty if nothing is sent."""
     local = inputs.num_local or inputs.strategy.num_local(inputs.num_processes)
     return by_link(_messages(inputs, num_of_experts=1), local, ("inside a machine", "between machines"))
 
 
 def messages(inputs: CostInputs) -> list[Transfer]:
     """Messages of a step per trained parameter, without a head; none under tensor parallel, which sends activations."""
-    return [one for one in _messages(inputs) if one.num_bytes]
+    return [message for message in _messages(inputs) if message.num_bytes]
 
 
 def _messages(inputs: CostInputs, num_of_experts: int = 0) -> list[Transfer]:
@@ -202,7 +206,7 @@ def traffic_in_words(inputs: CostInputs) -> str:
     """
     if inputs.num_processes == 1:
         return "; ".join([NO_TRAFFIC, *_over_pcie(inputs)])
-    terms = [_message(one, inputs.num_processes) for one in messages(inputs)]
+    terms = [_message(message, inputs.num_processes) for message in messages(inputs)]
     sentences = [f"{' + '.join(terms)} = {total_traffic(inputs):.4g} a step"] if terms else []
     if inputs.strategy.tp_size > 1:
         words = "for each micro-batch and layer all-reduces of activations, two forward and"
@@ -222,17 +226,17 @@ def traffic_in_words(inputs: CostInputs) -> str:
     return "; ".join([*sentences, *_over_pcie(inputs)])
 
 
-def _message(one: Transfer, num_processes: int) -> str:
-    name, _, when = one.what.partition(", ")
-    kind = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "all-reduces"}[one.kind]
-    details = ", ".join(filter(None, (when, f"groups of {one.ranks}" if one.ranks != num_processes else "")))
+def _message(message: Transfer, num_processes: int) -> str:
+    name, _, when = message.what.partition(", ")
+    kind = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "all-reduces"}[message.kind]
+    details = ", ".join(filter(None, (when, f"groups of {message.ranks}" if message.ranks != num_processes else "")))
     words = f"{kind} of the {name}" + (f" ({details})" if details else "")
-    return f"{words} {one.times:g} x {one.volume / one.times:g}"
+    return f"{words} {message.times:g} x {message.volume / message.times:g}"
 
 
 def total_traffic(inputs: CostInputs) -> float:
     """Bytes per trained parameter that a process sends in a step."""
-    return math.fsum(one.volume for one in messages(inputs))
+    return math.fsum(message.volume for message in messages(inputs))
 
 
 def _over_pcie(inputs: CostInputs) -> list[str]:
@@ -254,10 +258,10 @@ def as_dict(inputs: CostInputs) -> dict[str, Any]:
         "traffic": [
             {
                 key: value
-                for key, value in vars(one).items()
+                for key, value in vars(message).items()
                 if key not in ("calls", "is_least", "copied", "copies", "groups")
             }
-            for one in messages(inputs)
+            for message in messages(inputs)
         ],
         "links": links(inputs),
     }

@@ -36,7 +36,7 @@ class Transfer:
     calls: int | None = None
     """Collectives, or messages sent, of a process in a step; of a pipeline its last stage. None: not known."""
     is_least: bool = False
-    """Whether there are as many `calls` or more."""
+    """True: there are as many `calls` or more."""
     copied: float = 0.0
     """Bytes that a GPU reads and writes in a step to copy the tensors into the buffer that is sent, or out of it."""
     copies: int = 0
@@ -46,7 +46,7 @@ class Transfer:
     stride: int = 1
     """Distance between neighbouring ranks of a group."""
     groups: int | None = None
-    """How many groups there are from one rank to the next of a group, if fewer than `stride`."""
+    """Number of groups from one rank to the next of a group, if fewer than `stride`."""
 
     @property
     def _span(self) -> int:
@@ -77,14 +77,14 @@ class Transfer:
         return rounds * (self.ranks - num_machines), rounds * (num_machines - 1)
 
     def carriers(self, gpus_each: int) -> tuple[bool, bool]:
-        """Whether links inside a machine carry it, and whether those between machines do. The ranks of a machine are
+        """A pair: links inside a machine carry it, and links between machines do. The ranks of a machine are
         consecutive.
         """
         is_alone = self._span <= gpus_each
         return is_alone or gpus_each // self.stride > 1, not is_alone
 
     def links(self, gpus_each: int, names: tuple[str, str]) -> list[str]:
-        """The names of those that do, given the names of both."""
+        """Names of the links that carry it, given the names of both kinds."""
         return [name for name, carries in zip(names, self.carriers(gpus_each), strict=True) if carries]
 
     def over_links(self, gpus_each: int) -> tuple[float, float]:
@@ -99,12 +99,14 @@ class Transfer:
 
 
 def by_link(messages: Iterable[Transfer], gpus_each: int, names: tuple[str, str]) -> dict[str, list[str]]:
-    """What goes over which links, as in `{"NVLink": ["activations"], "NVLink and network": ["gradients"]}`."""
-    found: dict[str, list[str]] = {}
-    for one in messages:
-        what, _, when = one.what.partition(", ")
-        found.setdefault(" and ".join(one.links(gpus_each, names)), []).append(f"{what} ({when})" if when else what)
-    return found
+    """Names of messages by the links that they cross: `{"NVLink": ["activations"], "NVLink and network": ["gradients"]}`."""
+    by_name: dict[str, list[str]] = {}
+    for message in messages:
+        what, _, when = message.what.partition(", ")
+        by_name.setdefault(" and ".join(message.links(gpus_each, names)), []).append(
+            f"{what} ({when})" if when else what
+        )
+    return by_name
 
 
 def links_in_words(links: dict[str, list[str]]) -> str:
@@ -120,12 +122,12 @@ def transfers(
     Frozen weights are gathered and have no gradients. Recomputation uses the weights gathered for the backward.
     tests/test_forecast_speed.py counts the collectives of real runs of FSDP2 and ZeRO-1 to -3.
     """
-    found = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
+    messages = _state_transfers(strategy, sizes, step, num_processes, num_local or strategy.num_local(num_processes))
     if strategy.sp_size > 1:
-        found.append(_exchanges(strategy, sizes, step, num_processes))
+        messages.append(_exchanges(strategy, sizes, step, num_processes))
     if strategy.ep_size > 1:
-        found.append(_to_experts(strategy, sizes, step, num_processes))
-    return found
+        messages.append(_to_experts(strategy, sizes, step, num_processes))
+    return messages
 
 
 def _to_experts(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> Transfer:
@@ -168,17 +170,17 @@ def _state_transfers(
         return []
     if strategy.kind != "zero":
         mesh = strategy.mesh(num_processes)
-        found = [*_hidden_states(strategy, mesh, sizes, step), *_activations(strategy, mesh, sizes, step, half)]
-        found += _of_tied(strategy, mesh, sizes, step)
+        activations = [*_hidden_states(strategy, mesh, sizes, step), *_activations(strategy, mesh, sizes, step, half)]
+        activations += _of_tied(strategy, mesh, sizes, step)
         if strategy.fsdp is not None:
-            return [*found, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
+            return [*activations, *_fsdp_transfers(strategy, sizes, step, num_processes, half)]
         # At the last micro-batch. Each process has the gradients of its part of the model.
         twice = _exchanged_bytes(strategy, step) * _held_twice(strategy, sizes) * sizes.head_trained
-        whole = _exchanged_bytes(strategy, step) * sizes.num_undivided_trained
-        own, copies = _of_each(mesh, reduced + twice, whole), mesh.token_parallel_size
+        undivided = _exchanged_bytes(strategy, step) * sizes.num_undivided_trained
+        own, copies = _of_each(mesh, reduced + twice, undivided), mesh.token_parallel_size
         calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _copy_buckets(strategy, mesh, sizes, step)
         gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
-        return [*found, *([gradients] if copies > 1 else [])]
+        return [*activations, *([gradients] if copies > 1 else [])]
     if strategy.zero_stage < 3:
         # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
@@ -219,7 +221,7 @@ def _held_twice(strategy: Strategy, sizes: ModelSizes) -> int:
 
 
 def _of_each(mesh: Mesh, number: float, undivided: float) -> float:
-    """What each process of a stage has, the mean of all stages, of which tensor parallel leaves a part whole."""
+    """Mean over all stages of what a process has of a number, of which tensor parallel leaves a part whole."""
     return ((number - undivided) / mesh.tensor + undivided) / mesh.pipeline
 
 
@@ -280,15 +282,15 @@ def _ddp_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
 def _copy_buckets(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> int | None:
     """Without DDP the last stage's gradients, or shards of them, fill flat buckets (engine/collectives.py, add_up)."""
     item = _exchanged_bytes(strategy, step)
-    shards = [(one.numel // (mesh.tensor if one.is_divided else 1), one.layer) for one in sizes.trained]
+    shards = [(weight.numel // (mesh.tensor if weight.is_divided else 1), weight.layer) for weight in sizes.trained]
     if mesh.pipeline > 1:
         own = _layers_of_last_stage(sizes, mesh.pipeline, mesh.chunks)
         first = next((i for i, (_, layer) in enumerate(shards) if layer is not None), 0)
         has_embedding = first > 0 and sizes.is_tied  # the last stage has it too, as the head
         shards = [
-            one
-            for i, one in enumerate(shards)
-            if one[1] in own or (one[1] is None and (i > first or (has_embedding and i == 0)))
+            (numel, layer)
+            for i, (numel, layer) in enumerate(shards)
+            if layer in own or (layer is None and (i > first or (has_embedding and i == 0)))
         ]
     return len(in_buckets(item * numel for numel, _ in shards)) or None
 
@@ -305,7 +307,7 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     0.19.8, runtime/utils.py, all_gather_dp_groups).
     """
     limit = strategy.zero.get("allgather_bucket_size", 5 * 10**8)
-    groups = [sum(one.numel for one in sizes.trained if one.is_matrix == kind) for kind in (True, False)]
+    groups = [sum(weight.numel for weight in sizes.trained if weight.is_matrix == kind) for kind in (True, False)]
     return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
 
 
@@ -324,9 +326,9 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         kept = 2 if strategy.kind == "fsdp1" and not sizes.is_tied else 1
         again = sizes.num_parameters - experts - kept * sizes.head
     twice = _held_twice(strategy, sizes)
-    mesh, whole = strategy.mesh(num_processes), sizes.num_undivided
-    weights = half * _of_each(mesh, sizes.num_parameters + twice - experts, whole)
-    regathered = half * _of_each(mesh, again, whole) if again else 0.0
+    mesh, undivided = strategy.mesh(num_processes), sizes.num_undivided
+    weights = half * _of_each(mesh, sizes.num_parameters + twice - experts, undivided)
+    regathered = half * _of_each(mesh, again, undivided) if again else 0.0
     trained = sizes.num_trained + twice * sizes.head_trained
     if strategy.kind == "fsdp1" and not sizes.is_full:
         # A layer is one flat parameter, reduced whole with zeros for what is frozen in it; so is the root's, if any of
@@ -339,7 +341,7 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     gathered, reduced = _fsdp_units(strategy, sizes)
     once = gathered - 1 if strategy.gathers_weights else 0  # what the head is in stays gathered
     layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
-    found = [
+    messages = [
         _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
         _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
         _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor, calls=reduced),
@@ -350,10 +352,10 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
         _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
     ]
     if strategy.kind != "fsdp1":  # whose weights are views of what it gathers
-        found = [_copied(one, half / _exchanged_bytes(strategy, step)) for one in found]
+        messages = [_copied(message, half / _exchanged_bytes(strategy, step)) for message in messages]
     if strategy.pp_chunks > 1:  # the first backward of a step gathers a layer of the chunk before ahead, in vain
-        found[1] = replace(found[1], calls=(found[1].calls or 0) + 1)
-    return [transfer for transfer in found if transfer.ranks > 1 and transfer.num_bytes]
+        messages[1] = replace(messages[1], calls=(messages[1].calls or 0) + 1)
+    return [message for message in messages if message.ranks > 1 and message.num_bytes]
 
 
 def _copied(message: Transfer, of_gradient: float) -> Transfer:
@@ -371,8 +373,8 @@ def _copied(message: Transfer, of_gradient: float) -> Transfer:
 
 
 def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
-    """What FSDP gathers as one, and of that what is trained: each layer, the embedding, and the rest with the head
-    (`memory._units_fsdp2`); with FSDP1 embedding and head are in the rest, as is a tied one.
+    """Number of units that FSDP gathers, and of those with trained weights: each layer, the embedding, and the rest with
+    the head (`_units_fsdp2` in states.py); with FSDP1 embedding and head are in the rest, as is a tied one.
     """
     layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
@@ -413,7 +415,7 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
     micro = step.micro_batches
     reduced = _repeated("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
     loss = _repeated("loss", "all-gather", terms / stages, mesh.tensor, calls=1)
-    return [replace(one, times=micro, calls=(one.calls or 0) * micro) for one in (reduced, loss)]
+    return [replace(message, times=micro, calls=(message.calls or 0) * micro) for message in (reduced, loss)]
 
 
 def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
@@ -427,10 +429,10 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     borders = (mesh.pipeline * mesh.chunks - 1) / (mesh.pipeline - 1)
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size * borders
-    found = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
+    message = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
     # The last stage sends its last chunk's only back.
     calls = (2 * mesh.chunks - 1) * step.micro_batches
-    return [replace(found, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
+    return [replace(message, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
 
 
 def _of_tied(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> list[Transfer]:
@@ -440,8 +442,8 @@ def _of_tied(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> l
     parts = mesh.tensor if sizes.is_embedding_divided else 1
     parts *= mesh.stage_size // mesh.tensor if strategy.fsdp is not None else 1
     size, apart = _exchanged_bytes(strategy, step) * sizes.head / parts, (mesh.pipeline - 1) * mesh.stage_size
-    found = _repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)
-    return [replace(found, groups=mesh.stage_size)]
+    message = _repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)
+    return [replace(message, groups=mesh.stage_size)]
 
 
 def checkpoint_traffic(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int) -> float:
