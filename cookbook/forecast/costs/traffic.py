@@ -99,7 +99,7 @@ class Transfer:
 
 
 def by_link(messages: Iterable[Transfer], gpus_each: int, names: tuple[str, str]) -> dict[str, list[str]]:
-    """Names of messages by the links that they cross: `{"NVLink": ["activations"], "NVLink and network": ["gradients"]}`."""
+    """Names of messages by the links they cross: `{"NVLink": ["activations"], "NVLink and network": ["gradients"]}`."""
     by_name: dict[str, list[str]] = {}
     for message in messages:
         what, _, when = message.what.partition(", ")
@@ -373,8 +373,8 @@ def _copied(message: Transfer, of_gradient: float) -> Transfer:
 
 
 def _fsdp_units(strategy: Strategy, sizes: ModelSizes) -> tuple[int, int]:
-    """Number of units that FSDP gathers, and of those with trained weights: each layer, the embedding, and the rest with
-    the head (`_units_fsdp2` in states.py); with FSDP1 embedding and head are in the rest, as is a tied one.
+    """Number of units that FSDP gathers, and of those with trained weights: each layer, the embedding, and the rest
+    with the head (`_units_fsdp2` in states.py); with FSDP1 embedding and head are in the rest, as is a tied one.
     """
     layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     ends = 1 if sizes.is_tied or strategy.kind == "fsdp1" or strategy.pp_size > 1 else 2
