@@ -221,7 +221,7 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
         rehearsal.notes.covered.append(f"adapter {adapter.name} of rank {adapter.rank} on {', '.join(adapter.targets)}")
     opener, objective = "peft" if adapter else "transformers", rehearsal.recipe.objective
     if not isinstance(objective, LabelLoss):
-        # The export has been compared with the checkpoint, and the losses are compared with TRL's by tests.
+        # The run has compared the export with the checkpoint; tests compare these losses with TRL's.
         checked = read_document(out / "export" / RECORD).values["reopened"]
         rehearsal.notes.covered.append(
             f"export reopened by {opener} alone: {checked['tensors']}; {checked['logits']}; evaluation loss {after:.4f}"

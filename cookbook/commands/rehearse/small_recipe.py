@@ -12,6 +12,7 @@ from cookbook.commands.rehearse.standins import (
     write_tiny_teacher,
 )
 from cookbook.config.chat_templates import template_path
+from cookbook.config.objectives.token_loss import LabelLoss
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
@@ -79,7 +80,8 @@ def write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
     if saves_by_steps:
         run["save_every_steps"] = 2
-    run["check_export"] = False  # the rehearsal checks it itself
+    # Of sft and cpt the rehearsal opens the export itself.
+    run["check_export"] = not isinstance(recipe.objective, LabelLoss)
     small = rehearsal.folder / "recipe.yaml"
     small.write_text(dump_yaml(values), encoding="utf-8")
     # Plan the small recipe too, to report what its strategy cannot do without starting processes.
