@@ -323,6 +323,35 @@ def test_every_setting_is_read_somewhere():
     assert unread == []
 
 
+def unread_by_kind(kinds):
+    """(kind, key) of keys that not all kinds have, and that neither the kind's own classes nor another room reads."""
+    base = next(parent for parent in kinds[0].__mro__ if Named in parent.__bases__)
+    folder = PACKAGE / "config" / base.__module__.split(".")[2]
+    outside = attributes_read([path for path in SOURCES if not path.with_suffix("").is_relative_to(folder)])
+    for kind in kinds:
+        classes = {parent.__name__ for parent in kind.__mro__ if issubclass(parent, base)}
+        modules = {sys.modules[parent.__module__].__file__ for parent in kind.__mro__ if issubclass(parent, base)}
+        trees = [ast.parse(Path(str(file)).read_text()) for file in modules]
+        own = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+        read = {node.attr for one in own for node in ast.walk(one) if isinstance(node, ast.Attribute)}
+        for key in kind.model_fields.keys() - base.model_fields.keys() - read - outside:
+            yield kind.__name__, key
+
+
+def test_every_key_of_a_kind_is_read_for_that_kind():
+    """By its own classes: dpo read `label_smoothing` while sft had no use for it."""
+    families = [info.annotation for info in Recipe.model_fields.values()]
+    families = [candidate for one in families for candidate in (one, *getattr(one, "__args__", ()))]
+    families = [one for one in families if isinstance(one, type) and issubclass(one, Named)]
+    assert len(families) == 3
+    assert [pair for family in families for pair in unread_by_kind(family.kinds())] == []
+
+    class Idle(next(kind for kind in families[0].kinds() if kind.__name__ == "CPT")):
+        gamma: float = 0.0
+
+    assert list(unread_by_kind([Idle])) == [("Idle", "gamma")]
+
+
 def test_the_sizes_of_a_new_model_are_handed_over_as_a_whole():
     calls = [
         node
