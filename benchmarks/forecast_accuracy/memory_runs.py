@@ -99,7 +99,7 @@ def _change(setup: Setup, model: PreTrainedModel) -> None:
 
     product = _in_4_bits(head, program) if setup.four_bits and program.head_in_4_bits else linear
 
-    def with_loss(hidden: torch.Tensor, targets: torch.Tensor, *transform: object) -> torch.Tensor:
+    def with_loss(hidden: torch.Tensor, targets: torch.Tensor, *transform: object, function: None) -> torch.Tensor:
         losses, logits = _loss(setup.loss, product, hidden, targets)
         if program.keeps_logits:
             head.kept = logits.detach()
