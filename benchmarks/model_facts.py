@@ -189,7 +189,10 @@ def distance_of_part(model_type: str, changes: dict[str, float]) -> float:
     with tempfile.TemporaryDirectory() as folder, assumed(model_type, language_part=True, logits=every):
         model.save_pretrained(folder)
         options = open_options(folder)
-        part = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options).eval()
+        options |= {"dtype": torch.float32}
+        part = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, use_safetensors=True, **options
+        ).eval()
     expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     return float((part(input_ids=ids).logits - expected).abs().max())
 

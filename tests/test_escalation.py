@@ -173,7 +173,7 @@ def test_the_first_process_that_ran_out_leaves_the_answer_to_the_launcher(tmp_pa
 def test_several_machines_are_refused(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = ["--machines", "2", "--machine", "0", "--first", "127.0.0.1"]
-    assert main(["launch", *words, "--set", "run.on_out_of_memory=next_strategy"]) == 2
+    assert main(["launch", "recipes/quickstart.yaml", *words, "--set", "run.on_out_of_memory=next_strategy"]) == 2
     assert "run.on_out_of_memory is next_strategy: each machine has a launcher" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ def test_the_page_has_the_formats_of_each_project_and_is_found():
     assert min(projects.values()) >= 7
     headings = [f"{one.project}: {one.name}" for one in foreign_formats.FORMATS]
     assert len({foreign_formats.anchor(heading) for heading in headings}) == len(headings)
-    for name in ("README.md", "docs/recipes.md"):
+    for name in ("docs/README.md", "docs/recipes.md"):
         assert "data.md" in (ROOT / name).read_text(encoding="utf-8")
 
 

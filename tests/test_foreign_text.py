@@ -169,4 +169,4 @@ def test_the_package_prints_by_the_one_function():
     of_no_others = {"child", "hang_guard", "nvml", "probe", "__init__"}
     assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit"}, "say of system.console"
     assert set(raws["chat"]) == {")"} and raws["generation"][0].startswith("shown(text)")
-    assert raws["reopen"] == ["json.dumps(found))"]
+    assert raws["reopen"] == ["json.dumps(record))"]

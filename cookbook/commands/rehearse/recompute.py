@@ -79,8 +79,8 @@ def _open(folder: str | Path, **options: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options |= {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True}
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    options |= {"dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options).eval()
 
 
 def round_experts(model: Any) -> None:

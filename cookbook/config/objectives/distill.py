@@ -58,7 +58,7 @@ class Distill(TokenLoss):
         return f"distill, {mixed}, {over}, temperature {self.temperature:g}"
 
     def function(self, batch: dict[str, Any]) -> "OfTargets":
-        """Of the targets, whose `teacher_logps` are those of the rest and of `teacher_tokens`."""
+        """A function of the targets, whose `teacher_logps` are those of the rest and of `teacher_tokens`."""
         from cookbook.config.objectives.forward import OfTargets
 
         return OfTargets(self._mixed, ("nll", "divergence"), batch)

@@ -209,7 +209,9 @@ class _LossOfHead(torch.autograd.Function):
             for rows in chunks
         ]
         results = tuple(map(torch.cat, zip(*(part.results for part in parts), strict=True)))
-        known = [torch.cat(values, 1) for values in zip(*(part.known for part in parts), strict=True)]
+        known = parts[0].known
+        if len(parts) > 1:
+            known = [torch.cat(values, 1) for values in zip(*(part.known for part in parts), strict=True)]
         ctx.save_for_backward(hidden, weight, bias, parts[0].gradient, *known)
         ctx.function, ctx.reading = function, reading
         ctx.mark_non_differentiable(*results[1:])
