@@ -34,8 +34,8 @@ class LabelLoss(TokenLoss):
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """For sft and cpt: the share of a label's probability that is spread evenly over the vocabulary, Szegedy et al.
-    2016 (arXiv 1512.00567, section 7). For dpo: the assumed fraction of swapped preferences (conservative DPO), with sigmoid
-    only."""
+    2016 (arXiv 1512.00567, section 7). For dpo: the assumed fraction of swapped preferences (conservative DPO), with
+    sigmoid only."""
 
     def function(self, batch: dict[str, Any]) -> "OfTargets | None":
         from cookbook.config.objectives.forward import OfTargets
