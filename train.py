@@ -22,12 +22,9 @@ from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import is_due
 from cookbook.config.strategy import Strategy
-from cookbook.run import preflight, shortage
-from cookbook.start import launchers
-from cookbook.start.run_plan import (
-    Plan,
-    describe_batch,
-)
+from cookbook.run import shortage
+from cookbook.start.launchers import World
+from cookbook.start.run_plan import Plan, check, describe_batch
 from cookbook.system import faults, lock, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
@@ -58,7 +55,7 @@ def main() -> int:
     try:
         refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
-        recipe, strategy, plan, world, notes = preflight.check(arguments.recipe, arguments.assignments)
+        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
         if arguments.dry_run:
             if world.rank == 0:
                 say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
@@ -95,7 +92,7 @@ def refuse_words(words: list[str]) -> None:
     )
 
 
-def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:
+def start_watch(recipe: Recipe, world: World) -> watchdog.Watch:
     """Start the watchdog that ends this process if it hangs."""
     output_dir, goes_on = Path(recipe.run.output_dir), recipe.run.resume == "auto"
     return watchdog.Watch(
@@ -109,7 +106,7 @@ def start_watch(recipe: Recipe, world: launchers.World) -> watchdog.Watch:
 
 
 def train(
-    recipe: Recipe, strategy: Strategy, plan: Plan, world: launchers.World, notes: list[str], watching: watchdog.Watch
+    recipe: Recipe, strategy: Strategy, plan: Plan, world: World, notes: list[str], watching: watchdog.Watch
 ) -> int:
     """Run from the rows to the export. Returns the exit code.
 
@@ -169,7 +166,7 @@ def train(
     return finish(run, services) if reason is None else stop(run, services, reason)
 
 
-def take_folder(recipe: Recipe, world: launchers.World) -> tuple[bool, list[int]]:
+def take_folder(recipe: Recipe, world: World) -> tuple[bool, list[int]]:
     """Lock the output folder, on rank 0.
 
     Returns:

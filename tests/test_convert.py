@@ -17,9 +17,9 @@ from conftest import ROOT
 from cookbook.commands.cli import main
 from cookbook.config.chat_templates import known_templates
 from cookbook.config.foreign import answers, tables
-from cookbook.config.recipe import Recipe, answer_to, apply_overrides, leaves, parse_recipe
+from cookbook.config.recipe import Recipe, answer_to, leaves, load_recipe
 from cookbook.config.strategy import load_strategy, missing_strategy
-from cookbook.system.files import Document, RecipeError, read_document
+from cookbook.system.files import Document, RecipeError
 from cookbook.system.validation import validate
 from tests.needs import need_trl
 
@@ -1134,9 +1134,8 @@ MEANT = {
 
 @pytest.mark.parametrize("assignment", MEANT)
 def test_a_value_of_another_project_is_told_what_it_means(assignment):
-    document = read_document(ROOT / "recipes/quickstart.yaml")
     with pytest.raises(RecipeError) as caught:
-        check_strategy(parse_recipe(apply_overrides(document, [assignment])))
+        check_strategy(load_recipe(ROOT / "recipes/quickstart.yaml", [assignment]))
     (mistake,) = caught.value.mistakes
     assert MEANT[assignment] in mistake and "did you mean" not in mistake and "use '" not in mistake
 
@@ -1147,13 +1146,12 @@ def check_strategy(recipe: Recipe) -> None:
 
 
 def test_what_a_value_means_is_never_said_of_one_that_is_here():
-    document = read_document(ROOT / "recipes/quickstart.yaml")
     for key, values in tables().meanings.items():
         for value in values:
             text = f"[{value!r}]" if key == "run.trackers" else repr(value)
             section = f"adapter={{name: {text}}}" if key == "adapter.name" else f"{key}={text}"
             with pytest.raises(RecipeError) as caught:
-                check_strategy(parse_recipe(apply_overrides(copy.deepcopy(document), [section])))
+                check_strategy(load_recipe(ROOT / "recipes/quickstart.yaml", [section]))
             assert len(caught.value.mistakes) == 1, section
 
 

@@ -15,6 +15,7 @@ from cookbook.commands.launch import run_and_restart
 from cookbook.config.sections import BatchSection
 from cookbook.run import shortage
 from cookbook.run.next_start import Start, smaller_batches
+from cookbook.start.launchers import NOTE_FILE
 from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system import status
 from tests.curves import file_of, write_chats
@@ -57,7 +58,7 @@ def gpus_of(gpu_lab: GpuLab, monkeypatch):
         def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
             commands.append(command)
             program = command.index("train.py")
-            names = (shortage.NOTE_FILE, shortage.HISTORY)
+            names = (NOTE_FILE, shortage.HISTORY)
             job = {"folder": str(folder), "words": command[program:], "accelerate": command[2:program]}
             job |= {"processes": 2, "limit": LIMIT_SECONDS}
             job["variables"] = {name: environment[name] for name in names} | limit
@@ -76,7 +77,7 @@ def test_a_run_that_was_asked_to_stop_or_has_ended_is_not_started_again(tmp_path
 
     def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
         commands.append(command)
-        Path(environment[shortage.NOTE_FILE]).write_text(json.dumps({"reason": "CUDA out of memory"}))
+        Path(environment[NOTE_FILE]).write_text(json.dumps({"reason": "CUDA out of memory"}))
         return code if len(commands) < 3 else 75
 
     write_chats(tmp_path / "chats.jsonl")
@@ -163,10 +164,10 @@ def test_what_is_passed_on_is_the_same_run(tmp_path):
 
 
 def test_the_first_process_that_ran_out_leaves_the_answer_to_the_launcher(tmp_path, monkeypatch):
-    monkeypatch.setenv(shortage.NOTE_FILE, str(tmp_path / "note"))
+    monkeypatch.setenv(NOTE_FILE, str(tmp_path / "note"))
     assert shortage._note("first") and shortage._note("second")
     assert json.loads((tmp_path / "note").read_text()) == {"reason": "first"}
-    monkeypatch.delenv(shortage.NOTE_FILE)
+    monkeypatch.delenv(NOTE_FILE)
     assert not shortage._note("third"), "nobody would read it"
 
 

@@ -156,8 +156,8 @@ def test_each_machine_needs_gpus_for_its_own_processes(book):
 def test_only_a_process_that_there_is_can_be_profiled(book):
     for rank, problem in ((1, None), (2, "but there are 2 processes; the last is 1")):
         recipe, ddp = load_pair(Path(RECIPE), [f"run.profile={{steps: [2, 3], ranks: [{rank}]}}"])
-        pair = Pair(mistakes=[], recipe=recipe, strategy=ddp)
-        _, mistakes = try_plan(pair, num_processes=2, num_local=2, num_gpus=0, recipe_name=RECIPE)
+        pair = Pair(RECIPE, recipe=recipe, strategy=ddp)
+        _, mistakes = try_plan(pair, num_processes=2, num_local=2, num_gpus=0)
         assert mistakes == [] if problem is None else problem in mistakes[0]
 
 

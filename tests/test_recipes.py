@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from cookbook.commands import library
 from cookbook.commands.shared import labels
-from cookbook.config.recipe import Recipe, Section, load_recipe
+from cookbook.config.recipe import Recipe, Section, default_output_dir, load_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.facts.packing import decide, known_config
@@ -309,15 +309,16 @@ def test_the_default_folder_has_the_names_of_recipe_and_strategy(book, path, str
 
 def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(book):
     path = Path("recipes/qwen25_7b/sft.yaml")
-    recipe, strategy = load_pair(path, [], find_strategy("fsdp2"))
+    recipe, _ = load_pair(path, [], find_strategy("fsdp2"))
+    folder = default_output_dir(path, "fsdp2")
     Path("outputs/qwen25_7b-sft_lora-zero3/checkpoints/step-00000003").mkdir(parents=True)
-    assert find_runs_elsewhere(path, recipe, strategy) == []
+    assert find_runs_elsewhere(folder, recipe, "fsdp2") == []
     begun = Path("outputs/qwen25_7b-sft-zero3/checkpoints/step-00000003")
     begun.mkdir(parents=True)
-    (note,) = find_runs_elsewhere(path, recipe, strategy)
+    (note,) = find_runs_elsewhere(folder, recipe, "fsdp2")
     assert "--set run.output_dir=outputs/qwen25_7b-sft-zero3" in note
     never = load_pair(path, ["run.resume=never"], find_strategy("fsdp2"))[0]
     own = load_pair(path, ["run.output_dir=outputs/own"], find_strategy("fsdp2"))[0]
-    assert find_runs_elsewhere(path, never, strategy) == find_runs_elsewhere(path, own, strategy) == []
+    assert find_runs_elsewhere(folder, never, "fsdp2") == find_runs_elsewhere(folder, own, "fsdp2") == []
     Path("outputs/qwen25_7b-sft-fsdp2/checkpoints/step-00000001").mkdir(parents=True)
-    assert find_runs_elsewhere(path, recipe, strategy) == []
+    assert find_runs_elsewhere(folder, recipe, "fsdp2") == []

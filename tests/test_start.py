@@ -34,12 +34,12 @@ train.loop = first
 sys.argv[0] = "train.py"
 assert train.main() == 0
 """
-STAYS = 29
+STAYS = 11
 """Files that a recipe's name passes through before torch is imported, each return counted."""
 WALK = """
 import sys
 from pathlib import Path
-from cookbook.run import preflight
+from cookbook.start import run_plan
 
 NAME, HERE = "recipes/quickstart.yaml", str(Path.cwd())
 carried, walk = [], []
@@ -62,7 +62,7 @@ def visit(frame, event, _):
         walk.append(carried[-1].f_code.co_filename)
 
 sys.setprofile(visit)
-preflight.check(NAME, [])
+run_plan.check(NAME, [])
 sys.setprofile(None)
 print("WALK", *(Path(one).relative_to(HERE) for one in walk))
 """
@@ -127,7 +127,7 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
 def test_a_recipe_goes_through_few_files_on_its_way_into_a_run():
     walk = lines_after(WALK)["WALK"]
     print(len(walk), *walk)
-    assert {"cookbook/run/preflight.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
+    assert {"cookbook/system/files.py", "cookbook/config/recipe.py", "cookbook/start/run_plan.py"} <= set(walk)
     assert len(walk) <= STAYS
 
 

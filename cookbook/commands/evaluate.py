@@ -12,13 +12,13 @@ from typer import Argument
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
 from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter
 from cookbook.config.objectives.token_loss import TokenLoss
-from cookbook.config.recipe import Recipe, load_recipe, parse_recipe, prepare
+from cookbook.config.recipe import Draft, Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.facts.packing import decide
 from cookbook.start import launchers
 from cookbook.start.run_plan import make_plan
 from cookbook.system.console import page, say
-from cookbook.system.files import Document, RecipeError, refuse
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 
@@ -76,7 +76,7 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         }
         if data is None:
             raise RecipeError(f"{folder} is no run's, so there are no held-out rows; name DATA as well")
-        recipe = parse_recipe(prepare(Document(str(model), values), assignments))
+        recipe = parse_recipe(Draft(str(model), values, assignments=assignments))
     if not recipe.data.eval and not recipe.data.holdout:
         raise RecipeError(f"{run}: its recipe has no held-out rows; name DATA as well")
     if recipe.objective.asks is not None:

@@ -21,7 +21,7 @@ from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.shared.labels import read_label
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import RECIPES, Recipe, default_output_dir, parse_recipe, prepare
+from cookbook.config.recipe import RECIPES, Draft, Recipe, default_output_dir, parse_recipe
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.rows.row_checks import Row
@@ -29,7 +29,7 @@ from cookbook.rows.row_columns import kinds_of, rename, suggested_columns
 from cookbook.rows.row_kinds import kinds
 from cookbook.system import registry
 from cookbook.system.console import say, several
-from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
+from cookbook.system.files import RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
@@ -173,7 +173,7 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
 
 
 def _recipe(values: Values) -> Recipe:
-    return parse_recipe(prepare(Document("init", deepcopy(values), file=RECIPES / "mine.yaml")))
+    return parse_recipe(Draft("init", deepcopy(values), file=RECIPES / "mine.yaml"))
 
 
 def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:

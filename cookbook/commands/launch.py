@@ -30,6 +30,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.run import shortage
 from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.start import hosts, run_plan
+from cookbook.start.launchers import NOTE_FILE
 from cookbook.system import signals, status
 from cookbook.system.child import ACCELERATE_CLI, run_child
 from cookbook.system.console import say
@@ -143,8 +144,7 @@ def _load_pair(
     if pair.strategy is not None:
         mistakes += _no_address(run_hosts, pair.strategy)
         count, num_local = _processes(pair.strategy, processes, gpus, run_hosts.count)
-        counts = {"num_processes": count, "num_local": num_local, "num_gpus": gpus}
-        mistakes += run_plan.try_plan(pair, **counts, recipe_name=str(path))[1]
+        mistakes += run_plan.try_plan(pair, num_processes=count, num_local=num_local, num_gpus=gpus)[1]
     raise RecipeError([*pair.mistakes, *placed(mistakes, path, assignments)])
 
 
@@ -191,7 +191,7 @@ def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, st
         before = status.read(folder)
         with tempfile.TemporaryDirectory(prefix="cookbook-") as temporary:
             note = Path(temporary) / "shortage"
-            variables = {shortage.NOTE_FILE: str(note), shortage.HISTORY: json.dumps(steps)}
+            variables = {NOTE_FILE: str(note), shortage.HISTORY: json.dumps(steps)}
             code = run_child(start.command, environment | variables, folder)
             ran_out = json.loads(note.read_text()) if note.is_file() else None
         # A run that ended, or was asked to stop, does not start again, even if it noted a shortage before.

@@ -1,16 +1,17 @@
 """A recipe: what to train. `sections` has its keys with their defaults, `checks` what no section sees alone.
 
-A file becomes a recipe in `STEPS`, each from document to document with the mistakes on the way in it (`open_recipe`),
-and is then validated (`parse_recipe`).
+A file becomes a recipe in `STEPS`, each of which takes a draft and returns it, with its mistakes. `start.run_plan`
+continues the list, to a recipe with its strategy and to a run.
 
 `cookbook schema` writes `recipes/schema.json` from these models, so that an editor completes and checks a
 recipe while it is typed.
 """
 
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny
 
@@ -39,8 +40,10 @@ from cookbook.system.files import (
     RecipeError,
     apply_overrides,
     dump_yaml,
+    gathered,
     path_problem,
     read_document,
+    refuse,
 )
 from cookbook.system.imports import show_torchao
 from cookbook.system.registry import Named, Section
@@ -103,51 +106,105 @@ def default_output_dir(path: Path, strategy: str) -> str:
     return f"outputs/{'-'.join([*parts, Path(strategy).stem])}"
 
 
+AnyDraft = TypeVar("AnyDraft", bound="Draft")
+
+
+@dataclass
+class Draft(Document):
+    """A recipe's document on its way to a recipe, with what the steps have made of it.
+
+    Without `values` it is read from the file `name`.
+    """
+
+    values: Any = None
+    assignments: Sequence[str] = ()
+    """`section.key=value`, each of which takes the place of the file's own."""
+    choose_strategy: Callable[[Path | None], Path | None] = lambda named: named
+    """From the strategy's file that the recipe names, None if that does not exist, to that of the run."""
+    strategy_file: Path | None = None
+    default_folder: str = ""
+    """Of a run whose recipe names none."""
+    strategy_mistakes: list[str] = field(default_factory=list)
+    """Of the choice and of the strategy's files, reported after the recipe's own."""
+    valid: dict[str, Any] = field(default_factory=dict)
+    """By name, the sections and the precision that are valid by themselves; None for one with mistakes."""
+    recipe: Recipe | None = None
+    """As if every misspelt key had its nearest name; None if there are other mistakes."""
+
+    @property
+    def path(self) -> Path:
+        """The place of the file, from which its relative paths start."""
+        return self.file or Path(self.name)
+
+
+Step = Callable[[Any], Any]
+"""From a draft to the same draft, one step further; mistakes are added to it, so that all are reported together."""
+
+
 def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
     """The validated recipe in a file, with `section.key=value` assignments applied.
 
     Raises:
         RecipeError: all mistakes together, each with its place.
     """
-    return parse_recipe(open_recipe(path, assignments))
+    return parse_recipe(Draft(str(path), assignments=assignments or ()))
 
 
-def open_recipe(path: Path, assignments: list[str] | None = None) -> Document:
-    """A recipe's file before validation: with assignments, located paths, and its plugins imported."""
-    try:
-        document = read_document(path)
-    except RecipeError as error:
-        return Document(str(path), {}, mistakes=error.mistakes, is_whole=False)
-    keys = {*document.values} if isinstance(document.values, dict) else set()
-    if {"distributed_type", "zero_optimization"} & keys and "model" not in keys:
-        way = f"name a recipe, and this behind it, as in cookbook launch recipes/quickstart.yaml --strategy {path}"
-        return Document(str(path), {}, mistakes=[f"{path}: is of a strategy, not a recipe; {way}"], is_whole=False)
-    return prepare(document, assignments)
+def parse_recipe(draft: Draft) -> Recipe:
+    """The validated recipe of a draft; raises as `load_recipe`."""
+    draft_recipe(draft)
+    refuse(draft.mistakes)
+    assert draft.recipe is not None
+    return draft.recipe
 
 
-def prepare(document: Document, assignments: list[str] | None = None) -> Document:
-    """As `open_recipe`, for a document that has been read."""
-    document = apply_overrides(document, assignments or [])
+def draft_recipe(draft: AnyDraft) -> AnyDraft:
+    """The draft after all of STEPS: a recipe, or mistakes."""
     for step in STEPS:
-        document = step(document)
-    return document
+        draft = step(draft)
+    return draft
 
 
-def _take_out_nulls(document: Document) -> Document:
-    """Take out what --set gives null, as if it had never been written; a name that no recipe has is a mistake all the
-    same."""
+def _read(draft: Draft) -> Draft:
+    """Read the file, and write the assignments into it."""
+    if draft.values is not None:
+        apply_overrides(draft, draft.assignments)
+        return draft
+    draft.values, draft.is_whole = {}, False
+    try:
+        document = read_document(Path(draft.name), draft.assignments)
+    except RecipeError as error:
+        draft.mistakes = error.mistakes
+        return draft
+    in_file = {path[0] for path in document.lines if path}
+    if {"distributed_type", "zero_optimization"} & in_file and "model" not in in_file:
+        way = (
+            f"name a recipe, and this behind it, as in cookbook launch recipes/quickstart.yaml --strategy {draft.name}"
+        )
+        draft.mistakes = [f"{draft.name}: is of a strategy, not a recipe; {way}"]
+        return draft
+    draft.is_whole = True
+    draft.values, draft.lines, draft.overrides = document.values, document.lines, document.overrides
+    draft.mistakes = document.mistakes
+    return draft
+
+
+def _take_out_nulls(draft: Draft) -> Draft:
+    """Take out what an assignment gives null, as if it had never been written; a name that no recipe has is a mistake
+    all the same.
+    """
     known = {*leaves(Recipe)}
-    for path in document.overrides:
-        if path in document.lines or ".".join(map(str, path)) in known:
-            _take_out_null(document.values, path, (), document.lines.keys())
-    return document
+    for path in draft.overrides:
+        if path in draft.lines or ".".join(map(str, path)) in known:
+            _take_out_null(draft.values, path, (), draft.lines.keys())
+    return draft
 
 
-def _read_bare_no(document: Document) -> Document:
+def _read_bare_no(draft: Draft) -> Draft:
     """Undo YAML's reading of a bare no in --set mixed_precision=no, of which a shell takes the quotes away."""
-    if ("mixed_precision",) in document.overrides and document.values.get("mixed_precision") is False:
-        document.values["mixed_precision"] = "no"
-    return document
+    if ("mixed_precision",) in draft.overrides and draft.values.get("mixed_precision") is False:
+        draft.values["mixed_precision"] = "no"
+    return draft
 
 
 def _take_out_null(values: Any, path: KeyPath, above: KeyPath, written: Container[KeyPath]) -> None:
@@ -161,140 +218,132 @@ def _take_out_null(values: Any, path: KeyPath, above: KeyPath, written: Containe
         del values[name]
 
 
-def parse_recipe(document: Document, strategy: Path | None = None) -> Recipe:
-    """The validated recipe of a prepared document.
-
-    Args:
-        strategy: the run's, if it is not the recipe's own; it names the default of `run.output_dir`.
-
-    Raises:
-        RecipeError: as `load_recipe`.
-    """
-    if not document.is_whole:
-        raise RecipeError(document.mistakes)
-    document = _name_output(document, strategy)
-    recipe, found = validate(document, Recipe, answer_to, foreign.meaning_of)
-    sections = parts(document, KINDS) if found else {name: getattr(recipe, name) for name in KINDS}
-    mistakes = [*document.mistakes, *found, *check_across_keys(document, sections, {*leaves(Recipe)})]
-    if mistakes or recipe is None:
-        raise RecipeError(mistakes)
-    return recipe
-
-
-def sound_keys(document: Document) -> dict[str, Any]:
-    """The values of a document with mistakes that each are valid by themselves, by their keys; None for the others."""
-    if not document.is_whole:
-        return {}
-    precision = document.values.get("mixed_precision", "bf16")
-    is_known = precision in get_args(Recipe.model_fields["mixed_precision"].annotation)
-    return {**parts(document, KINDS), "mixed_precision": precision if is_known else None}
-
-
-def named_strategy(document: Document) -> Path | None:
-    """The file of the strategy that a document names, even if it has mistakes elsewhere; None if there is none."""
-    name = document.values.get("strategy")
-    if not isinstance(name, str) or path_problem(name) is not None or not strategy_path(name).is_file():
-        return None
-    return strategy_path(name)
-
-
-def _file_of(document: Document) -> Path:
-    return document.file or Path(document.name)
-
-
-def _name_output(document: Document, strategy: Path | None) -> Document:
-    run, named = document.values.get("run"), document.values.get("strategy")
-    if isinstance(run, dict) and run.get("output_dir") is None:
-        is_path = isinstance(named, str) and path_problem(named) is None
-        run["output_dir"] = default_output_dir(_file_of(document), str(strategy or (named if is_path else "")))
-    return document
-
-
-def _choose_alternatives(document: Document) -> Document:
+def _choose_alternatives(draft: Draft) -> Draft:
     """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
     kinds: dict[str, type[OneOf]] = {"run": RunSection, "batch": BatchSection, "model": ModelSection}
     pairs = [(name, kind.alternatives) for name, kind in kinds.items()]
     for name, pair in (*pairs, *(("run", pair) for pair in RunSection.cadences.items())):
-        section = document.values.get(name)
-        given = [key for key in pair if (name, key) in document.overrides]
+        section = draft.values.get(name)
+        given = [key for key in pair if (name, key) in draft.overrides]
         if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
             section.pop(next(key for key in pair if key != given[0]), None)
-    return document
+    return draft
 
 
-LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))
-"""Keys whose relative paths are the recipe's own. What a run writes goes into the current folder."""
-
-
-def _locate_paths(document: Document) -> Document:
-    """Relative paths of the recipe as they are reached from the current folder; --set names what is there already."""
-    file, given = _file_of(document), document.overrides
-
-    def reach(value: Any, where: KeyPath) -> Any:
-        if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
-            return value
-        if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
-            return located(value, file)
-        inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
-        if isinstance(inner, dict):
-            return value | {key: reach(one, (*where, key)) for key, one in inner.items()}
-        if isinstance(value, list):
-            return [reach(one, (*where, i)) for i, one in enumerate(value)]
-        return value
-
-    for section, key in LOCAL:
-        values = document.values.get(section)
-        if isinstance(values, dict) and key in values:
-            values[key] = reach(values[key], (section, key))
-    named = document.values.get("strategy")
-    if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in given:
-        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, file)
-        document.values["strategy"] = path if Path(path).is_file() else named
-    return document
-
-
-def _use_plugins(document: Document) -> Document:
-    """Imports the plugins of a recipe and replaces their paths by absolute ones. Without one of them, the names that it
+def _use_plugins(draft: Draft) -> Draft:
+    """Import the plugins of a recipe and replace their paths by absolute ones. Without one of them, the names that it
     has would be mistakes too.
     """
-    values = document.values.get("plugins", [])
+    values = draft.values.get("plugins", [])
     if not isinstance(values, list) or any(not isinstance(value, str) or path_problem(value) for value in values):
         plugins.use([])
-        return document  # `validate` reports these
-    folder = _file_of(document).parent
-    mistakes, files = [], [str((folder / value).resolve()) for value in values]
+        return draft  # `_validate` reports these
+    folder, mistakes = draft.path.parent, []
+    files = [str((folder / value).resolve()) for value in values]
     for i, (value, file) in enumerate(zip(values, files, strict=True)):
-        place = document.place("plugins", i)
+        place = draft.place("plugins", i)
         if not Path(file).is_file():
             mistakes.append(f"{place} is {value!r}: no such file (looked in {folder.resolve()})")
         elif files.index(file) != i:
             mistakes.append(f"{place} is {value!r}, given twice; keep one of them")
     if values and not mistakes:
         show_torchao()
-        document.values["plugins"] = files
+        draft.values["plugins"] = files
     try:
         plugins.use([] if mistakes else files)
     except RecipeError as error:
-        mistakes = [f"{document.place('plugins')}: {mistake}" for mistake in error.mistakes]
-    document.mistakes += mistakes
-    document.is_whole = not mistakes
-    return document
+        mistakes = [f"{draft.place('plugins')}: {mistake}" for mistake in error.mistakes]
+    draft.mistakes += mistakes
+    draft.is_whole = draft.is_whole and not mistakes
+    return draft
 
 
-STEPS: tuple[Callable[[Document], Document], ...] = (
+LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))
+"""Keys whose relative paths are the recipe's own. What a run writes goes into the current folder."""
+
+
+def _locate_paths(draft: Draft) -> Draft:
+    """Relative paths of the recipe as they are reached from the current folder; --set names what is there already."""
+    given = draft.overrides
+
+    def reach(value: Any, where: KeyPath) -> Any:
+        if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
+            return value
+        if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
+            return located(value, draft.path)
+        inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
+        if isinstance(inner, dict):
+            return value | {key: reach(part, (*where, key)) for key, part in inner.items()}
+        if isinstance(value, list):
+            return [reach(part, (*where, i)) for i, part in enumerate(value)]
+        return value
+
+    for section, key in LOCAL:
+        values = draft.values.get(section)
+        if isinstance(values, dict) and key in values:
+            values[key] = reach(values[key], (section, key))
+    named = draft.values.get("strategy")
+    if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in given:
+        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, draft.path)
+        draft.values["strategy"] = path if Path(path).is_file() else named
+    return draft
+
+
+def _find_strategy(draft: Draft) -> Draft:
+    """Choose the strategy's file, by which the folder of a run is called."""
+    name = draft.values.get("strategy")
+    is_path = isinstance(name, str) and path_problem(name) is None
+    named = strategy_path(name) if is_path and strategy_path(name).is_file() else None
+    with gathered(draft.strategy_mistakes):
+        draft.strategy_file = draft.choose_strategy(named)
+    if draft.strategy_file is not None:
+        draft.values.setdefault("strategy", str(draft.strategy_file))
+    if draft.is_whole:
+        draft.default_folder = default_output_dir(draft.path, str(draft.strategy_file or (name if is_path else "")))
+    run = draft.values.get("run")
+    if isinstance(run, dict) and run.get("output_dir") is None:
+        run["output_dir"] = draft.default_folder
+    return draft
+
+
+def _validate(draft: Draft) -> Draft:
+    if not draft.is_whole:
+        return draft
+    draft.recipe, mistakes = validate(draft, Recipe, answer_to, foreign.meaning_of)
+    if mistakes or draft.recipe is None:
+        precision = draft.values.get("mixed_precision", "bf16")
+        is_known = precision in get_args(Recipe.model_fields["mixed_precision"].annotation)
+        draft.valid = {**parts(draft, KINDS), "mixed_precision": precision if is_known else None}
+    else:
+        draft.valid = {name: getattr(draft.recipe, name) for name in (*Recipe.model_fields, "loss_scaling")}
+    draft.mistakes += mistakes
+    return draft
+
+
+def _check_across_keys(draft: Draft) -> Draft:
+    if draft.is_whole:
+        draft.mistakes += check_across_keys(draft, draft.valid, {*leaves(Recipe)})
+    return draft
+
+
+STEPS: tuple[Step, ...] = (
+    _read,
     _take_out_nulls,
     _read_bare_no,
     _choose_alternatives,
     _use_plugins,
     _locate_paths,
+    _find_strategy,
+    _validate,
+    _check_across_keys,
 )
-"""What happens to a recipe's document between its file with --set and validation, in this order."""
+"""The way of a file to a recipe."""
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The dotted keys of a model and its sections, of each kind where a name selects them."""
-    for name, field in model.model_fields.items():
-        sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    for name, info in model.model_fields.items():
+        sections = [kind for kind in (info.annotation, *get_args(info.annotation)) if isinstance(kind, type)]
         inner = next((kind for kind in sections if issubclass(kind, BaseModel)), None)
         yield prefix + name
         if inner is not None:

@@ -12,13 +12,12 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.run.next_start import Start, next_start, suggestion
+from cookbook.start.launchers import NOTE_FILE
 from cookbook.start.run_plan import Plan, show_command
 from cookbook.system import signals, status
 from cookbook.system.console import say
 from cookbook.system.machine import EXPANDABLE, allocator_settings
 
-NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
-"""Environment variable with the file by which `cookbook launch` learns of a shortage that it may answer."""
 HISTORY = "COOKBOOK_SHORTAGES"
 """Environment variable with the shortages that it has answered, see `history`."""
 STAGGER_SECONDS = 0.5
@@ -79,17 +78,6 @@ def end_run(
 def history() -> list[dict[str, Any]]:
     """The shortages that this launch has answered, the oldest first: `from`, `to` and `reason` of each."""
     return json.loads(os.environ.get(HISTORY, "[]"))
-
-
-def unanswered(recipe: Recipe) -> list[str]:
-    """A note for a run that nobody will start again as run.on_out_of_memory says."""
-    what = recipe.run.on_out_of_memory
-    if what == "stop" or NOTE_FILE in os.environ:
-        return []
-    return [
-        f"run.on_out_of_memory {what}: cookbook launch starts a run again; started otherwise, it ends with the line to"
-        " continue"
-    ]
 
 
 def _note(reason: str) -> bool:

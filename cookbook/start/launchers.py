@@ -25,6 +25,8 @@ CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 """Workspaces for reproducible results (NVIDIA's cuBLAS documentation). The first takes 32 MiB for each handle and is
 faster."""
 
+NOTE_FILE = "COOKBOOK_SHORTAGE_FILE"
+"""Environment variable with the file by which `cookbook launch` learns of a shortage that it may answer."""
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 # Variables that do not affect what is computed.
@@ -140,13 +142,23 @@ def strategy_in_force(launcher: Launcher, world: World, named: Path | None) -> P
     return Path(launcher.config_file)
 
 
-def strategy_note(launcher: Launcher, path: str, named: str) -> str | None:
+def strategy_note(launcher: Launcher, path: str, named: str) -> list[str]:
     """A note for the user where the strategy in force is not the one that the recipe names."""
     if Path(path).resolve() == Path(named).resolve():
-        return None
+        return []
     if launcher.is_accelerate:
-        return f"strategy {path} (from the command line) instead of the recipe's {named}"
-    return f"one process: no launcher started this run; cookbook launch uses the recipe's {named}"
+        return [f"strategy {path} (from the command line) instead of the recipe's {named}"]
+    return [f"one process: no launcher started this run; cookbook launch uses the recipe's {named}"]
+
+
+def shortage_note(on_out_of_memory: str) -> list[str]:
+    """A note for a run that nobody will start again as run.on_out_of_memory says."""
+    if on_out_of_memory == "stop" or NOTE_FILE in os.environ:
+        return []
+    return [
+        f"run.on_out_of_memory {on_out_of_memory}: cookbook launch starts a run again; started otherwise, it ends with"
+        " the line to go on"
+    ]
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> World:

@@ -233,12 +233,10 @@ def _of_optimizer(name: str, refusal: Refusal) -> Combination:
     return Combination(**vars(refusal) | {"what": f"optim.name: {name} with {refusal.what}", "clashes": clashes})
 
 
-def refusals(recipe: Recipe, strategy: Strategy, num_gpus: int, recipe_name: str) -> list[str]:
+def refusals(recipe: Recipe, strategy: Strategy, num_gpus: int) -> list[str]:
     """One mistake for each row of the table that applies to this pair."""
     return [
-        f"{recipe_name} under {strategy.path}: {row.what}: {row.why}; use {row.way_out}"
-        for row in combinations()
-        if row.clashes(recipe, strategy, num_gpus)
+        f"{row.what}: {row.why}; use {row.way_out}" for row in combinations() if row.clashes(recipe, strategy, num_gpus)
     ]
 
 

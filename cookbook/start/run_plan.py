@@ -1,35 +1,32 @@
-"""Recipe + strategy + machine -> what will run: batch arithmetic, conflicts, the launch command. No torch."""
+"""Recipe + strategy + machine -> what will run: batch arithmetic, conflicts, the launch command. No torch.
+
+A file becomes a run in the steps of `RUN`, each of which takes a `Pair` and returns it.
+"""
 
 import glob
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cookbook.config.mesh import Mesh
-from cookbook.config.recipe import (
-    Recipe,
-    answer_to,
-    default_output_dir,
-    named_strategy,
-    open_recipe,
-    parse_recipe,
-    sound_keys,
-)
+from cookbook.config.recipe import Draft, Recipe, Step, draft_recipe
+from cookbook.config.schedule import short_run
 from cookbook.config.sections import Auto, BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
 from cookbook.facts.meshes import buffer_problem, mesh_problem, units_problem
 from cookbook.facts.packing import known_config
-from cookbook.start.claims import owned, owned_by
+from cookbook.start import launchers
+from cookbook.start.claims import owned
 from cookbook.start.hosts import Hosts
+from cookbook.start.launchers import Launcher, World
 from cookbook.start.refusals import refusals
+from cookbook.system import machine
 from cookbook.system.console import several
 from cookbook.system.files import gathered, refuse
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
-from cookbook.system.validation import validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +82,6 @@ def refuse_rounds(recipe: Recipe, name: str) -> list[str]:
     return [f"{name}: has rounds, whose rows are prompts without answers; start it with cookbook rounds {name}"]
 
 
-def load_single(recipe_path: Path, assignments: list[str], strategy: Path | None) -> tuple[Recipe, Strategy]:
-    """`load_pair` for a command that runs a recipe's rows once.
-
-    Raises:
-        RecipeError: as `load_pair`, or a recipe with rounds.
-    """
-    recipe, loaded = load_pair(recipe_path, assignments, strategy)
-    refuse(refuse_rounds(recipe, str(recipe_path)))
-    return recipe, loaded
-
-
 def describe_batch(recipe: Recipe, plan: Plan) -> str:
     """The batch arithmetic in one line."""
     processes = several(plan.data_parallel_size, "data-parallel process")
@@ -107,28 +93,151 @@ def describe_batch(recipe: Recipe, plan: Plan) -> str:
     return f"{start} = {processes} x micro-batch {micro} x accumulation {plan.gradient_accumulation_steps}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A recipe and its strategy as far as their files are good, with every mistake in them."""
+@dataclass
+class Pair(Draft):
+    """A recipe's document with a strategy, on its way to a run."""
 
-    mistakes: list[str]
-    recipe: Recipe | None
-    """As if every misspelt key had its nearest name; None: there are other mistakes."""
-    strategy: Strategy | None
+    strategy: Strategy | None = None
     """None: it has mistakes."""
-    batch: BatchSection | None = None
-    """The recipe's, if it is valid by itself while others of its sections are not."""
+    claims: tuple[Claim, ...] = ()
+    """Of the strategy's files, about the recipe, even if the files have mistakes."""
+    launcher: Launcher = field(default_factory=Launcher)
+    world: World | None = None
+    """The processes that started; None: none did yet."""
+    plan: Plan | None = None
+
+
+def _read_strategy(pair: Pair) -> Pair:
+    """Read the files of the strategy, and compare with the recipe what they claim of it."""
+    mistakes = pair.mistakes + pair.strategy_mistakes
+    if pair.strategy_file is not None:
+        with gathered(mistakes):
+            pair.strategy, pair.claims, of_strategy = read_strategy(pair.strategy_file)
+            mistakes += of_strategy
+        contradictions = contradicted(pair.strategy_file, pair.claims, owned(pair.valid))
+        mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
+    pair.mistakes = mistakes
+    return pair
+
+
+def _fill_in_width(pair: Pair) -> Pair:
+    """Fill in the strategy's sizes that follow from the model's width, where its files tell that."""
+    if pair.mistakes or pair.recipe is None or pair.strategy is None:
+        return pair
+    hidden = getattr(known_config(pair.recipe.model), "hidden_size", None)
+    if hidden is not None:
+        pair.strategy = pair.strategy.of_width(hidden)
+    return pair
+
+
+def _fit_to_machine(pair: Pair) -> Pair:
+    """Plan the run on the processes that started, and add what launcher, environment and machine have against it."""
+    recipe, strategy, launcher, world = pair.recipe, pair.strategy, pair.launcher, pair.world
+    assert world is not None
+    mistakes = [] if recipe is None or pair.mistakes else refuse_rounds(recipe, pair.name)
+    mistakes += launchers.check_environment(strategy, launcher, None if recipe is None else recipe.mixed_precision)
+    launchers.clear_environment()
+    num_gpus = machine.num_gpus()
+    if num_gpus:
+        # Here and not in `launch`: accelerate, torchrun and srun start runs as well.
+        machine.expand_segments()
+    if strategy is not None:
+        world = launchers.trim_world(world, strategy, launcher, num_gpus)
+        mistakes += launchers.check_shares(strategy, world)
+    mistakes += launchers.check_count(world, launcher)
+    mistakes += launchers.choose_network(world)
+    sizes = launchers.elastic_sizes(world)
+    if recipe is not None:
+        mistakes += launchers.check_elastic(sizes, recipe.run.resume)
+        mistakes += launchers.check_machine(
+            strategy, num_gpus, deterministic=recipe.run.deterministic, mixed_precision=recipe.mixed_precision
+        )
+    plans = []
+    for count in (world.num_processes, *sizes):
+        plan, problems = try_plan(pair, num_processes=count, num_local=world.num_local, num_gpus=num_gpus)
+        plans.append(plan)
+        mistakes += problems
+    pair.world, pair.plan, pair.mistakes = world, plans[0], pair.mistakes + mistakes
+    return pair
+
+
+def _refuse_mistakes(pair: Pair) -> Pair:
+    refuse(pair.mistakes)
+    return pair
+
+
+def _settle_sizes(pair: Pair) -> Pair:
+    """Fill in what is left open: the sizes of the mesh, and what takes least memory for each `auto`."""
+    assert pair.recipe is not None and pair.strategy is not None and pair.world is not None
+    pair.strategy = pair.strategy.fitted(pair.world.num_processes, pair.world.num_local)
+    if keys := autos(pair.recipe):
+        pair.recipe = without_auto(pair.recipe)
+        least = "auto is what takes least memory here; `cookbook launch` finds the fastest"
+        pair.notes.append(f"{' and '.join(keys)}: {least}")
+    return pair
+
+
+def _add_notes(pair: Pair) -> Pair:
+    recipe, strategy = pair.recipe, pair.strategy
+    assert recipe is not None and strategy is not None
+    max_steps = recipe.run.max_steps and recipe.in_schedule(0, recipe.run.max_steps)[1]
+    pair.notes += [
+        *launchers.strategy_note(pair.launcher, strategy.path, recipe.strategy),
+        *launchers.shortage_note(recipe.run.on_out_of_memory),
+        *strategy.notes,
+        *short_run(recipe.schedule, max_steps),
+        *find_runs_elsewhere(pair.default_folder, recipe, strategy.name),
+    ]
+    return pair
+
+
+PAIR: tuple[Step, ...] = (draft_recipe, _read_strategy, _fill_in_width)
+"""The way of a file to a recipe with its strategy."""
+RUN: tuple[Step, ...] = (*PAIR, _fit_to_machine, _refuse_mistakes, _add_notes, _settle_sizes)
+"""The way of a file to a run, in a process that a launcher has started."""
+
+
+def _follow(steps: tuple[Step, ...], pair: Pair) -> Pair:
+    for step in steps:
+        pair = step(pair)
+    return pair
+
+
+def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, World, list[str]]:
+    """Check everything that needs no torch: files, launcher, environment, batch, GPUs.
+
+    Returns:
+        What the run consists of, and notes for the user.
+
+    Raises:
+        RecipeError: all mistakes together.
+    """
+    launcher, world = launchers.find_launcher(), launchers.read_world()
+    in_force = partial(launchers.strategy_in_force, launcher, world)
+    pair = Pair(recipe_name, assignments=assignments, choose_strategy=in_force, launcher=launcher, world=world)
+    pair = _follow(RUN, pair)
+    assert pair.recipe and pair.strategy and pair.plan and pair.world
+    return pair.recipe, pair.strategy, pair.plan, pair.world, pair.notes
+
+
+def read_pair(recipe_path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Pair:
+    """A recipe and its strategy as far as their files can be read, with all mistakes of the recipe, the YAML and the
+    JSON.
+
+    Args:
+        strategy: instead of the one that the recipe names, which then need not name one.
+    """
+    pair = Pair(str(recipe_path), assignments=assignments or (), choose_strategy=lambda named: strategy or named)
+    return _follow(PAIR, pair)
 
 
 def load_pair(
-    recipe_path: Path,
-    assignments: list[str] | None = None,
-    strategy: Path | Callable[[Path | None], Path | None] | None = None,
+    recipe_path: Path, assignments: list[str] | None = None, strategy: Path | None = None
 ) -> tuple[Recipe, Strategy]:
-    """Load a recipe and its strategy; arguments as `read_pair`.
+    """A validated recipe and its strategy; arguments as `read_pair`.
 
     Raises:
-        RecipeError: all mistakes of the recipe, the YAML and the JSON together.
+        RecipeError: its mistakes.
     """
     pair = read_pair(recipe_path, assignments, strategy)
     refuse(pair.mistakes)
@@ -136,57 +245,28 @@ def load_pair(
     return pair.recipe, pair.strategy
 
 
-def read_pair(
-    recipe_path: Path,
-    assignments: list[str] | None = None,
-    strategy: Path | Callable[[Path | None], Path | None] | None = None,
-) -> Pair:
-    """Read a recipe and its strategy. A good strategy has the model's sizes where it says "auto" and files tell them.
+def load_single(recipe_path: Path, assignments: list[str], strategy: Path | None) -> tuple[Recipe, Strategy]:
+    """`load_pair` for a command that runs a recipe's rows once.
 
-    Args:
-        strategy: instead of the one that the recipe names, which then need not name one; or a choice, given that one,
-            or None if there is none.
+    Raises:
+        RecipeError: as `load_pair`, or a recipe with rounds.
     """
-    document = open_recipe(recipe_path, assignments)
-    path, recipe, loaded = None, None, None
-    claims: tuple[Claim, ...] = ()
-    mistakes: list[str] = []
-    of_choice: list[str] = []
-    named = named_strategy(document)
-    with gathered(of_choice):
-        path = strategy(named) if callable(strategy) else strategy or named
-    if path is not None:
-        document.values.setdefault("strategy", str(path))
-    with gathered(mistakes):
-        recipe = parse_recipe(document, path)
-    mistakes += of_choice
-    sound: dict[str, Any] = sound_keys(document) if recipe is None else {}
-    if path is not None:
-        with gathered(mistakes):
-            loaded, claims, of_strategy = read_strategy(path)
-            mistakes += of_strategy
-        contradictions = contradicted(path, claims, owned_by(sound) if recipe is None else owned(recipe))
-        mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
-    if recipe is None and document.is_whole:
-        recipe, _ = validate(document, Recipe, answer_to)
-    elif recipe is not None and loaded is not None and not mistakes:
-        hidden = getattr(known_config(recipe.model), "hidden_size", None)
-        loaded = loaded if hidden is None else loaded.of_width(hidden)
-    return Pair(mistakes=mistakes, recipe=recipe, strategy=loaded, batch=sound.get("batch"))
+    recipe, loaded = load_pair(recipe_path, assignments, strategy)
+    refuse(refuse_rounds(recipe, str(recipe_path)))
+    return recipe, loaded
 
 
-def find_runs_elsewhere(recipe_path: Path, recipe: Recipe, strategy: Strategy) -> list[str]:
+def find_runs_elsewhere(folder: str, recipe: Recipe, strategy: str) -> list[str]:
     """Notes for a run with nothing to resume in its default folder while that of another strategy has checkpoints."""
-    folder = default_output_dir(recipe_path, strategy.path)
     if recipe.run.resume != "auto" or recipe.run.output_dir != folder or any(Path(folder).glob("checkpoints/step-*")):
         return []
-    stem = Path(folder).name.removesuffix(strategy.name)
+    stem = Path(folder).name.removesuffix(strategy)
     others = {path.parents[1] for path in Path("outputs").glob(f"{glob.escape(stem)}*/checkpoints/step-*")}
-    found = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies())
+    begun = sorted(str(path) for path in others if path.name.removeprefix(stem) in known_strategies())
     return [
         f"nothing to resume in {folder}; {other} has checkpoints of this recipe, and --set run.output_dir={other}"
         " resumes it"
-        for other in found
+        for other in begun
     ]
 
 
@@ -226,23 +306,21 @@ def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, 
     return mistakes
 
 
-def try_plan(
-    pair: Pair, *, num_processes: int, num_local: int, num_gpus: int, recipe_name: str
-) -> tuple[Plan | None, list[str]]:
-    """Plan a pair that may have mistakes of its own, and return what a machine has against it; arguments as
-    `make_plan`. The plan is None where a file has such mistakes that there is none.
+def try_plan(pair: Pair, *, num_processes: int, num_local: int, num_gpus: int) -> tuple[Plan | None, list[str]]:
+    """The plan of a pair, None if it cannot be made, and what a machine has against it, as far as the pair's own
+    mistakes let that be told; arguments as `make_plan`.
     """
     plan: Plan | None = None
     mistakes: list[str] = []
     counts = {"num_processes": num_processes, "num_local": num_local, "num_gpus": num_gpus}
     with gathered(mistakes):
         if pair.recipe is not None and pair.strategy is not None:
-            plan = make_plan(pair.recipe, pair.strategy, **counts, recipe_name=recipe_name)
+            plan = make_plan(pair.recipe, pair.strategy, **counts, recipe_name=pair.name)
         elif pair.strategy is not None:
             mistakes += machine_problems(pair.strategy, **counts)
-            if pair.batch is not None:
+            if (batch := pair.valid.get("batch")) is not None:
                 mesh = pair.strategy.fitted(num_processes, num_local).mesh(num_processes)
-                mistakes += split_problems(pair.batch, mesh, num_processes, recipe_name)
+                mistakes += split_problems(batch, mesh, num_processes, pair.name)
     return plan, mistakes
 
 
@@ -274,7 +352,7 @@ def make_plan(
         way = "take them from sums_by_sequence and declare shares_samples, or use a strategy without sequence parallel"
         mistakes.append(f"{strategy.path}: {why}; {way}")
     mistakes += machine_problems(strategy, num_processes=num_processes, num_local=num_local, num_gpus=num_gpus)
-    mistakes += refusals(recipe, strategy, num_gpus, recipe_name)
+    mistakes += [f"{recipe_name} under {strategy.path}: {text}" for text in refusals(recipe, strategy, num_gpus)]
     if recipe.rounds is not None:
         from cookbook.start.in_rounds import misfits
 
@@ -308,10 +386,10 @@ def split_problems(batch: BatchSection, mesh: Mesh, num_processes: int, recipe_n
     size, parts = batch.micro_batch_size, mesh.data_parallel_size
     if size is None or batch.global_batch_size % (size * parts) == 0 or mesh.num_processes != num_processes:
         return []  # a mesh that does not fit has no batch arithmetic
-    return [f"{recipe_name}: {_impossible_split(batch, parts, num_processes)}"]
+    return [f"{recipe_name}: {_explain_split(batch, parts, num_processes)}"]
 
 
-def _impossible_split(batch: BatchSection, data_parallel_size: int, num_processes: int) -> str:
+def _explain_split(batch: BatchSection, data_parallel_size: int, num_processes: int) -> str:
     assert batch.micro_batch_size is not None
     per_forward = batch.micro_batch_size * data_parallel_size
     ways = [max(1, batch.global_batch_size // per_forward) * per_forward]

@@ -77,6 +77,8 @@ class Document:
     """Its future path, if it is not read from the file `name`: its relative paths start there."""
     mistakes: list[str] = field(default_factory=list)
     """Found on the way to what the file describes, and reported with those that are found later."""
+    notes: list[str] = field(default_factory=list)
+    """For the user of a file without mistakes."""
     is_whole: bool = True
     """True if later mistakes mean something: not in a file that cannot be read."""
 
@@ -182,8 +184,8 @@ def dump_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def read_document(path: Path) -> Document:
-    """The mapping in a `.yaml` or `.json` file.
+def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
+    """The mapping in a `.yaml` or `.json` file, after `apply_overrides`.
 
     Raises:
         RecipeError: missing, too large, not UTF-8, not YAML (or JSON), empty, not a mapping, or a key given twice.
@@ -212,7 +214,7 @@ def read_document(path: Path) -> Document:
         raise RecipeError(f"{name}: the file is empty")
     if not isinstance(document.values, dict):
         raise RecipeError(f"{name}: expected `key: value` lines, found {type_name(document.values)}")
-    return document
+    return apply_overrides(document, assignments)
 
 
 def _parse_yaml(name: str, text: str) -> Document:

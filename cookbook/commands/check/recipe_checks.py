@@ -59,28 +59,28 @@ def _check_recipe(
     path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
 ) -> Iterator[str]:
     pair = run_plan.read_pair(path, assignments, override)
-    recipe, strategy = pair.recipe, pair.strategy
-    if pair.mistakes or recipe is None or strategy is None:
-        more = _mistakes_behind(path, pair, processes)
-        raise RecipeError([*pair.mistakes, *placed(more, path, assignments)])
-    if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
-        processes = None
-    mistakes = _no_address(strategy)
-    with gathered(mistakes):
-        plan = _plan_of_label(path, recipe, strategy, processes)
-        batch = run_plan.describe_batch(recipe, plan)
-    notes, more = _on_disk(path, recipe)
-    refuse(placed(mistakes + more, path, assignments))
+    recipe, strategy, plan = pair.recipe, pair.strategy, None
+    notes: list[str] = []
+    mistakes: list[str] = []
+    if strategy is not None:
+        if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
+            processes = None
+        mistakes += [] if strategy.address_problem is None else [strategy.address_problem]
+        mistakes += [] if recipe is None else _lacks_of_label(path, recipe)
+        plan, problems = run_plan.try_plan(pair, **_processes_of_label(path, strategy, processes))
+        mistakes += problems
+    if recipe is not None:
+        notes, problems = _on_disk(path, recipe)
+        mistakes += problems
+    refuse([*pair.mistakes, *placed(mistakes, path, assignments)])
+    assert recipe is not None and strategy is not None and plan is not None
+    batch = run_plan.describe_batch(recipe, plan)
     yield f"{path}: fine under {strategy.path}; {batch}"
     yield from (f"note: {note}" for note in strategy.notes)
     for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
         yield f"warning: {doubt}"
     if data:
         yield from read_all(recipe)
-
-
-def _no_address(strategy: Strategy) -> list[str]:
-    return [] if strategy.address_problem is None else [strategy.address_problem]
 
 
 def _on_disk(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -104,21 +104,3 @@ def _processes_of_label(path: Path, strategy: Strategy, processes: int | None) -
 
 def _lacks_of_label(path: Path, recipe: Recipe) -> list[str]:
     return lacks_for_fp8(path, recipe, 0 if read_needs(read_label(path)).num_gpus else num_gpus())
-
-
-def _plan_of_label(path: Path, recipe: Recipe, strategy: Strategy, processes: int | None = None) -> run_plan.Plan:
-    refuse(_lacks_of_label(path, recipe))
-    counts = _processes_of_label(path, strategy, processes)
-    return run_plan.make_plan(recipe, strategy, **counts, recipe_name=str(path))
-
-
-def _mistakes_behind(path: Path, pair: run_plan.Pair, processes: int | None) -> list[str]:
-    """Find mistakes behind those of the files, as far as they can be told."""
-    mistakes: list[str] = []
-    if pair.strategy is not None:
-        mistakes += _no_address(pair.strategy)
-        counts = _processes_of_label(path, pair.strategy, processes)
-        if pair.recipe is not None:
-            mistakes += _lacks_of_label(path, pair.recipe)
-        mistakes += run_plan.try_plan(pair, **counts, recipe_name=str(path))[1]
-    return mistakes if pair.recipe is None else mistakes + _on_disk(path, pair.recipe)[1]

@@ -15,7 +15,7 @@ from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.start.run_plan import load_pair
 from cookbook.system.console import Row, page, several
-from cookbook.system.files import RecipeError, apply_overrides, gathered, read_document, refuse, show
+from cookbook.system.files import RecipeError, gathered, read_document, refuse, show
 from cookbook.system.shipped import is_short, located, short
 
 DEFAULT_PROCESSES = 8
@@ -94,9 +94,7 @@ def compare_runs(left: Explanation, right: Explanation, assignments: list[str] |
     Args:
         assignments: those that both were made with.
     """
-    documents = [read_document(Path(run.recipe_name)) for run in (left, right)]
-    for document in documents:
-        apply_overrides(document, assignments or [])
+    documents = [read_document(Path(run.recipe_name), assignments or ()) for run in (left, right)]
     differences = []
     for key, first, second in _changes(_readable(left.recipe), _readable(right.recipe)):
         if key != "strategy":

@@ -22,7 +22,7 @@ from cookbook.forecast.costs.traffic import links_in_words
 from cookbook.start.ds_config import deepspeed_config, separate_swap
 from cookbook.start.run_plan import Plan, default_num_processes, launch_command, load_pair, make_plan, show_command
 from cookbook.system.console import Row, page, several
-from cookbook.system.files import Document, RecipeError, apply_overrides, flatten, read_document
+from cookbook.system.files import Document, RecipeError, flatten, read_document
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
 
@@ -88,8 +88,7 @@ def explain(
     """
     assignments = assignments or []
     recipe, strategy = load_pair(recipe_path, assignments, strategy_path)
-    document = read_document(recipe_path)
-    apply_overrides(document, assignments)
+    document = read_document(recipe_path, assignments)
     yaml_file = read_document(Path(strategy.path))
     count, count_text, count_sources = _count(recipe_path, strategy, yaml_file, processes)
     local = read_needs(read_label(recipe_path)).num_local(count)

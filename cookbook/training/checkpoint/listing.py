@@ -116,7 +116,7 @@ def _strategies(recipe: dict[str, Any]) -> list[str]:
     names = []
     for name in known_strategies():
         with contextlib.suppress(RecipeError):  # `check` reports a broken file
-            if not refusals(values, load_strategy(strategy_path(name)), num_gpus(), ""):
+            if not refusals(values, load_strategy(strategy_path(name)), num_gpus()):
                 names.append(name)
     return names
 
