@@ -317,11 +317,11 @@ def evaluate(run: "Run", services: "Services") -> str | None:
         return None
     lines: list[dict[str, Any]] = []  # written together: an interrupted evaluation is repeated from its beginning
     for set_name, batches in run.eval_sets.items():
-        found = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
-        if isinstance(found, str):
-            return found
+        losses = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
+        if isinstance(losses, str):
+            return losses
         label = {"eval_set": set_name} if set_name else {}
-        lines.append({"step": progress.step, **label, **{f"eval_{key}": value for key, value in found.items()}})
+        lines.append({"step": progress.step, **label, **{f"eval_{key}": value for key, value in losses.items()}})
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
@@ -336,10 +336,10 @@ def sample(run: "Run", services: "Services") -> str | None:
 
     if run.progress.is_sampled:
         return None
-    found = samples.continuations(run, lambda: stop_reason(run.engine))
-    if isinstance(found, str):
-        return found
-    services.log.samples(found)
+    texts = samples.continuations(run, lambda: stop_reason(run.engine))
+    if isinstance(texts, str):
+        return texts
+    services.log.samples(texts)
     run.progress.is_sampled = True
     return None
 
@@ -412,7 +412,7 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
 
 
 def way_on(saver: "Saver") -> str:
-    """What to do about a run that ends unsaved; on rank 0."""
+    """Advice for a run that ends unsaved; on rank 0."""
     if saver.newest is None:
         return "the run has no checkpoint: make room, or name another run.output_dir, and start it from the beginning"
     is_here = saver.newest.path.parent == saver.root

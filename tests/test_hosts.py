@@ -157,7 +157,7 @@ def test_a_user_s_interface_is_taken_unless_it_does_not_leave_the_machine():
     ],
 )
 def test_the_sizes_of_a_group_that_may_change_are_those_of_torchrun_s_flag(monkeypatch, words, expected):
-    monkeypatch.setattr(launchers, "_ancestors", lambda: iter([["bash"], words.split()]))
+    monkeypatch.setattr(launchers, "_list_ancestors", lambda: iter([["bash"], words.split()]))
     assert (
         launchers.elastic_sizes(launchers.World(rank=0, local_rank=0, num_processes=2, num_local=2, is_launched=True))
         == expected

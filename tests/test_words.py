@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[1]
 NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 NOT_DONE = {
-    "config": 83,
-    "config/objectives": 20,
-    "forecast": 180,
-    "forecast/costs": 53,
-    "start": 22,
+    "config": 27,
+    "config/objectives": 15,
+    "forecast": 156,
+    "forecast/costs": 12,
+    "start": 13,
     "training/engine": 10,
-    "training/models": 13,
+    "training/models": 1,
 }
 """Rooms with such words, and at most how many. A room without any leaves the table."""
 

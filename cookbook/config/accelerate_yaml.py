@@ -19,7 +19,7 @@ _version = partial(integer, choices="2, or 1")
 _size_or_auto = partial(count_or_auto, auto="the processes that the other sizes leave")
 Size = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 SMALLEST = 2
-"""What a size of a mesh has that the file leaves open, until it is known how many processes there are."""
+"""Value of a size of a mesh that the file leaves open, until the number of processes is known."""
 
 SHARDING_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
 OTHER_STRATEGIES = {"NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp"}
@@ -98,7 +98,7 @@ class ParallelismBlock(Block):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """The same, the open ones as small as can be."""
+        """The sizes of the mesh, with the smallest that is possible for each open one."""
         return {name: SMALLEST if size == "auto" else size for name, size in self.written.items()}
 
     @property
@@ -359,7 +359,7 @@ def _check_fsdp(block: FsdpBlock, place: Callable[..., str]) -> Iterator[str]:
 
 
 def check_fsdp_alone(document: Document) -> Iterator[str]:
-    """The same of a file with other mistakes."""
+    """Mistakes of fsdp_config in a file that has other mistakes, too."""
     block = document.values.get("fsdp_config") if isinstance(document.values, dict) else None
     if not isinstance(block, dict) or not block:
         return

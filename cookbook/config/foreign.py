@@ -12,8 +12,8 @@ import yaml
 from cookbook.config.effects import effect_of
 
 Cost = Literal["changes", "decide", "idle", "sizes"]
-"""What is lost with a key without a counterpart: the same training, a decision, nothing, or a setting of speed, of
-which the shipped strategy has its own."""
+"""The loss with a key without a counterpart: the same training, a decision, nothing, or a setting of speed that the
+shipped strategy has too, with a value of its own."""
 
 
 class NoCounterpart(ValueError):
@@ -30,15 +30,15 @@ class Key:
     sets: Any = None
     """Our value, whatever theirs is."""
     decides: bool = False
-    """Whether a value without a counterpart means another training."""
+    """True if a value without a counterpart means another training."""
     why: str = ""
-    """What to write instead of the key, or of a value that has no counterpart."""
+    """Advice for the key, or for a value that has no counterpart."""
     without: Cost = "decide"
-    """What a key of no counterpart costs."""
+    """The cost of a key without a counterpart."""
 
     @property
     def cost(self) -> Cost:
-        """What it costs that a value has no counterpart."""
+        """The cost of a value without a counterpart."""
         if self.ours is None:
             return self.without
         is_of_run = self.ours in NEVER_TRAINED or self.ours.startswith("strategy.")
@@ -61,12 +61,12 @@ class Key:
         if isinstance(value, list | dict) or value not in values:
             if (meaning := meaning_of(self.ours, str(value))) is not None:
                 raise NoCounterpart(meaning)
-            known = ", ".join(dict.fromkeys(str(one) for one in values.values() if one is not None))
+            known = ", ".join(dict.fromkeys(str(ours) for ours in values.values() if ours is not None))
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
         return values[value]
 
     def left_out(self, value: Any) -> str | None:
-        """What of a value has no counterpart, though `translate` has one for the rest."""
+        """The part of a value that has no counterpart, though `translate` has one for the rest."""
         if self.ours == "model.new_tokens":
             return SPECIAL
         name = str(value).lower() if self.ours == "optim.name" else ""
@@ -74,7 +74,7 @@ class Key:
 
     @property
     def answer(self) -> str:
-        """What to write in a recipe in the place of this key."""
+        """Advice for a recipe that has this key."""
         if self.ours is not None and self.ours.startswith("strategy."):
             return self.why or tables().texts["strategy"]
         if self.ours is None or self.ours[0] == "~":
@@ -90,15 +90,15 @@ class Project:
     base: str | None = None
     """The project whose keys it extends."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What it does where a file is silent, by our keys; only where that differs from our defaults or we have none."""
+    """Values where a file is silent, by our keys; only those that are not our defaults, too."""
     of_preferences: Mapping[str, Any] = field(default_factory=dict)
-    """Those that are others for preferences."""
+    """Defaults that differ for preferences."""
     of_adapters: Mapping[str, Any] = field(default_factory=dict)
-    """Those that are others with an adapter."""
+    """Defaults that differ with an adapter."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
     always: tuple[str, ...] = ()
-    """What it does otherwise in any case."""
+    """Differences in any case."""
     changes: Mapping[str, list[str]] = field(default_factory=dict)
     """Keys and sections that make another training than any here, by what that is; 0, false and `no` ask for none."""
     passes: Mapping[str, Any] = field(default_factory=dict)
@@ -107,29 +107,29 @@ class Project:
     """Keys of a distribution without a counterpart that are the recipe's all the same, by `start.claims`."""
 
     def other_training(self, path: str, value: Any) -> str | None:
-        """What is trained otherwise with this key, if anything."""
+        """The other training that a key asks for with this value, if any."""
         return None if asks_for_nothing(value) else self.change(path)
 
     def change(self, path: str) -> str | None:
-        """What a key trains otherwise, with any value that asks for something."""
+        """The other training that a key asks for with any value but those that ask for nothing."""
         names = {path, path.partition(".")[0]}
         return next((what for what, keys in self.changes.items() if names & {*keys}), None)
 
     def has_section(self, path: str) -> bool:
-        """Whether a distribution's files have keys below this one."""
+        """True if a distribution's files have keys below this one."""
         return any(name.startswith(f"{path}.") for name in (*self.keys, *self.passes, *self.compares))
 
     def passes_over(self, path: str, value: Any) -> bool:
-        """Whether a distribution's key asks for nothing with this value, or for what a run does in any case."""
+        """True if a distribution's key asks for nothing with this value, or for what a run does in any case."""
         values = self.passes.get(path, [])
         return values == "any" or any(type(value) is type(passed) and value == passed for passed in values)
 
 
 def asks_for_nothing(value: Any) -> bool:
-    """Whether the value of a key without a counterpart leaves everything as it is."""
+    """True if the value of a key without a counterpart leaves everything as it is."""
     if isinstance(value, dict):  # a section with a switch, or whose sections have one
         parts = [value["enabled"]] if "enabled" in value else value.values()
-        return all(asks_for_nothing(one) and (isinstance(one, dict) or "enabled" in value) for one in parts)
+        return all(asks_for_nothing(part) and (isinstance(part, dict) or "enabled" in value) for part in parts)
     return value in (None, False, 0, "", "no", "none") or value == []
 
 
@@ -174,7 +174,7 @@ def _epochs(value: Any) -> int:
 
 def _names(value: Any) -> list[str]:
     """A list of names, also from `a,b`."""
-    return [one.strip() for one in value.split(",")] if isinstance(value, str) else [str(one) for one in value]
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else [str(name) for name in value]
 
 
 def _text(value: Any) -> str:
@@ -194,10 +194,10 @@ def _section(value: Any) -> dict[str, Any]:
 
 
 def share(value: Any) -> float:
-    found = _number(value)
-    if found >= 1:
-        raise NoCounterpart(f"so many rows; data.holdout is a share: {found:g} divided by the number of all rows")
-    return found
+    number = _number(value)
+    if number >= 1:
+        raise NoCounterpart(f"so many rows; data.holdout is a share: {number:g} divided by the number of all rows")
+    return number
 
 
 def _targets(value: Any) -> list[str]:
@@ -216,8 +216,8 @@ def _trackers(value: Any) -> list[str]:
 
 def _fsdp(value: Any) -> dict[str, Any] | None:
     """Properties of a strategy from `full_shard auto_wrap offload`, in one text or in a list."""
-    words = value.lower().split() if isinstance(value, str) else [str(one).lower() for one in value or ()]
-    if unknown := [one for one in words if one not in ("full_shard", "shard_grad_op", "auto_wrap", "offload")]:
+    words = value.lower().split() if isinstance(value, str) else [str(word).lower() for word in value or ()]
+    if unknown := [word for word in words if word not in ("full_shard", "shard_grad_op", "auto_wrap", "offload")]:
         raise NoCounterpart(f"{', '.join(unknown)}: no counterpart; for hybrid_shard write strategy: hsdp")
     if not words:
         return None
@@ -324,7 +324,7 @@ WITHOUT: dict[str, Cost] = {"advice": "decide", "differs": "changes", "idle": "i
 class Tables:
     projects: Mapping[str, Project]
     meanings: Mapping[str, Mapping[str, str]]
-    """What other projects' values for keys of ours are, with what to write here; in small letters."""
+    """Advice for other projects' values of our keys, by key and value, in small letters."""
     texts: Mapping[str, str]
     """Advice that several keys share, by its name."""
     elsewhere: dict[str, str]
@@ -386,8 +386,9 @@ SHORT = {
 
 
 def as_assignment(word: str) -> str | None:
-    """What to write in the place of a word of the command line that no command knows: `--epochs`, or `b=2` without
-    --set. None if that is not known."""
+    """Advice for a word of the command line that no command knows: `--epochs`, or `b=2` without --set. None if there is
+    none.
+    """
     if "=" in word and not word.startswith("-"):
         return f"{word}: write --set before each: --set {word}"
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
@@ -401,7 +402,7 @@ def as_assignment(word: str) -> str | None:
 
 @functools.cache
 def answers() -> dict[str, str]:
-    """What to write in a recipe in the place of each key of another project or file, by its name there."""
+    """Advice for a recipe with a key of another project or file, by its name there."""
     texts: dict[str, list[str]] = {"lr": [tables().projects["trainer"].keys["learning_rate"].answer]}
     for project in tables().projects.values():
         for path, key in project.keys.items():

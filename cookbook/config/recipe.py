@@ -355,7 +355,7 @@ OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
 
 
 def answer_to(key: str) -> str | None:
-    """What to write instead of a key that is no recipe's, but another file's or project's; None: nobody has it."""
+    """Advice for a key that is no recipe's, but another file's or project's; None: nobody has it."""
     return None if key in OWN_NAMES else foreign.answers().get(key)
 
 

@@ -56,7 +56,7 @@ class Strategy:
     gpu_ids: tuple[str, ...] = ()
     """The GPUs of a machine that a run sees; empty: all."""
     use_cpu: bool = False
-    """Whether the file asks for the CPU, which a run takes only where there is no GPU."""
+    """True if the file asks for the CPU, which a run takes only where there is no GPU."""
     zero_stage: int = 0
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     offload_param: Literal["cpu", "nvme"] | None = None
@@ -67,7 +67,7 @@ class Strategy:
     """`deepspeed_file` as the YAML has it, and accelerate hands it on."""
     fsdp: FsdpBlock | None = None
     has_parallelism_block: bool = False
-    """Whether the YAML has one, for which accelerate sets variables."""
+    """True if the YAML has one, for which accelerate sets variables."""
     bucket_cap_mb: int | None = None
     """MiB of a bucket of DDP; None: torch's default."""
     dp_replicate_size: int = 1
@@ -79,9 +79,9 @@ class Strategy:
     """Ranges of layers of a stage."""
     ep_size: int = 1
     written: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What accelerate reads of the YAML's sections, by the names of their keys."""
+    """The values that accelerate reads in the YAML's sections, by the names of their keys."""
     claims: tuple[Claim, ...] = ()
-    """What the files say of things that the recipe owns, to be compared with it."""
+    """Values in the files for keys that the recipe owns, to be compared with it."""
     passed: tuple[str, ...] = ()
     """Keys of the files that have no effect here, with their values."""
     open_sizes: frozenset[str] = frozenset()
@@ -110,36 +110,36 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether training keeps weights or optimizer state outside the GPU."""
+        """True if training keeps weights or optimizer state outside the GPU."""
         return bool(self.offload_optimizer or self.offload_param or (self.fsdp and self.fsdp.fsdp_offload_params))
 
     @property
     def is_sharded_while_read(self) -> bool:
-        """Whether transformers applies FSDP2, to what tensor, pipeline or expert parallel left, before it reads the
+        """True if transformers applies FSDP2, to what tensor, pipeline or expert parallel left, before it reads the
         weights.
         """
         return self.fsdp is not None and max(self.tp_size, self.pp_size, self.ep_size) > 1
 
     @property
     def sends_each_micro_batch(self) -> bool:
-        """Whether what it sends grows with the number of micro-batches: it shards gradients, and reduces each one's."""
+        """True if its traffic grows with the number of micro-batches: it reduces the gradients of each, in shards."""
         return self.fsdp is not None or self.zero_stage >= 2
 
     @property
     def has_autocast(self) -> bool:
-        """Whether the forward runs under autocast over float32 weights; FSDP and ZeRO cast what they gather."""
+        """True if the forward runs under autocast over float32 weights; FSDP and ZeRO cast what they gather."""
         return self.kind in ("single", "ddp", "tp", "pp") and self.fsdp is None
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether weights are gathered again for each backward."""
+        """True if weights are gathered again for each backward."""
         block = self.fsdp
         again = block is not None and (block.fsdp_reshard_after_forward or block.fsdp_sharding_strategy == "FULL_SHARD")
         return self.zero_stage == 3 or bool(again)
 
     @property
     def offloads_to_nvme(self) -> bool:
-        """Whether training keeps weights or optimizer state on a disk."""
+        """True if training keeps weights or optimizer state on a disk."""
         return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @property
@@ -174,9 +174,9 @@ class Strategy:
     def fitted(self, num_processes: int, num_local: int | None = None) -> "Strategy":
         """The strategy with its open sizes filled in.
 
-        One takes the processes that the other sizes leave; `tp_size` and `ep_size` at most those of a machine, for its
-        fast links. Of two, the copies are one for each machine, or two on one machine, and a copy has the shards that
-        this leaves.
+        A single open size takes the processes that the other sizes leave; `tp_size` and `ep_size` at most those of a
+        machine, for its fast links. If both `dp` sizes are open, there is a copy for each machine, or two on one
+        machine, and each copy has the shards that this leaves.
 
         Args:
             num_local: processes of a machine; None: an equal share on each machine that the file counts.
@@ -257,13 +257,13 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         RecipeError: the file cannot be read, or is none of a strategy.
     """
     document = read_document(path)
-    refuse(_wrong_kind(document))
-    sorted_keys = [Sorting(_with_names_of_today(document), "accelerate")]
+    refuse(_check_kind(document))
+    sorted_keys = [Sorting(_update_names(document), "accelerate")]
     rest = sorted_keys[0].strip(AccelerateFile)
     parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE.get, meaning_of)
-    mistakes = [*_unknown_to_accelerate(document), *mistakes]
-    deepspeed_name, source = None, _json_of_block(rest)
-    if (written := _deepspeed_file(rest)) is not None:
+    mistakes = [*_check_stopping_keys(document), *mistakes]
+    deepspeed_name, source = None, _make_json(rest)
+    if (written := _find_json_name(rest)) is not None:
         deepspeed_name = located(written, path)
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
@@ -291,14 +291,14 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         return None, claims, [*dict.fromkeys([*foreign, *mistakes]), *[to_convert(path)] * is_foreign]
     blocks = (document.values.get(name) or {} for name in ("deepspeed_config", "fsdp_config"))
     written_keys = {PREFIXED.get(key, key): value for block in blocks for key, value in block.items()}
-    strategy = _strategy(str(path), parsed, deepspeed, source, deepspeed_name, written_keys)
+    strategy = _make_strategy(str(path), parsed, deepspeed, source, deepspeed_name, written_keys)
     return replace(strategy, claims=claims, passed=passed), claims, []
 
 
 def contradicted(path: str | Path, claims: tuple[Claim, ...], ours: dict[str, Any]) -> list[str]:
     """`contradictions` of a strategy's claims, and what to do about them."""
-    found = list(contradictions(claims, ours))
-    return [*found, *[to_convert(path)] * bool(found)]
+    mistakes = list(contradictions(claims, ours))
+    return [*mistakes, *[to_convert(path)] * bool(mistakes)]
 
 
 def to_convert(path: str | Path) -> str:
@@ -306,7 +306,7 @@ def to_convert(path: str | Path) -> str:
     return f"{path}: `cookbook convert {path}` writes it in the terms of a strategy and a recipe of ours"
 
 
-def _wrong_kind(document: Document) -> list[str]:
+def _check_kind(document: Document) -> list[str]:
     keys = document.values.keys() if isinstance(document.values, dict) else ()
     if keys and document.values.get("compute_environment") == "AMAZON_SAGEMAKER":
         return [
@@ -329,7 +329,7 @@ def _wrong_kind(document: Document) -> list[str]:
     return []
 
 
-def _unknown_to_accelerate(document: Document) -> list[str]:
+def _check_stopping_keys(document: Document) -> list[str]:
     """Keys that say nothing here, and that accelerate 1.15 stops at (commands/config/config_args.py)."""
     keys = document.values if isinstance(document.values, dict) else {}
     why = "accelerate 1.15 starts nothing from a file with this key; take it out"
@@ -349,9 +349,10 @@ PREFIXED = {name.removeprefix("fsdp_"): name for name in FsdpBlock.model_fields}
 """Keys that accelerate 1.15 completes in fsdp_config (commands/launch.py, `_validate_launch_command`)."""
 
 
-def _with_names_of_today(document: Document) -> Document:
-    """FSDP1's sharding strategy as `accelerate config` 1.15 has it, keys of fsdp_config by their whole names, and the
-    version of a file from before there were two, which accelerate reads as 1 (commands/launch.py).
+def _update_names(document: Document) -> Document:
+    """Replace older names in fsdp_config by those of accelerate 1.15: the number of FSDP1's sharding strategy, keys
+    without their prefix, and the missing version of a file from before there were two, which accelerate reads as 1
+    (commands/launch.py).
     """
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None
@@ -368,24 +369,24 @@ def _with_names_of_today(document: Document) -> Document:
     block = {names.get(key, key): value for key, value in block.items()}
     if "fsdp_sharding_strategy" in block:
         block.setdefault("fsdp_version", 1)
-    lines = {(*path[:1], *(names.get(str(one), one) for one in path[1:])): at for path, at in document.lines.items()}
+    lines = {(*path[:1], *(names.get(str(key), key) for key in path[1:])): at for path, at in document.lines.items()}
     return replace(document, values={**values, "fsdp_config": block}, lines=lines)
 
 
-def _json_of_block(document: Document) -> Document | None:
-    """What stands in the place of a DeepSpeed JSON, if none is named."""
+def _make_json(document: Document) -> Document | None:
+    """The configuration that the keys of deepspeed_config mean where no JSON is named; None where one is."""
     block = part(document, "deepspeed_config", DeepspeedBlock) if "deepspeed_config" in document.values else None
     return Document(document.name, block.in_place_of_json) if block is not None and block.in_place_of_json else None
 
 
-def _deepspeed_file(document: Document) -> str | None:
+def _find_json_name(document: Document) -> str | None:
     """The JSON's name, read before validation so that mistakes in the YAML do not hide those in the JSON."""
     block = document.values.get("deepspeed_config")
     name = block.get("deepspeed_config_file") if isinstance(block, dict) else None
     return name if isinstance(name, str) and path_problem(name) is None else None
 
 
-def _strategy(
+def _make_strategy(
     path: str,
     parsed: AccelerateFile,
     deepspeed: DeepspeedFile | None,
@@ -465,7 +466,7 @@ def missing_strategy(name: str, place: Callable[[], str]) -> list[str]:
 
 
 def _suggest_strategy(name: str) -> str:
-    """What to write instead of a name that no strategy has."""
+    """Advice for a name that no strategy has."""
     return meaning_of("strategy", name.lower().replace("-", "_")) or nearest(name, known_strategies())
 
 

@@ -80,7 +80,7 @@ class Sorting:
 
     @property
     def project(self) -> Project:
-        """What is known of all keys of such files; asked for at the first that is not a strategy's."""
+        """The keys of such files; asked for at the first key that is not a strategy's."""
         return tables().projects[self._project]
 
     def strip(self, model: type[BaseModel]) -> Document:
@@ -136,7 +136,7 @@ class Sorting:
         return is_in_ours
 
     def _has_wrong_type(self, path: tuple[str, ...]) -> bool:
-        """Whether the `type` of a section is refused, for which its other keys may be right."""
+        """True if the `type` of a section is refused, for which its other keys may be right."""
         start = f"{self.document.place(*path, 'type')} is "
         return any(mistake.startswith(start) for mistake in self.mistakes)
 

@@ -1,4 +1,4 @@
-"""What a launcher passes to a run: which strategy is used, and that nothing else overrides it.
+"""Strategy and processes that a launcher passes to a run, and a check that nothing else overrides the files.
 
 accelerate prefers environment variables over a program's arguments, and `accelerate launch` turns its YAML into such
 variables. They are compared with the strategy file here and then removed; the engine passes plugins instead.
@@ -82,7 +82,7 @@ LAUNCHERS = (
 def find_launcher() -> Launcher:
     """The `accelerate launch` among this process's ancestors, if any."""
     # accelerate hands on what --config_file has, in variables, not its name; and by name it is read strictly.
-    for words in _ancestors():
+    for words in _list_ancestors():
         for i, word in enumerate(words):
             name = Path(word).name
             if (name == "accelerate" and words[i + 1 : i + 2] == ["launch"]) or name in LAUNCHERS:
@@ -92,7 +92,7 @@ def find_launcher() -> Launcher:
     return Launcher()
 
 
-def _ancestors() -> Iterator[list[str]]:
+def _list_ancestors() -> Iterator[list[str]]:
     """Command lines of the processes above this one."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents()[:4]:
@@ -167,7 +167,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     Raises:
         RecipeError: inconsistent variables, or one that a later step could not read.
     """
-    refuse(_unreadable(environment))
+    refuse(_check_variables(environment))
     rank, local_rank, size = (
         environment.get(*pair) for pair in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
     )
@@ -187,7 +187,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> World:
     )
 
 
-def _unreadable(environment: Mapping[str, str]) -> list[str]:
+def _check_variables(environment: Mapping[str, str]) -> list[str]:
     restarts, planned = (environment.get(name) for name in ("TORCHELASTIC_RESTART_COUNT", faults.VARIABLE))
     mistakes = []
     if restarts is not None and not restarts.isdecimal():
@@ -201,13 +201,13 @@ def elastic_sizes(world: World) -> list[int]:
     """Each number of processes that the run may come to have: of `torchrun --nnodes 1:2` those of one machine and of
     two. Empty for a fixed number.
     """
-    lines = [" ".join(words) for words in _ancestors()] + [f"--nnodes {os.environ.get('PET_NNODES')}"]
+    lines = [" ".join(words) for words in _list_ancestors()] + [f"--nnodes {os.environ.get('PET_NNODES')}"]
     found = next(filter(None, (re.search(r"--nnodes[ =](\d+):(\d+)(?!\S)", line) for line in lines)), None)
     return [count * world.num_local for count in range(int(found[1]), int(found[2]) + 1)] if found else []
 
 
 def check_elastic(sizes: list[int], resume: str) -> list[str]:
-    """What would keep a group of processes that changes from going on where it was. `sizes`: see `elastic_sizes`."""
+    """Mistakes that keep a changing group of processes from resuming where it was. `sizes`: see `elastic_sizes`."""
     mistakes = []
     if sizes and resume != "auto":
         mistakes.append(f"run.resume is {resume}: each time the group changes it would start there; write auto")
@@ -259,7 +259,7 @@ def choose_network(world: World) -> list[str]:
 def check_machine(
     strategy: Strategy | None, num_gpus: int, *, deterministic: bool, mixed_precision: str = "bf16"
 ) -> list[str]:
-    """What this machine lacks for the run's kernels; checked early, since they are used after downloads and imports."""
+    """Mistakes about kernels of the run that this machine lacks; found early, before downloads and imports."""
     mistakes = [f"{what}; {remedy}" for what, remedy in fp8_problems()] if mixed_precision == "fp8" and num_gpus else []
     given = os.environ.get(CUBLAS_VARIABLE)
     if deterministic and given not in (None, *CUBLAS_DETERMINISTIC):
@@ -379,9 +379,9 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
     if strategy.has_parallelism_block:
         expected |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": _as_written(strategy, "dp_replicate_size"),
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": _as_written(strategy, "dp_shard_size"),
-            "PARALLELISM_CONFIG_TP_SIZE": _as_written(strategy, "tp_size"),
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": _write_size(strategy, "dp_replicate_size"),
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": _write_size(strategy, "dp_shard_size"),
+            "PARALLELISM_CONFIG_TP_SIZE": _write_size(strategy, "tp_size"),
             "PARALLELISM_CONFIG_CP_SIZE": "1",
             "PARALLELISM_CONFIG_SP_SIZE": str(strategy.sp_size),
         }
@@ -394,5 +394,5 @@ def _expected_variables(strategy: Strategy) -> dict[str, str]:
     return expected | written
 
 
-def _as_written(strategy: Strategy, size: str) -> str:
+def _write_size(strategy: Strategy, size: str) -> str:
     return "auto" if size in strategy.open_sizes else str(getattr(strategy, size))

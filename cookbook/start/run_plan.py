@@ -57,7 +57,7 @@ def autos(recipe: Recipe) -> list[str]:
 
 
 KINDS: tuple[Checkpointing, ...] = (False, "selective", True)
-"""What `auto` tries of checkpointing, the one that computes least first."""
+"""Kinds of checkpointing that `auto` tries, the one that computes least first."""
 
 
 def even(share: int) -> list[int]:
@@ -278,7 +278,7 @@ def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
 
 
 def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, num_gpus: int) -> list[str]:
-    """What a strategy does not do with so many processes, whatever the recipe; arguments as `make_plan`."""
+    """Mistakes of a strategy with so many processes, whatever the recipe; arguments as `make_plan`."""
     strategy = strategy.fitted(num_processes, num_local)
     written, mistakes = strategy.written_mesh.num_processes, []
     if strategy.kind == "single" and num_processes != 1:
