@@ -120,14 +120,14 @@ class Draft(Document):
     assignments: Sequence[str] = ()
     """`section.key=value`, each of which takes the place of the file's own."""
     choose_strategy: Callable[[Path | None], Path | None] = lambda named: named
-    """From the strategy's file that the recipe names, None if that does not exist, to that of the run."""
+    """Function from the strategy's file that the recipe names, None if that does not exist, to that of the run."""
     strategy_file: Path | None = None
     default_folder: str = ""
-    """Of a run whose recipe names none."""
+    """Output folder of a run whose recipe names none."""
     strategy_mistakes: list[str] = field(default_factory=list)
-    """Of the choice and of the strategy's files, reported after the recipe's own."""
+    """Mistakes of the choice and of the strategy's files, reported after the recipe's own."""
     valid: dict[str, Any] = field(default_factory=dict)
-    """By name, the sections and the precision that are valid by themselves; None for one with mistakes."""
+    """Sections and the precision that are valid by themselves, by name; None for one with mistakes."""
     recipe: Recipe | None = None
     """As if every misspelt key had its nearest name; None if there are other mistakes."""
 

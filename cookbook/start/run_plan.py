@@ -100,7 +100,7 @@ class Pair(Draft):
     strategy: Strategy | None = None
     """None: it has mistakes."""
     claims: tuple[Claim, ...] = ()
-    """Of the strategy's files, about the recipe, even if the files have mistakes."""
+    """Claims of the strategy's files about the recipe, even if the files have mistakes."""
     launcher: Launcher = field(default_factory=Launcher)
     world: World | None = None
     """The processes that started; None: none did yet."""
