@@ -400,6 +400,17 @@ def test_a_command_that_became_part_of_another_is_answered_with_the_line_to_writ
     assert all(word.partition("=")[0] in explained for word in words if word.startswith("--"))
 
 
+@pytest.mark.parametrize(("exported", "words"), [(4, " --step 4"), (8, "")], ids=["an earlier one", "the newest"])
+def test_the_answer_to_merge_is_of_the_checkpoint_that_the_run_exported(exported, words, tmp_path, capsys):
+    """With run.export: best that may not be the newest, which `export --merged` would take."""
+    for step in (4, 8):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export/export.json").write_text(json.dumps({"step": exported}))
+    assert main(["merge", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"cookbook merge: write cookbook export {tmp_path} --merged{words}\n"
+
+
 def test_launch_prints_the_accelerate_line_and_runs_it_without_an_activated_environment(tmp_path):
     # PATH as in a fresh shell: accelerate is found beside the interpreter only.
     answer = cookbook(

@@ -1,7 +1,9 @@
 """Commands that have another name now: the command to write instead, from the words of the old one."""
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 PROMPT = "Write `def get_name(self)`: Return the name."
 """The prompt of `sample` without one, as cookbook/training/data/stdlib.py words it."""
@@ -14,7 +16,23 @@ def _replace_merge(words: list[str]) -> list[str]:
     for word in words:
         flag, equals, value = word.rpartition("=")  # --dtype=bfloat16, or bfloat16 alone
         renamed.append(flag + equals + DTYPES.get(value, value))
-    return ["export", *renamed, "--merged"]
+    return ["export", *renamed, "--merged", *_step_of_export(words)]
+
+
+def _step_of_export(words: list[str]) -> list[str]:
+    """`--step N` if `export/` is not of the newest checkpoint, as with run.export: best: `merge` took that model, and
+    `export` alone takes the newest.
+    """
+    for run in map(Path, words):
+        try:
+            step = json.loads((run / "export" / "export.json").read_text(encoding="utf-8"))["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        newest = max(
+            (int(path.name[5:]) for path in run.glob("checkpoints/step-*") if path.name[5:].isdecimal()), default=step
+        )
+        return [] if step == newest else ["--step", str(step)]
+    return []
 
 
 def _replace_sample(words: list[str]) -> list[str]:
