@@ -25,11 +25,12 @@ from cookbook.config.recipe import recipe_schema
 ROOT = Path(__file__).parent.parent
 QUICKSTART = "recipes/quickstart.yaml"
 GROUPS = {
-    "Before a run": "init convert check explain preview plan tune rehearse doctor",
+    "Before a run": "library init convert check explain preview plan tune rehearse doctor",
     "Run": "launch rounds submit watch",
     "After a run": "report why-slow chat evaluate export checkpoint",
 }
-OF_MAINTAINERS = ["library", "combinations", "schema"]
+OF_MAINTAINERS = ["combinations", "schema"]
+OF_THE_REPOSITORY = [["schema"], ["library", "--page"], ["combinations"]]
 VERBS = [*" ".join(GROUPS.values()).split(), *OF_MAINTAINERS]
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -524,12 +525,12 @@ def test_schema_on_disk_is_the_one_of_the_models():
     assert written == json.dumps(recipe_schema(), indent=2) + "\n", "run cookbook schema"
 
 
-@pytest.mark.parametrize("command", ["schema", "library", "combinations"])
+@pytest.mark.parametrize("command", OF_THE_REPOSITORY, ids=" ".join)
 def test_a_page_of_the_repository_is_written_in_no_other_folder(command, tmp_path, monkeypatch, capsys):
     for name in ("recipes", "docs"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main([command]) == 2
+    assert main(command) == 2
     assert re.fullmatch(r"\S+ is a page of the repository, .*; write the command there\n", capsys.readouterr().err)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -557,7 +558,7 @@ def test_preview_shows_samples_of_the_quickstart() -> None:
     assert "--- sample" in done.stdout and "\u27e6" in done.stdout and "steps per epoch" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["schema"], ["library"], ["combinations"]], ids=" ".join)
+@pytest.mark.parametrize("command", OF_THE_REPOSITORY, ids=" ".join)
 def test_a_file_that_cannot_be_written_is_named_without_a_traceback(command, monkeypatch, in_root, capsys):
     def refuse(path: Path, *_, **__) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

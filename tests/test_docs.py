@@ -59,6 +59,7 @@ MADE = (
     "merged/",
     ".venv",
     ".cache",
+    "dist/",
     "nvme_swap",
     "recipes/mine",
     "path/to/",
@@ -153,6 +154,10 @@ def attempt(line: str, folder: Path) -> list[list[str]]:
             assert name in GROUPS, f"pyproject.toml has no group {name}"
         case ["pip", "install", *packages] if all("==" in package for package in packages):
             assert packages in GROUPS.values(), f"pyproject.toml has other versions than {packages}"
+        case ["pip", "install", package] if re.fullmatch(r"onecurve-cookbook(\[[a-z0-9,]+\])?", package):
+            assert set(re.findall(r"\w+", package.partition("[")[2])) <= GROUPS.keys()
+        case ["uvx", "onecurve-cookbook", *arguments]:
+            return attempt_cookbook(arguments, folder)
         case ["pip", "install", "."] | ["pip", "wheel", "--no-deps", "-w", _, "."]:
             assert (ROOT / "pyproject.toml").is_file()  # tests/test_installed.py does both
         case ["cookbook", *arguments]:
@@ -328,6 +333,9 @@ WRONG = [
     "cookbook levitate",
     "pip install --group peer",
     "pip install tensorboard==2.20.0",
+    "pip install onecurve",
+    "pip install onecurve-cookbook[trakio]",
+    "uvx onecurve-cookbook levitate",
     "cookbook chat outputs/quickstart --temprature 1",
     "python -m pytest tests/test_nothing.py",
     "cp recipes/none.yaml recipes/mine.yaml",

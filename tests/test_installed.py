@@ -13,12 +13,17 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT, clean_environment
 
+from cookbook.commands import library
+from cookbook.commands.cli import main
+from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.system import shipped
 from cookbook.system.shipped import located, own_folder
 
@@ -102,6 +107,74 @@ def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(t
     assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
 
 
+# `library --copy`: what is shipped becomes a file of one's own.
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_each_shipped_file_is_copied_by_its_path_or_by_a_name_of_its_own():
+    names = library.names_of_copies()
+    files = [*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "accelerate_configs").glob("*.yaml")]
+    files += (ROOT / "recipes/chat_templates").glob("*.jinja")
+    assert {str(path.relative_to(ROOT)) for path in files} == {str(path) for path in names.values()}
+    for file in files:  # no other file has taken its short name
+        assert len([name for name, path in names.items() if path == file.relative_to(ROOT)]) >= 2, file
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("zero3", ["accelerate_configs/zero3.yaml", "ds_configs/zero3.json"]),
+        ("accelerate_configs/fsdp2.yaml", ["accelerate_configs/fsdp2.yaml"]),
+        ("quickstart", ["recipes/quickstart.yaml", "recipes/schema.json"]),
+        (
+            "qwen25_3b/grpo_lora",
+            ["recipes/qwen25_3b/grpo_lora.yaml", "recipes/qwen25_3b/gsm8k.py", "recipes/schema.json"],
+        ),
+        ("chatml", ["recipes/chat_templates/chatml.jinja"]),
+    ],
+)
+def test_a_copy_has_what_the_file_names_and_the_bytes_that_are_shipped(name, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # a second time nothing is left to do
+        assert main(["library", "--copy", name]) == 0
+        assert files_in(tmp_path) == {file: (ROOT / file).read_bytes() for file in files}
+    assert capsys.readouterr().out.count("is here, as shipped") == len(files)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))])
+def test_a_copied_strategy_is_the_one_that_its_name_means_in_this_folder(name, tmp_path, monkeypatch):
+    shipped_one = load_strategy(find_strategy(name))
+    monkeypatch.chdir(tmp_path)
+    assert load_strategy(find_strategy(name)).path == str(ROOT / f"accelerate_configs/{name}.yaml")
+    assert main(["library", "--copy", name]) == 0
+    copied = load_strategy(find_strategy(name))
+    assert copied.path == f"accelerate_configs/{name}.yaml"
+    assert not Path(copied.deepspeed_file or "").is_absolute()
+    assert (copied.kind, copied.deepspeed, copied.fsdp) == (shipped_one.kind, shipped_one.deepspeed, shipped_one.fsdp)
+
+
+def test_no_file_of_the_users_is_overwritten_and_nothing_is_copied_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs/zero3.json").write_text("{}")
+    (tmp_path / "recipes").write_text("a file")
+    assert main(["library", "--copy", "fsdp2", "--copy", "zero3"]) == 2
+    assert capsys.readouterr().err == (
+        "ds_configs/zero3.json is here and differs from the shipped one; rename or remove it first\n"
+    )
+    assert main(["library", "--copy", "fsdp2", "--copy", "quickstart"]) == 2
+    assert "recipes/quickstart.yaml: cannot be written (" in capsys.readouterr().err
+    assert main(["library", "--copy", "zero-3", "--copy", "qwen3_4b/stf"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "--copy zero-3: nothing shipped has this name; did you mean zero3?",
+        "--copy qwen3_4b/stf: nothing shipped has this name; did you mean qwen3_4b/sft?",
+    ]
+    assert files_in(tmp_path) == {"ds_configs/zero3.json": b"{}", "recipes": b"a file"}
+
+
 def texts_of(path: Path) -> list[str]:
     """The strings of a Python file that somebody may read while it runs."""
     tree = ast.parse(path.read_text())
@@ -132,19 +205,15 @@ def run(*command: str | Path, cwd: Path, **extra: str) -> str:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory) -> Path:
-    """The sdist, and the wheel that is built from it as pip does; from the files that Git has."""
+    """The sdist, and the wheel that is built from it, as a release has them; from the files that Git has."""
     folder = tmp_path_factory.mktemp("packages")
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = run(*listed, cwd=ROOT).split("\0")[:-1]
     for name in filter(lambda name: (ROOT / name).is_file(), names):
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name)
-    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    run(sys.executable, "-c", build, cwd=folder / "source")
-    (sdist,) = folder.glob("*.tar.gz")
-    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    run(sys.executable, "-m", "pip", "wheel", "-q", *offline, "-w", folder, sdist, cwd=folder)
-    return folder
+    run(".ci/release", cwd=folder / "source", PYTHON=sys.executable, PIP_NO_INDEX="1")
+    return folder / "source/dist"
 
 
 @pytest.mark.slow
@@ -168,7 +237,14 @@ def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(pack
         }
         needed = archive.read(f"{'-'.join(wheel.name.split('-')[:2])}.dist-info/METADATA").decode()
     pinned = [line.strip() for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
-    assert [line.split(": ")[1] for line in needed.splitlines() if line.startswith("Requires-Dist")] == pinned
+    requirements = [line.split(": ")[1] for line in needed.splitlines() if line.startswith("Requires-Dist")]
+    assert [line for line in requirements if "extra ==" not in line] == pinned
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for extra in ("fp8", "tensorboard", "wandb", "mlflow", "trackio"):  # the groups that the package's messages name
+        of_extra = [line.split(";")[0] for line in requirements if line.endswith(f'extra == "{extra}"')]
+        assert of_extra == groups[extra]
+        assert all(f'{package}; extra == "trackers"' in requirements for package in of_extra) == (extra != "fp8")
+    assert set(re.findall(r"(?m)^Provides-Extra: (.+)$", needed)) & {"dev", "peers", "timm", "oldest"} == set()
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert {str(path.relative_to(ROOT)) for path in [*ours, *code, ROOT / "train.py"]} <= held
@@ -232,3 +308,34 @@ def test_the_installed_command_trains_a_recipe_of_another_folder(tool, tmp_path)
     record = json.loads((here / "outputs/mine-ddp/run.json").read_text())
     assert record["commit"] is None
     assert sorted(os.listdir(recipe.parent)) == ["data", "mine.yaml"]
+
+
+@pytest.mark.slow
+def test_by_the_packages_name_the_quickstart_and_a_recipe_of_init_train_in_an_empty_folder(tool, tmp_path):
+    program = tool.with_name("onecurve-cookbook")
+    three_steps = ("--set", "run.max_steps=3", "--set", "schedule.warmup_steps=1")
+    run(
+        program,
+        "launch",
+        "recipes/quickstart.yaml",
+        "--strategy",
+        "ddp",
+        "--processes",
+        "2",
+        *three_steps,
+        cwd=tmp_path,
+    )
+    assert sorted(os.listdir(tmp_path)) == [".cache", "outputs"]
+    assert (tmp_path / "outputs/quickstart/export/model.safetensors").is_file()
+    # What is edited here is what runs.
+    run(program, "library", "--copy", "zero2", "--copy", "sums/sft", cwd=tmp_path)
+    json_file = tmp_path / "ds_configs/zero2.json"
+    settings = json.loads(json_file.read_text())
+    settings["zero_optimization"]["reduce_bucket_size"] = 123456
+    json_file.write_text(json.dumps(settings))
+    run(program, "init", "recipes/sums/model", "recipes/sums/answers.jsonl", "--gpus", "cpu", cwd=tmp_path)
+    recipe = tmp_path / "recipes/mine.yaml"
+    assert yaml.safe_load(recipe.read_text())["model"]["name_or_path"] == "recipes/sums/model"
+    run(program, "launch", recipe, "--strategy", "zero2", "--processes", "1", *three_steps, cwd=tmp_path)
+    record = json.loads((tmp_path / "outputs/mine/run.json").read_text())
+    assert "123456" in json.dumps(record)

@@ -183,7 +183,7 @@ def test_the_model_beside_the_sums_has_the_sizes_of_the_recipe_that_made_it():
 
 
 def test_the_page_is_what_the_recipes_say():
-    assert library.PAGE.read_text() == library.library_page(), "write it again: cookbook library"
+    assert library.PAGE.read_text() == library.library_page(), "write it again: cookbook library --page"
 
 
 def test_on_a_machine_that_is_too_small_the_answer_is_what_to_do_instead():

@@ -5,7 +5,9 @@ Run alone: pytest -q tests/test_repository.py
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -43,6 +45,67 @@ def test_a_workflow_with_a_misspelt_key_is_refused(tmp_path: Path) -> None:
     wrong = tmp_path / "ci.yml"
     wrong.write_text(WORKFLOW.read_text().replace("runs-on:", "run-on:"))
     assert check("github-workflows", wrong).returncode == 1
+
+
+def actions_of(text: str) -> dict[str, bool]:
+    """The actions of a workflow, each with whether a digest names it, with its version beside."""
+    uses = re.findall(r"(?m)^ +- uses: (\S+)(.*)$", text)
+    pinned = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+")
+    return {name: pinned.fullmatch(name + comment) is not None for name, comment in uses}
+
+
+def test_actions_of_others_are_named_by_digest() -> None:
+    """A tag can be moved to other code, which the trusted publisher would run."""
+    texts = [path.read_text() for path in SCHEMAS["github-workflows"]]
+    actions = {name: good for text in texts for name, good in actions_of(text).items()}
+    assert len(actions) >= 5 and all(actions.values()), actions
+    assert actions_of("    - uses: actions/checkout@v4\n") == {"actions/checkout@v4": False}
+
+
+def test_only_the_last_job_of_a_release_has_a_right_and_it_runs_nothing_of_ours() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    assert {name for name, job in jobs.items() if "permissions" in job} == {"publish"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"} and jobs["publish"]["needs"] == "try"
+    assert [step for step in jobs["publish"]["steps"] if "run" in step] == []
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """The files that a release compares with its tag, and the program."""
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/release", "CITATION.cff", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def released(folder: Path, *tag: str) -> tuple[int, list[str]]:
+    """Exit code and complaints; an interpreter that does nothing builds the packages."""
+    command = [".ci/release", *tag]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHON": "true"}, capture_output=True, text=True)
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_tag_that_is_not_the_version_of_the_files_is_refused(release: Path) -> None:
+    citation, changes = release / "CITATION.cff", release / "CHANGELOG.md"
+    written, listed = citation.read_text(), changes.read_text()
+    undated = re.sub("(?m)^date-released: .*\n", "", written)
+    version = yaml.safe_load(written)["version"]
+    assert listed.count(f"\n## {version}, ") == 1
+    citation.write_text(undated)
+    code, complaints = released(release, "v9.9.9")
+    assert code == 2 and [line.split(":")[0] for line in complaints] == ["CITATION.cff", "CITATION.cff", "CHANGELOG.md"]
+    assert complaints[0] == (
+        f"CITATION.cff: version is {version}, and the tag is v9.9.9; write v{version}, or the tag's version there"
+    )
+    citation.write_text(f"{undated}date-released: 2027-01-31\n")
+    code, complaints = released(release, f"v{version}")
+    assert code == 2 and complaints[0].endswith(f"write ## {version}, 2027-01-31")
+    changes.write_text(re.sub(r"(?m)^## .*$", f"## {version}, 2027-01-31", listed, count=1))
+    assert released(release, f"v{version}") == (0, [])
+    assert check("citation-file-format", citation).returncode == 0
 
 
 def test_the_workflow_runs_ci_and_a_quick_lane_for_each_python() -> None:

@@ -173,6 +173,7 @@ def cookbook(
 
 GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
     "Before a run": (
+        library,
         init,
         convert,
         check,
@@ -212,5 +213,5 @@ app = Typer(
 for title, functions in GROUPS.items():
     for function in functions:
         app.command(rich_help_panel=title)(function)
-for function in (library, combinations, schema):  # write pages of the repository, for maintainers
+for function in (combinations, schema):  # write pages of the repository, for maintainers
     app.command(hidden=True)(function)

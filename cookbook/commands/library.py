@@ -1,18 +1,111 @@
-"""`library`: the page of all recipes, recipes/README.md, from the recipes."""
+"""`library`: the shipped recipes, strategies and chat templates, and a copy of one, to edit it.
 
+For maintainers also recipes/README.md, the page of all recipes.
+"""
+
+import contextlib
 from pathlib import Path
+from typing import Annotated
+
+import yaml
+from typer import Option
 
 from cookbook.commands.shared.arguments import write_page
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
+from cookbook.config.chat_templates import FOLDER as TEMPLATES
 from cookbook.config.optim import number
 from cookbook.config.recipe import RECIPES, Recipe, load_recipe
+from cookbook.config.strategy import STRATEGIES
+from cookbook.system.console import say
+from cookbook.system.files import RecipeError, cannot_write, nearest, refuse
+from cookbook.system.shipped import HOME
 
 PAGE = RECIPES / "README.md"
 
 
-def library() -> int:
-    """Write recipes/README.md from the recipes."""
-    return write_page(PAGE, library_page)
+def library(
+    *,
+    copy: Annotated[
+        list[str],
+        Option("--copy", metavar="NAME|PATH", default_factory=list, show_default=False, help="may be repeated"),
+    ],
+    page: Annotated[bool, Option("--page", help="write the page of recipes, in the repository")] = False,
+) -> int:
+    """List recipes, strategies and templates, or copy some."""
+    if page:
+        return write_page(PAGE, library_page)
+    if copy:
+        return _copy_here(copy)
+    for path in sorted(_shipped(RECIPES, "yaml")):
+        label = read_label(HOME / path)
+        say(f"{path!s:36} {label.get('Needs', '').split('. ')[0].rstrip('.')}")
+    say("strategies:", ", ".join(sorted(path.stem for path in _shipped(STRATEGIES, "yaml"))))
+    say("chat templates:", ", ".join(sorted(path.stem for path in _shipped(TEMPLATES, "jinja"))))
+    say("cookbook library --copy NAME puts one into this folder, where it is used in the place of the shipped one")
+    return 0
+
+
+def _shipped(folder: Path, suffix: str) -> list[Path]:
+    """Files below a shipped folder, as paths from `HOME`."""
+    return [path.relative_to(HOME) for path in (HOME / folder).rglob(f"*.{suffix}")]
+
+
+def names_of_copies() -> dict[str, Path]:
+    """The names and paths that --copy takes, each with its file."""
+    shipped = [*_shipped(RECIPES, "yaml"), *_shipped(STRATEGIES, "yaml"), *_shipped(TEMPLATES, "jinja")]
+    short = {path.stem: path for path in shipped if path.parent in (RECIPES, STRATEGIES, TEMPLATES)}
+    of_recipes = {str(path.relative_to(RECIPES).with_suffix("")): path for path in shipped if RECIPES in path.parents}
+    return of_recipes | short | {str(path): path for path in shipped}
+
+
+def _with_what_it_names(path: Path) -> list[Path]:
+    """A shipped file, and those that an edited copy needs beside it: the JSON of a strategy; the schema for editors,
+    rows, models and plugins of a recipe.
+    """
+    if path.parent == STRATEGIES:
+        block = yaml.safe_load((HOME / path).read_text(encoding="utf-8")).get("deepspeed_config") or {}
+        named = block.get("deepspeed_config_file")
+        return [path, *([Path(named)] if named else [])]
+    if path.suffix != ".yaml":
+        return [path]
+    beside = [] if path.parent == RECIPES else (HOME / path.parent).rglob("*")
+    others = [other for other in beside if other.is_file() and other.suffix not in (".yaml", ".pyc")]
+    return [path, RECIPES / "schema.json", *sorted(other.relative_to(HOME) for other in others)]
+
+
+def _copy_here(names: list[str]) -> int:
+    """Copy all files, or none; those that are here as shipped stay."""
+    known, mistakes = names_of_copies(), []
+    for name in names:
+        if name not in known:
+            mistakes.append(f"--copy {name}: nothing shipped has this name; {nearest(name, list(known))}")
+    refuse(mistakes)
+    files = list(dict.fromkeys(file for name in names for file in _with_what_it_names(known[name])))
+    for file in files:
+        if file.exists() and not _is_as_shipped(file):
+            mistakes.append(f"{file} is here and differs from the shipped one; rename or remove it first")
+    refuse(mistakes)
+    written: list[Path] = []
+    for file in files:
+        if file.exists():
+            say(f"{file} is here, as shipped")
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("xb") as copied:
+                written.append(file)
+                copied.write((HOME / file).read_bytes())
+        except OSError as error:
+            for path in written:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            raise RecipeError(cannot_write(file, error)) from None
+        say(file)
+    return 0
+
+
+def _is_as_shipped(file: Path) -> bool:
+    return file.is_file() and file.read_bytes() == (HOME / file).read_bytes()
 
 
 def library_page() -> str:
@@ -23,8 +116,8 @@ def library_page() -> str:
     lines = [
         "# The library",
         "",
-        "Generated from the recipes by `cookbook library`; change those, not this page. Replace `launch` by `rehearse`",
-        "to try a row first without a GPU, with a tiny model of its kind.",
+        "Generated from the recipes by `cookbook library --page`; change those, not this page. Replace `launch` by",
+        "`rehearse` to try a row first without a GPU, with a tiny model of its kind.",
         "",
         "A recipe is a model and a task. Its strategy is a default; another gives the same curve (`--strategy zero3`).",
         "The label at the top of each recipe lists which strategies fit which machines, as forecast by `plan`, until a",
