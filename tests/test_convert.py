@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -379,6 +380,35 @@ def test_a_distribution_alone_names_its_strategy_and_writes_nothing(folder, caps
     printed = capsys.readouterr().out
     assert f"strategy: {strategy}\n" in printed and "no recipe" in printed
     assert sorted(folder.rglob("*")) == sorted([*before, folder / "dist.json"])
+
+
+def with_warmup(**params: Any) -> str:
+    scheduler = {"type": "WarmupLR", "params": params}
+    return json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler})
+
+
+def test_a_scheduler_of_deepspeed_warms_up_by_a_logarithm_unless_it_says_otherwise(folder, capsys):
+    assert convert(with_warmup(warmup_num_steps=30), name="dist.json") == 0
+    printed = capsys.readouterr().out
+    assert "name: constant\n  warmup_steps: 30\n  warmup: log\n" in printed
+    assert "the defaults of DeepSpeed hold: schedule.warmup 'log'" in printed
+    assert convert(with_warmup(warmup_num_steps=30, warmup_type="linear"), name="dist.json") == 0
+    printed = capsys.readouterr().out
+    assert "warmup: linear" in printed and "defaults of DeepSpeed" not in printed
+
+
+def test_what_a_json_leaves_to_the_training_is_named_where_no_file_has_it(folder, capsys):
+    (folder / "dist.json").write_text(with_warmup(warmup_num_steps="auto", warmup_max_lr="auto"))
+    assert main(["convert", "dist.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "dist.json:1: scheduler.params.warmup_num_steps is 'auto', and no file has a number" in printed
+    assert "write it as schedule.warmup_steps, and schedule.warmup: log" in printed
+    assert "scheduler.params.warmup_max_lr is 'auto', and no file has a value" in printed
+    (folder / "trl.yaml").write_text(TRL + "warmup_steps: 7\n")
+    assert main(["convert", "trl.yaml", "dist.json", "--out", "recipes/mine.yaml"]) == 0
+    assert "'auto', and no file" not in capsys.readouterr().out
+    schedule = load_recipe(Path("recipes/mine.yaml")).schedule
+    assert (schedule.warmup_steps, schedule.warmup) == (7, "log")
 
 
 NEW = {

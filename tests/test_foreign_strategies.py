@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
@@ -19,14 +20,18 @@ from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from pydantic import BaseModel
 
+from benchmarks import deepspeed_facts
 from cookbook.commands.cli import main
 from cookbook.config.accelerate_yaml import FsdpBlock
 from cookbook.config.recipe import load_recipe
+from cookbook.config.schedule import Schedule, learning_rate
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.ranking import forecast_all
 from cookbook.start.hosts import Hosts
@@ -93,13 +98,19 @@ LAUNCHED = ("ddp", "fsdp1", "zero3_offload")
 """By accelerate, which reads the file itself and hands it on in variables."""
 RUN_BY_TURN = ("single", "fsdp2", "fsdp2_offload", "zero1", "zero2_offload", "zero3")
 
+LINEAR = {"warmup_type": "linear", "cos_min_ratio": 0}
+"""Where a scheduler's defaults are not the recipe's."""
+
 # As the pages of DeepSpeed and transformers write them: 5e8, "auto", switched-off profilers.
 PAGES: dict[str, dict[str, Any]] = {
     "zero2": {
         "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"} | LINEAR,
+        },
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {"device": "none", "pin_memory": True},
@@ -526,9 +537,91 @@ def test_the_name_that_accelerate_had_for_prefetching_is_read(tmp_path: Path):
 
 
 def test_a_share_at_the_end_of_the_cosine_is_compared_with_the_recipe_s(lab, tmp_path, capsys):
-    schedule = {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.3}}}
+    params = LINEAR | {"warmup_num_steps": "auto", "cos_min_ratio": 0.3}
+    schedule = {"scheduler": {"type": "WarmupCosineLR", "params": params}}
     assert check(lab, with_json(tmp_path, PAGES["zero2"] | schedule)) == 2
     assert "cos_min_ratio is 0.3, but the recipe's min_share is 0.0" in capsys.readouterr().err
+
+
+SCHEDULERS = {
+    "constant": (lr_schedules.WarmupLR, {"warmup_max_lr": 0.8}),
+    "linear": (lr_schedules.WarmupDecayLR, {"warmup_max_lr": 0.8, "total_num_steps": 20}),
+    "cosine": (lr_schedules.WarmupCosineLR, {"cos_min_ratio": 0.0, "total_num_steps": 20}),
+}
+
+
+@pytest.mark.parametrize(("name", "num_steps"), [(name, steps) for name in SCHEDULERS for steps in (2, 6)])
+def test_a_logarithmic_warm_up_is_the_one_of_deepspeed_s_schedulers(name: str, num_steps: int):
+    kind, settings = SCHEDULERS[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
+    scheduler = kind(optimizer, warmup_num_steps=num_steps, **settings)
+    ours = Schedule.of(name=name, warmup_steps=num_steps, warmup="log")
+    for step in range(20):
+        scheduler.step()
+        rate = scheduler.get_last_lr()[0]
+        if step < num_steps or name != "cosine":  # its cosine is a step ahead
+            assert learning_rate(step, 20, 0.8, ours) == pytest.approx(rate, rel=1e-12)
+    linear = ours.model_copy(update={"warmup": "linear"})
+    assert learning_rate(0, 20, 0.8, ours) == 0 < learning_rate(0, 20, 0.8, linear)
+
+
+def test_names_bounds_and_defaults_are_those_of_the_installed_deepspeed():
+    assert json.loads(deepspeed_facts.FACTS.read_text()) == deepspeed_facts.facts()
+    on_host = deepspeed_facts.plain_defaults(DeepSpeedCPUAdam)
+    assert deepspeed_facts.facts()["optimizers"]["adamw"].items() <= on_host.items()
+
+
+def scheduler_of(**params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3} | params}}
+
+
+SILENT: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "the warm-up": (scheduler_of(), [], "warmup_type is missing, so that DeepSpeed's default 'log' holds"),
+    "a word that nobody fills in": (scheduler_of(warmup_type="auto"), [], "DeepSpeed's default 'log' holds"),
+    "a warm-up that is written": (scheduler_of(warmup_type="log"), [], "warmup_type is 'log', but the recipe's"),
+    "the steps": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}},
+        [],
+        "default 1000 holds, but the recipe's schedule.warmup_steps is 3",
+    ),
+    "the peak": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}},
+        ["schedule.name=linear"],
+        "warmup_max_lr is missing, so that DeepSpeed's default 0.001 holds",
+    ),
+    "the end": (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}},
+        ["schedule.name=cosine"],
+        "cos_min_ratio is missing, so that DeepSpeed's default 0.0001 holds",
+    ),
+    "an optimizer": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        ["optim.name=adamw", "optim.weight_decay=0.1"],
+        "weight_decay is missing, so that DeepSpeed's default 0.0 holds",
+    ),
+    "an optimizer of torch": (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+        ["optim.name=adamw", "optim.weight_decay=0.1"],
+        "weight_decay is missing, so that DeepSpeed's default 0.01 holds",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_a_default_of_deepspeed_counts_as_if_it_were_written(case: str, lab: Lab, tmp_path: Path, capsys):
+    values, more, said = SILENT[case]
+    path = with_json(tmp_path, {"zero_optimization": {"stage": 2}} | values)
+    keys = ["schedule.name=constant", "schedule.warmup_steps=3", *more]
+    assert check(lab, path, *(word for key in keys for word in ("--set", key))) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and len(printed.splitlines()) == 2, printed
+
+
+@pytest.mark.parametrize("words", [["schedule.warmup=log"], []])
+def test_a_recipe_that_warms_up_as_the_json_does_is_fine(words: list[str], lab: Lab, tmp_path: Path, capsys):
+    path = with_json(tmp_path, {"zero_optimization": {"stage": 2}} | scheduler_of())
+    keys = ["schedule.name=constant", "schedule.warmup_steps=3", *words]
+    assert check(lab, path, *(word for key in keys for word in ("--set", key))) == (0 if words else 2)
 
 
 @pytest.mark.parametrize(("text", "hint"), [("{// a\n}", "no comments"), ('{"a": 1,}', "no comma before")])

@@ -1,13 +1,48 @@
 """DeepSpeed's JSON: the keys that a strategy may write, and which of them contradict one another."""
 
+import functools
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from cookbook.config.foreign import tables
 from cookbook.system.files import Document, PathText, show
 from cookbook.system.validation import part
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """Names, bounds and defaults of DeepSpeed's own configuration, by benchmarks/deepspeed_facts.py."""
+    text = Path(__file__).with_name("deepspeed_facts.json").read_text(encoding="utf-8")
+    return cast(dict[str, Any], json.loads(text))
+
+
+def with_defaults(document: Document) -> Document:
+    """The document with DeepSpeed's own defaults of the scheduler and the optimizer that it names.
+
+    The defaults that are no counterpart of a recipe's key are left out.
+    """
+    values, assumed = document.values, set()
+    for section, kinds in (("scheduler", "schedulers"), ("optimizer", "optimizers")):
+        written = values.get(section) if isinstance(values, dict) else None
+        params = (written.get("params") or {}) if isinstance(written, dict) else None
+        if not isinstance(written, dict) or not isinstance(params, dict):
+            continue
+        kind = str(written.get("type")).lower() + " torch_adam" * (params.get("torch_adam") is True)
+        for key, default in facts()[kinds].get(kind, {}).items():
+            # whoever trains fills in numbers, and no words
+            is_silent = key not in params or (params[key] == "auto" and isinstance(default, str))
+            counterpart = tables().projects["deepspeed"].keys.get(f"{section}.params.{key}")
+            if is_silent and counterpart is not None and counterpart.ours is not None:
+                params = {**params, key: default}
+                assumed.add((section, "params", key))
+        values = {**values, section: {**written, "params": params}}
+    return replace(document, values=values, assumed=frozenset(assumed))
 
 
 class Block(BaseModel):

@@ -16,14 +16,17 @@ def _steps_or_share(value: float) -> float:
 
 
 class Schedule(Named):
-    """A recipe's `schedule`: a linear warm-up, then the shape of its kind."""
+    """A recipe's `schedule`: a warm-up, then the shape of its kind."""
 
     family = "schedule"
     default = "cosine"
     name: str
     warmup_steps: Annotated[float, AfterValidator(_steps_or_share)] = Field(default=0, ge=0, allow_inf_nan=False)
-    """Optimizer steps of linear warm-up, or their share of the run (0.03), rounded up. The first step uses 1/steps of
-    the peak learning rate."""
+    """Optimizer steps of warm-up, or their share of the run (0.03), rounded up. The last step uses the peak learning
+    rate."""
+    warmup: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up: the first step uses 1/steps of the peak (linear), or 0 and then log(step) / log(steps) of
+    it, as DeepSpeed's schedulers do unless told otherwise (log)."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Multiply optim.learning_rate by global_batch_size / base_batch_size (linear) or by its square root (sqrt)."""
     base_batch_size: int | None = Field(default=None, gt=0)
@@ -39,6 +42,19 @@ class Schedule(Named):
                 f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} go together; give both or neither"
             )
         return self
+
+    @model_validator(mode="after")
+    def _logarithm_has_steps(self):
+        if self.warmup == "log" and not self.warmup_steps:
+            raise ValueError("warmup is log, and there are no warmup_steps; give their number, or take warmup out")
+        return self
+
+    def warmed_up(self, step: int) -> float:
+        """Learning rate over peak learning rate, for a step (from 0) of a warm-up of whole steps."""
+        if self.warmup == "log":  # deepspeed 0.19.8, runtime/lr_schedules.py, WarmupLR._get_gamma
+            return math.log(step + 1) / math.log(max(2, self.warmup_steps))
+        # From 1/warmup_steps: a step with learning rate 0 would be computed and thrown away.
+        return (step + 1) / self.warmup_steps
 
     def factor(self, step: int, max_steps: int) -> float:
         """Learning rate over peak learning rate, for a step (from 0) after a warm-up of whole steps."""
@@ -195,6 +211,5 @@ def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) ->
     """
     schedule = schedule.for_length(max_steps)
     if step < schedule.warmup_steps:
-        # From 1/warmup_steps: a step with learning rate 0 would be computed and thrown away.
-        return peak * (step + 1) / schedule.warmup_steps
+        return peak * schedule.warmed_up(step)
     return schedule.least + (peak - schedule.least) * schedule.factor(step, max_steps)

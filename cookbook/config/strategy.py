@@ -20,7 +20,7 @@ from cookbook.config.accelerate_yaml import (
     check_fsdp_alone,
     in_terms_of_block,
 )
-from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero
+from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero, with_defaults
 from cookbook.config.foreign import meaning_of
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, Sorting, contradictions
@@ -269,7 +269,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         mistakes += missing
         if not missing:
             with gathered(mistakes):
-                source = read_document(Path(deepspeed_name))
+                source = with_defaults(read_document(Path(deepspeed_name)))
     deepspeed = None
     if source is not None:
         sorted_keys.append(Sorting(source, "deepspeed"))

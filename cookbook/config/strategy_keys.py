@@ -4,6 +4,7 @@ value asks for nothing or for what a run does anyway, compared with the recipe w
 
 import copy
 import difflib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,8 @@ class Claim:
     """The value in the file."""
     value: Any
     """In the recipe's terms."""
+    is_default: bool = False
+    """True if the file is silent, and DeepSpeed's default holds."""
 
 
 class Sorting:
@@ -165,7 +168,8 @@ class Sorting:
             self.mistakes.append(_refusal(place, value, key.answer))
         else:
             try:
-                self.claims.append(Claim(place, key.ours, value, key.translate(value)))
+                is_default = path in self.document.assumed
+                self.claims.append(Claim(place, key.ours, value, key.translate(value), is_default=is_default))
             except NoCounterpart as error:
                 self.mistakes.append(f"{place} is {show(value)}: {error}; take it out")
         return True
@@ -219,8 +223,18 @@ def contradictions(claims: tuple[Claim, ...], ours: dict[str, Any]) -> Iterator[
     """
     for claim in claims:
         value = tuple(claim.value) if isinstance(claim.value, list) else claim.value
-        if claim.key in ours and ours[claim.key] != value:
-            yield (
-                f"{claim.place} is {show(claim.written)}, but the recipe's {claim.key.lstrip('~')} is"
-                f" {show(ours[claim.key])}; take the key out, or change the recipe"
-            )
+        if claim.key not in ours or is_same(ours[claim.key], value):
+            continue
+        recipe = f"but the recipe's {claim.key.lstrip('~')} is {show(ours[claim.key])}"
+        if claim.is_default:
+            written = f"is missing, so that DeepSpeed's default {show(claim.written)} holds"
+            yield f"{claim.place} {written}, {recipe}; write the key, or change the recipe"
+        else:
+            yield f"{claim.place} is {show(claim.written)}, {recipe}; take the key out, or change the recipe"
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """True if two values are equal, or numbers that differ by rounding."""
+    if type(value) is float and isinstance(other, int | float):
+        return math.isclose(value, other, rel_tol=1e-9)
+    return bool(value == other)

@@ -6,7 +6,7 @@ from typing import Any
 
 KEYS = {
     "batch": ("global_batch_size", "micro_batch_size"),
-    "schedule": ("name", "warmup_steps"),
+    "schedule": ("name", "warmup_steps", "warmup"),
     "run": ("max_steps",),
 }
 """Keys whose values need no translation, by section."""

@@ -75,6 +75,8 @@ class Document:
     overrides: set[KeyPath] = field(default_factory=set)
     file: Path | None = None
     """Its future path, if it is not read from the file `name`: its relative paths start there."""
+    assumed: frozenset[KeyPath] = frozenset()
+    """Keys that the file does not have, whose values are the defaults of whoever else reads it."""
     mistakes: list[str] = field(default_factory=list)
     """Found on the way to what the file describes, and reported with those that are found later."""
     notes: list[str] = field(default_factory=list)

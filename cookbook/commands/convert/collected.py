@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.commands.convert import references
+from cookbook.config.deepspeed_json import with_defaults
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
+
+SILENT = " where the file is silent"
 
 
 class Collected:
@@ -30,6 +33,8 @@ class Collected:
         """Keys that can be left out without a loss."""
         self.sizes: dict[str, Any] = {}
         """Settings of speed that a strategy has a value of its own for, by their places in its file."""
+        self.open: dict[str, tuple[str, Key]] = {}
+        """Keys of DeepSpeed that whoever trains fills in ("auto"), with their places, by ours."""
         self.others: list[str] = []
         """Reasons why no recipe can be the same training."""
         self.folder = Path()
@@ -43,8 +48,15 @@ class Collected:
             RecipeError: they make another strategy.
         """
         self.folder = Path(document.name).parent
+        if is_deepspeed := project is tables().projects["deepspeed"]:
+            document = with_defaults(document)
         for path, written in _leaves(document.values, project):
             place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
+            if is_deepspeed and written == "auto":
+                self._leave_open(dotted, document.place(*path), project)
+                continue
+            if path in document.assumed:
+                place += SILENT
             value = references.resolve(written, document.values)
             if references.is_open(value):
                 self.changes.append(f"{place}: refers to what is not in this file; write the value")
@@ -52,6 +64,18 @@ class Collected:
                 self.others.append(f"{place}: {other}")
             else:
                 self._read_key(dotted, value, place, project)
+        silent = [ours for ours, place in self.places.items() if place.endswith(SILENT) and ours in self.recipe]
+        if silent:
+            given = ", ".join(f"{ours} {show(self.recipe[ours])}" for ours in silent)
+            self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
+
+    def _leave_open(self, dotted: str, place: str, project: Project) -> None:
+        """Keep a key that whoever trains fills in, until all files have been read."""
+        key = project.keys.get(dotted)
+        if key is None or key.ours is None or key.ours.startswith("strategy."):
+            self.idle.append(dotted)
+        else:
+            self.open[key.ours] = (place, key)
 
     def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
         key = project.keys.get(dotted)
@@ -118,8 +142,8 @@ def in_short(value: Any) -> str:
 
 
 def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Keys with their values. A section is a value where the project's table has it as one; a key without a value, and
-    "auto" of a DeepSpeed JSON, leave a setting to its default.
+    """Keys with their values. A section is a value where the project's table has it as one, and a key without a value
+    leaves a setting to its default.
     """
     for name, value in values.items():
         here = (*path, name)
@@ -127,5 +151,5 @@ def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Ite
         is_value = dotted in project.keys and not any(key.startswith(f"{dotted}.") for key in project.keys)
         if isinstance(value, dict) and not is_value:
             yield from _leaves(value, project, here)
-        elif value is not None and not (value == "auto" and project is tables().projects["deepspeed"]):
+        elif value is not None:
             yield here, value

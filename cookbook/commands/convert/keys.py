@@ -38,6 +38,26 @@ class Conversion(Collected):
         betas = [self.take("beta1"), self.take("beta2")]
         if betas != [None, None]:
             self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
+        self._left_open(project)
+
+    def _left_open(self, project: Project | None) -> None:
+        """Name the keys of a JSON's scheduler and optimizer that whoever trains fills in, where no file has them. A
+        warm-up has no default.
+        """
+        place, key = self.open.pop("schedule.warmup_steps", ("", None))
+        shape = self.recipe.get("schedule.warmup")
+        if key is not None and "schedule.warmup_steps" not in self.recipe:
+            self.recipe.pop("schedule.warmup", None)
+            self.changes.append(
+                f"{place} is 'auto', and no file has a number; {key.answer}, and schedule.warmup: {shape}"
+            )
+        for ours, (place, key) in self.open.items():
+            dotted = place.rpartition(": ")[2]
+            is_needed = dotted.startswith(("scheduler.", "optimizer."))
+            if not is_needed or project is not None or ours in self.given or ours in self.recipe:
+                self.idle.append(dotted)
+            else:
+                self.notes.append(f"{place} is 'auto', and no file has a value; {key.answer}")
 
     @property
     def _objective_name(self) -> str:

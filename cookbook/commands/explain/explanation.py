@@ -421,6 +421,7 @@ def _optimizer(
     )
     if num_steps and steps:
         warmup += f", {100 * steps / num_steps:.3g} % of the run"
+    warmup += ", logarithmic" * (schedule.warmup == "log")
     shape = schedule.ends()
     if drawn_steps is not None and num_steps is None:
         shape += f"; drawn for {drawn_steps:,} steps, the length being unknown"
@@ -430,7 +431,7 @@ def _optimizer(
         ),
         "clipping": of(optim.max_grad_norm, clip, "optim.max_grad_norm"),
         "peak rate": of(peak, rate, *keys),
-        "warm-up": of(schedule.warmup_steps, warmup, "schedule.warmup_steps"),
+        "warm-up": of(schedule.warmup_steps, warmup, "schedule.warmup_steps", "schedule.warmup"),
         "schedule": of(schedule.name, f"{schedule.name}, {shape}", "schedule.name"),
     }
     if (scale := recipe.loss_scaling) is not None:
