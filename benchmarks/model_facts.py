@@ -22,7 +22,7 @@ from cookbook.facts.language_part import CAPS, SCALES, open_options
 from cookbook.facts.model_types import TABLE, TYPES, look_up
 from cookbook.training.adapters.adapted_layers import LINEAR
 from cookbook.training.models.loss import add_loss
-from cookbook.training.models.mixers import is_kept_apart, keep_apart
+from cookbook.training.models.stateful_layers import try_two_samples
 from tests.target_grid import from_grid
 from tests.towers import FIRST_OF_IMAGES, whole_config, whole_model
 
@@ -51,16 +51,15 @@ def assumed(model_type: str, **facts: Any) -> Iterator[None]:
 def of_causal(model_type: str) -> dict[str, Any]:
     """Facts about a causal language model that need no training."""
     model = tiny_model(tiny_config(model_type))
-    facts: dict[str, Any] = {
+    return {
         "refused": FROZEN if any(not parameter.requires_grad for parameter in model.parameters()) else None,
         "loops_over_tokens": operations_of_a_token(model) > OPERATIONS,
         "has_sinks": "s_aux=" in code_of(model),  # an argument of the attention function
         "shares_layers": shares_layers(model),
         **reads_weights(model),
         "logits": logits(model_type),
+        "has_state": bool(try_two_samples(tiny_config(model_type)).layers),
     }
-    keep_apart(model)
-    return facts | {"has_state": is_kept_apart(model)}
 
 
 class Operations(TorchDispatchMode):

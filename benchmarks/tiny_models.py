@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from cookbook.commands.rehearse.tiny_types import LARGEST, small_values
+from cookbook.facts.tiny_types import LARGEST, small_values
 from cookbook.training.checkpoint.write_model import saved_buffers
 from cookbook.training.models.structure import random_parts
 

@@ -27,22 +27,25 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks import tiny_models
-from cookbook.commands.rehearse import tiny_types
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
+from cookbook.facts import tiny_types
 from cookbook.facts.language_part import language_config
 from cookbook.facts.model_types import TYPES, look_up
 from cookbook.facts.packing import Packing, decide, known_config, packing_problem
 from cookbook.system.files import RecipeError
-from cookbook.training.models import attention, efficiency
+from cookbook.training.models import attention, efficiency, mixers
+from cookbook.training.models import stateful_layers as stateful
 from cookbook.training.models.attention import PACKED, Kind, Lengths, Segments, _varlen, attend
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.language_model import load_config, load_model
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
+from cookbook.training.models.stateful_layers import stateful_layers, try_two_samples
 from cookbook.training.models.structure import find_config, not_served
 from tests.turns import FAMILIES, others_by_turn
 
@@ -114,7 +117,7 @@ def tiny(model_type: str, attention: str) -> PreTrainedModel:
 
 def for_packing(model_type: str) -> PreTrainedModel:
     model = tiny(model_type, PACKED)
-    keep_apart(model)
+    keep_apart(model, stateful_layers(model.config))
     return model
 
 
@@ -220,6 +223,70 @@ def test_a_state_that_runs_on_into_the_next_sample_would_be_noticed(model_type: 
     assert (ours(**packed_row()) - alone(plain)).abs().max() > 0.02
 
 
+class Recurrent(torch.nn.Module):
+    """A layer with a state as no transformers has it: no name of argument, class or attribute is one of theirs."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.inner(values).cumsum(1)
+
+
+def with_recurrence(monkeypatch: pytest.MonkeyPatch, found: type[torch.nn.Module] = Recurrent) -> PreTrainedConfig:
+    """The configuration of a Llama whose layers multiply in such a layer."""
+    config, made = config_of("llama"), LlamaDecoderLayer.__init__
+
+    def make(self: LlamaDecoderLayer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.mlp = found(self.mlp)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", make)
+    return config
+
+
+def test_a_layer_with_a_state_is_found_by_what_it_does(monkeypatch: pytest.MonkeyPatch):
+    assert stateful_layers(config_of("llama")) == frozenset()
+    assert stateful_layers(with_recurrence(monkeypatch)) == {Recurrent}
+
+
+def test_a_type_with_a_state_of_which_no_layer_is_found_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    """As under a transformers that keeps the samples apart in a way that we do not know, or hides the layer."""
+    config = config_of("lfm2")
+    monkeypatch.setattr(mixers, "_each_alone", lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs))
+    with pytest.raises(RecipeError, match=r"lfm2 under transformers .* the first sample .* write data.packing: false"):
+        stateful_layers(config)
+    monkeypatch.setattr(stateful, "_mixing_layers", lambda model: frozenset())
+    with pytest.raises(RecipeError, match=r"carry a state along a row, and none was found; write data.packing: false"):
+        stateful_layers(config)
+    assert stateful_layers(config_of("llama")) == frozenset()
+
+
+def test_a_model_of_which_nothing_can_be_tried_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    class Silent(Recurrent):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values * torch.nan
+
+    with pytest.raises(RecipeError, match=r"write data.packing: false"):
+        stateful_layers(with_recurrence(monkeypatch, Silent))
+
+    class Broken(Recurrent):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            raise KeyError("past_key_values")
+
+    with pytest.raises(RecipeError, match=r"no small model of it can be tried: KeyError: 'past_key_values'; write"):
+        stateful_layers(with_recurrence(monkeypatch, Broken))
+
+
+def test_the_small_model_leaves_the_random_numbers_of_a_run_as_they_are():
+    torch.manual_seed(5)
+    stateful_layers(config_of("lfm2"))
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+
+
 def test_every_architecture_is_packed_or_says_why_not():
     """Those that are trained at all: by its name, or by the kinds of its layers."""
     unknown: list[str] = []
@@ -235,7 +302,8 @@ def test_every_architecture_is_packed_or_says_why_not():
 def test_what_is_refused_by_name_does_mix_samples_or_fails(model_type: str):
     """Else it could be served."""
     try:
-        ours = for_packing(model_type)
+        ours = tiny(model_type, PACKED)
+        keep_apart(ours, try_two_samples(ours.config).layers)
         add_loss(ours)
         found = ours(**packed_row())
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError):

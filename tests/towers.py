@@ -8,9 +8,9 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig
 
 from benchmarks.tiny_models import tiny_config
-from cookbook.commands.rehearse.tiny_types import SIZES
 from cookbook.facts.language_part import language_config
 from cookbook.facts.model_types import look_up
+from cookbook.facts.tiny_types import SIZES
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,

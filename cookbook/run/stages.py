@@ -49,6 +49,7 @@ from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models import language_model, model_source, tokenizer_files
 from cookbook.training.models.efficiency import check_layers, kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
+from cookbook.training.models.stateful_layers import stateful_layers
 from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ def load_inputs(
         config = language_model.load_config(folder, recipe.data.max_length)
     check_layers(recipe.model, config)
     packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
+    if packing.is_on:
+        stateful_layers(config)
     if problem := mesh_problem(config, plan.mesh):
         raise RecipeError(f"model {folder}: {problem}")
     notes += comparison_notes(config)

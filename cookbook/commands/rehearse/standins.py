@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import random
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -10,13 +9,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from cookbook.commands.rehearse.tiny_types import LARGEST, LAYER_KINDS, small_values
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.facts.attention_layers import attention_layers
 from cookbook.facts.meshes import EXPERTS
 from cookbook.facts.model_files import read_tokenizer, why_not
 from cookbook.facts.offline import hub_answers, known_kind, known_model
+from cookbook.facts.tiny_types import LARGEST, OF_FILES, fixed_sizes, full_rows, small_default
 from cookbook.rows.row_columns import MEANT, drop_columns
 from cookbook.rows.row_kinds import BadRow, TextGenerator, columns, kinds
 from cookbook.system.files import RecipeError, first_line
@@ -173,27 +172,6 @@ def small_model(config: Any, tokenizer: Any, least_layers: int) -> Any:
     )
 
 
-def fixed_sizes(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
-    """A small configuration with the sizes of `tiny_types`; all else as it is."""
-    full = config.to_dict()
-    values = full | small_values(full) | {"vocab_size": _padded(vocab_size)}
-    layers = max(least_layers, values.get("num_hidden_layers", 0))
-    for key in (*LAYER_KINDS, "layers_block_type"):
-        if kinds := values.get(key):
-            values[key] = (list(kinds) * layers)[:layers]
-    if "num_hidden_layers" in values:
-        values["num_hidden_layers"] = layers
-    return type(config).from_dict({key: value for key, value in values.items() if key not in OF_FILES})
-
-
-def small_default(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
-    """A small configuration with transformers' defaults for all but `tiny_types` and the embeddings: some sizes follow
-    from others, and would stay large in a copy of the large model's.
-    """
-    tied = {key: getattr(config, key) for key in ("tie_word_embeddings",) if hasattr(config, key)}
-    return fixed_sizes(type(config)(**small_values(config.to_dict()), **tied), vocab_size, least_layers)
-
-
 def _heads_in_words(config: Any) -> str:
     layers = attention_layers(config)
     if not layers:
@@ -204,12 +182,6 @@ def _heads_in_words(config: Any) -> str:
     )
 
 
-def _padded(vocab_size: int) -> int:
-    return math.ceil(vocab_size / 64) * 64
-
-
-OF_FILES = ("architectures", "_name_or_path", "transformers_version", "quantization_config")
-"""Keys of the large model's files."""
 INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input")
 """Keys for the widths of multilayer perceptrons, and of what Gemma adds in each layer."""
 
@@ -238,7 +210,7 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
     if "max_window_layers" in values:
         values["max_window_layers"] = layers
     values |= {
-        "vocab_size": _padded(vocab_size),
+        "vocab_size": full_rows(vocab_size),
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": small_heads,

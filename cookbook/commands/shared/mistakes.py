@@ -2,13 +2,16 @@
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ALL_LINEAR, ModelSection
 from cookbook.facts.model_files import CONFIG
+from cookbook.facts.model_types import look_up
 from cookbook.facts.offline import known_model
+from cookbook.facts.packing import decide, known_config
 from cookbook.facts.score_head import head_wanted
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.imports import quiet_deepspeed
@@ -46,7 +49,7 @@ def check_model(recipe: Recipe) -> list[str]:
         lacks = (
             [f"model.name_or_path is {name!r}: {why}; until then it can be planned with, and not run"] if why else []
         )
-        return lacks + _notes_on_names(recipe)
+        return lacks + _notes_on_structure(recipe)
     if not num_gpus():
         quiet_deepspeed()
     from cookbook.training.adapters import adapter_files, base_model
@@ -56,6 +59,7 @@ def check_model(recipe: Recipe) -> list[str]:
     model = recipe.model.model_copy(update={"name_or_path": str(here)})
     folder = model_source.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = language_model.load_config(folder, recipe.data.max_length)
+    _check_packing(recipe, config)
     tokenizer = tokenizer_files.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
     place = f"model.name_or_path is {name!r}"
     facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
@@ -71,16 +75,31 @@ def check_model(recipe: Recipe) -> list[str]:
 USUAL_LAYERS = {ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def _notes_on_names(recipe: Recipe) -> list[str]:
-    """Check the names of an adapter on unusual layers without the weights, where files here tell the structure."""
+def _notes_on_structure(recipe: Recipe) -> list[str]:
+    """Check what takes a model's code without the weights, where files here tell the structure: the names of an adapter
+    on unusual layers, and packed samples under a transformers that the facts were not measured with."""
     scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
-    if recipe.adapter is None or {*recipe.adapter.targets} <= USUAL_LAYERS or not (scratch or facts):
+    if not (scratch or facts):
+        return []
+    has_names = recipe.adapter is not None and not {*recipe.adapter.targets} <= USUAL_LAYERS
+    known = known_config(recipe.model)
+    is_measured = known is None or look_up(known.model_type).transformers in (None, version("transformers"))
+    if is_measured and not has_names:
         return []
     from cookbook.training.adapters import adapter_files
     from cookbook.training.models.structure import known_config_of, scratch_config
 
     config = scratch_config(scratch) if scratch else known_config_of(facts or {})
-    return adapter_files.check_names(config, recipe.adapter)
+    _check_packing(recipe, config)
+    return adapter_files.check_names(config, recipe.adapter) if recipe.adapter is not None and has_names else []
+
+
+def _check_packing(recipe: Recipe, config: Any) -> None:
+    """Raise RecipeError if the samples of packed rows would not be kept apart."""
+    from cookbook.training.models.stateful_layers import stateful_layers
+
+    if decide(recipe, config).is_on:
+        stateful_layers(config)
 
 
 def _check_teacher(recipe: Recipe, tokenizer: Any, num_rows: int | None) -> None:

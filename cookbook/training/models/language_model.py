@@ -25,6 +25,7 @@ from cookbook.training.models.fp8 import convert_layers
 from cookbook.training.models.loss import add_loss, compile_loss
 from cookbook.training.models.mixers import keep_apart
 from cookbook.training.models.model_source import refuse_adapter
+from cookbook.training.models.stateful_layers import stateful_layers
 from cookbook.training.models.structure import not_served
 
 
@@ -97,7 +98,7 @@ def load_model(
     _allocate_meta_weights(model)
     model.config.use_cache = False
     if packing:
-        keep_apart(model)
+        keep_apart(model, stateful_layers(model.config))
     is_ours = packing_problem(model.config) is None and short_window(model.config) is None
     if model.config._attn_implementation == "sdpa" and is_ours:
         # Our attention for padded rows too: transformers would synchronize with the device to look for packed rows

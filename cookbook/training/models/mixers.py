@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MethodType
@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-STATES = frozenset(("cache_params", "conv_mask", "past_key_values", "state"))
-"""Arguments by which a module of transformers 5.23 takes what it knows of earlier tokens."""
 
 _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
@@ -53,33 +50,24 @@ def is_kept_apart(model: torch.nn.Module) -> bool:
     return any(getattr(vars(module).get("forward"), "__func__", None) is _each_alone for module in model.modules())
 
 
-def keep_apart(model: PreTrainedModel) -> None:
+def keep_apart(model: PreTrainedModel, layers: Set[type[torch.nn.Module]]) -> None:
     """Run the modules that carry a state along a row on each sample of a `packed_row`, one after another.
 
     So the result is that of the samples alone whatever kernel computes it, and no kernel must know of samples.
+
+    Args:
+        layers: classes of these modules, see `stateful_layers`.
     """
     for module in model.modules():
-        if _carries_state(module):
+        if type(module) in layers:
             # The instance's, not the class's: the hooks of engines and the classes that FSDP2 makes stay as they are.
             module.forward = MethodType(_each_alone, module)
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and any(map(_carries_state, layer.modules())):
+        if isinstance(layer, GradientCheckpointingLayer) and not layers.isdisjoint(map(type, layer.modules())):
             # ZeRO-3 then gathers the weights of the layer once, around the loop (DeepSpeed 0.19.8,
             # utils/z3_leaf_module.py): ranks with other numbers of samples would gather another number of times. Not of
             # the module alone: its input comes by name, and DeepSpeed would free the weights before its backward.
             layer._z3_leaf = True
-
-
-def _carries_state(module: torch.nn.Module) -> bool:
-    """Return whether a module looks at other tokens by other means than `AttentionInterface`."""
-    if isinstance(module, (GradientCheckpointingLayer, PreTrainedModel)) or any(map(_attends, module.modules())):
-        return False
-    has_number = hasattr(module, "layer_idx") or hasattr(module, "layer_id")  # its place in a cache
-    return has_number and not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
-
-
-def _attends(module: torch.nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 @torch.compiler.disable  # else a compiled layer would recompile for each new list of lengths

@@ -1,5 +1,6 @@
 """Small sizes for every causal type of transformers 5.23, under the names that its configurations have. No torch."""
 
+import math
 from typing import Any
 
 from cookbook.facts.model_types import look_up
@@ -95,6 +96,8 @@ SIZES: dict[str, Any] = {
 }
 """Given to a configuration as far as it has them."""
 LAYER_KINDS = ("layer_types", "mlp_layer_types")
+OF_FILES = ("architectures", "_name_or_path", "transformers_version", "quantization_config")
+"""Keys of a large model's files."""
 
 
 def small_values(written: dict[str, Any]) -> dict[str, Any]:
@@ -124,3 +127,29 @@ def _sizes(written: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and "model_type" in value:
             sizes[key] = {"model_type": value["model_type"], **_sizes(value)}
     return sizes
+
+
+def fixed_sizes(config: Any, vocab_size: int = SIZES["vocab_size"], least_layers: int = 2) -> Any:
+    """A small configuration with the sizes above; all else as it is."""
+    full = config.to_dict()
+    values = full | small_values(full) | {"vocab_size": full_rows(vocab_size)}
+    layers = max(least_layers, values.get("num_hidden_layers", 0))
+    for key in (*LAYER_KINDS, "layers_block_type"):
+        if kinds := values.get(key):
+            values[key] = (list(kinds) * layers)[:layers]
+    if "num_hidden_layers" in values:
+        values["num_hidden_layers"] = layers
+    return type(config).from_dict({key: value for key, value in values.items() if key not in OF_FILES})
+
+
+def small_default(config: Any, vocab_size: int = SIZES["vocab_size"], least_layers: int = 2) -> Any:
+    """A small configuration with transformers' defaults for all but the sizes above and the embeddings: some sizes
+    follow from others, and would stay large in a copy of the large model's.
+    """
+    tied = {key: getattr(config, key) for key in ("tie_word_embeddings",) if hasattr(config, key)}
+    return fixed_sizes(type(config)(**small_values(config.to_dict()), **tied), vocab_size, least_layers)
+
+
+def full_rows(vocab_size: int) -> int:
+    """Rows of an embedding, which products of 16 bits and tensor parallel can divide."""
+    return math.ceil(vocab_size / 64) * 64

@@ -1,0 +1,174 @@
+"""Layers that carry a state along a row, found by what they do with two samples in a row of a small model."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cookbook.facts.model_types import look_up
+from cookbook.facts.tiny_types import LARGEST, fixed_sizes, small_default
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.models.attention import Lengths, Segments, attend
+from cookbook.training.models.mixers import keep_apart, packed_row
+
+WATCHED = "cookbook_watched"
+"""Name for `attn_implementation` of a small model."""
+LENGTHS = (6, 6)
+"""Tokens of the two samples."""
+SAME = 1e-4
+"""Largest change of the second sample, relative to its largest value, that is none. Grouped products of experts cause
+5e-7 at most, layers with a state 0.3 at least (the 106 packed types, transformers 5.23 and 5.24, torch 2.13 on CPU)."""
+
+
+class Trial(NamedTuple):
+    """Result of two samples in a row."""
+
+    layers: frozenset[type[torch.nn.Module]]
+    """Classes of the outermost modules that mix the samples of a row by other means than attention."""
+    problem: str | None
+    """Why the samples are not kept apart even if each such layer runs on one of them at a time."""
+
+
+def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]]:
+    """The classes of the layers that `keep_apart` has to change in a model.
+
+    Raises:
+        RecipeError: the samples of a packed row would mix all the same.
+    """
+    trial = try_two_samples(config)
+    if trial.problem is None:
+        return trial.layers
+    version, measured = importlib.metadata.version("transformers"), look_up(config.model_type).transformers
+    known = "" if measured in (None, version) else f", or install transformers {measured}, with which it was measured"
+    raise RecipeError(
+        f"model of type {config.model_type} under transformers {version}: packed samples would not be kept apart:"
+        f" {trial.problem}; write data.packing: false{known}"
+    )
+
+
+def try_two_samples(config: PreTrainedConfig) -> Trial:
+    """Find the layers by a change of the first sample that changes what a module returns for the second, and then try
+    the model with these layers kept apart."""
+    why = ""
+    # Seeded, since some weights are drawn by transformers; the random state of the run stays as it is.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        for shrink in (fixed_sizes, small_default):
+            try:
+                torch.manual_seed(0)
+                model = _small_model(shrink(config), config)
+                layers = _mixing_layers(model)
+                keep_apart(model, layers)
+                return Trial(layers, _problem(model, has_found=bool(layers)))
+            except Exception as error:  # any of a configuration's checks or a model's own code
+                why = why or f"{type(error).__name__}: {first_line(error)}"
+    return Trial(frozenset(), f"no small model of it can be tried: {why}")
+
+
+def _small_model(small: PreTrainedConfig, config: PreTrainedConfig) -> PreTrainedModel:
+    small.pad_token_id, small.eos_token_id, small.bos_token_id = 0, 2, 1
+    served = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        size = served(type(small).from_dict(small.to_dict())).num_parameters()
+    if size > LARGEST:
+        raise ValueError(f"{size:,} parameters are left")
+    # By its class: `from_config` would divide the weights among the ranks under ZeRO-3.
+    model = served(small).float().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)  # so large that one token matters to another
+    return model
+
+
+def _mixing_layers(model: PreTrainedModel) -> frozenset[type[torch.nn.Module]]:
+    mixing, attending = set[torch.nn.Module](), set[torch.nn.Module]()
+    is_repeating = False
+
+    def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        attending.add(module)
+        return attend(module, *args, **kwargs)
+
+    def compare(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> None:
+        nonlocal is_repeating
+        if is_repeating or not list(_second(results)):
+            return
+        is_repeating = True
+        try:
+            # Both of copies: some modules change what they are given.
+            same, other = (
+                list(_second(type(module).forward(module, *_copy(args, change), **_copy(kwargs, change))))
+                for change in (False, True)
+            )
+        finally:
+            is_repeating = False
+        if not all(map(_agree, same, other)):
+            mixing.add(module)
+
+    AttentionInterface.register(WATCHED, watched)
+    model.set_attn_implementation(WATCHED)
+    hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in model.modules()]
+    _results(model, LENGTHS)
+    for hook in hooks:
+        hook.remove()
+    outermost: list[torch.nn.Module] = []
+    for module in model.modules():  # outer ones first
+        is_whole = isinstance(module, (GradientCheckpointingLayer, PreTrainedModel))
+        has_attention = not attending.isdisjoint(module.modules())
+        is_inside = any(module in outer.modules() for outer in outermost)
+        if module in mixing and not (is_whole or has_attention or is_inside):
+            outermost.append(module)
+    return frozenset(map(type, outermost))
+
+
+def _problem(model: PreTrainedModel, *, has_found: bool) -> str | None:
+    if look_up(model.config.model_type).has_state and not has_found:
+        return "it has layers that carry a state along a row, and none was found"
+    whole, apart = ([_results(model, lengths, first) for first in (3, 30)] for lengths in ((sum(LENGTHS),), LENGTHS))
+    if _agree(*whole):
+        return "no token of its small model matters to another, so nothing can be tried"
+    return None if _agree(*apart) else "in its small model the first sample of a row changed the second"
+
+
+def _results(model: PreTrainedModel, lengths: tuple[int, ...], first: int = 3) -> torch.Tensor:
+    """The logits of the second sample of a row; `first` is a token of the first."""
+    ids = torch.arange(3, 3 + sum(LENGTHS))[None]
+    ids[:, : LENGTHS[0]] += first
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    segments = Segments(offsets, max(lengths), Lengths(lengths))
+    with packed_row(lengths):
+        logits = model(input_ids=ids, position_ids=positions, segments=segments, use_cache=False).logits
+    return torch.cat(list(_second(logits)))
+
+
+def _agree(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool((first - second).abs().max() <= SAME * first.abs().max())  # False of NaN
+
+
+def _second(value: Any) -> Iterator[torch.Tensor]:
+    """The part of each tensor of a row that belongs to the second sample."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _second(item)
+    elif _is_of_row(value):
+        yield value[:, LENGTHS[0] :]
+
+
+def _copy(value: Any, change: bool) -> Any:
+    """A copy of arguments, with another first sample if `change` is true."""
+    if type(value) is tuple:
+        return tuple(_copy(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _copy(item, change) for key, item in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.clone()
+    if change and _is_of_row(value):
+        value[:, : LENGTHS[0]].normal_()
+    return value
+
+
+def _is_of_row(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:2] == (1, sum(LENGTHS))
