@@ -1,19 +1,22 @@
 """Keys of other projects' configuration files, each with ours, by `foreign.yaml`. No torch."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from cookbook.config.effects import effect_of
+from cookbook.config.owner_schemas import Field, fields_of, read_classes
+from cookbook.system.files import show
 
-Cost = Literal["changes", "decide", "idle", "sizes"]
-"""The loss with a key without a counterpart: the same training, a decision, nothing, or a setting of speed that the
-shipped strategy has too, with a value of its own."""
+Cost = Literal["refuse", "changes", "decide", "idle", "sizes"]
+"""The loss with a key without a counterpart: any recipe would be another training, the same training, a decision,
+nothing, or a setting of speed that the shipped strategy has too, with a value of its own."""
 
 
 class NoCounterpart(ValueError):
@@ -35,6 +38,8 @@ class Key:
     """Advice for the key, or for a value that has no counterpart."""
     without: Cost = "decide"
     """The cost of a key without a counterpart."""
+    is_of_method: bool = False
+    """True if only the configuration of another method has the key, which it asks for with any value."""
 
     @property
     def cost(self) -> Cost:
@@ -89,44 +94,110 @@ class Project:
     """By dotted path in its file."""
     base: str | None = None
     """The project whose keys it extends."""
+    schema: tuple[str, ...] = ()
+    """The owners of its classes, by the names of files in `cookbook/config/owners`; none for a project without."""
+    objectives: Mapping[str, list[str]] = field(default_factory=dict)
+    """Classes whose defaults come before those of others, by our objective."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values where a file is silent, by our keys; only those that are not our defaults, too."""
-    of_preferences: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that differ for preferences."""
+    """Values where a file is silent that its code computes, by our keys."""
     of_adapters: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ with an adapter."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
     always: tuple[str, ...] = ()
     """Differences in any case."""
-    changes: Mapping[str, list[str]] = field(default_factory=dict)
-    """Keys and sections that make another training than any here, by what that is; 0, false and `no` ask for none."""
     passes: Mapping[str, Any] = field(default_factory=dict)
-    """Values of a distribution's keys, or `any`, that ask for nothing, or for what a run does in any case."""
+    """Values of keys, or `any`, that ask for nothing, or for what a run does in any case."""
     compares: Mapping[str, str] = field(default_factory=dict)
     """Keys of a distribution without a counterpart that are the recipe's all the same, by `start.claims`."""
 
-    def other_training(self, path: str, value: Any) -> str | None:
-        """The other training that a key asks for with this value, if any."""
-        return None if asks_for_nothing(value) else self.change(path)
+    @functools.cached_property
+    def fields(self) -> dict[str, Field]:
+        """The keys that its owner's schema has, by dotted path."""
+        return fields_of(self.schema)
 
-    def change(self, path: str) -> str | None:
-        """The other training that a key asks for with any value but those that ask for nothing."""
-        names = {path, path.partition(".")[0]}
-        return next((what for what, keys in self.changes.items() if names & {*keys}), None)
+    @functools.cached_property
+    def first_names(self) -> set[str]:
+        """The names at the top of its files."""
+        return {path.partition(".")[0] for path in (*self.keys, *self.fields)}
+
+    def entry(self, path: str) -> Key | None:
+        """What becomes of a key: its own entry, or that of the section without a counterpart around it."""
+        key = self.keys.get(path)
+        while key is None and "." in path:
+            path = path.rpartition(".")[0]
+            around = self.keys.get(path)
+            key = around if around is not None and around.ours is None else None
+        return key
+
+    def has_keys_in(self, path: str) -> bool:
+        """True if a key is known by its place in this section."""
+        return any(name.startswith(f"{path}.") for name in self.keys)
 
     def has_section(self, path: str) -> bool:
         """True if a distribution's files have keys below this one."""
         return any(name.startswith(f"{path}.") for name in (*self.keys, *self.passes, *self.compares))
 
     def passes_over(self, path: str, value: Any) -> bool:
-        """True if a distribution's key asks for nothing with this value, or for what a run does in any case."""
+        """True if a key asks for nothing with this value, or for what a run does in any case."""
         values = self.passes.get(path, [])
         return values == "any" or any(type(value) is type(passed) and value == passed for passed in values)
 
+    def is_default(self, path: str, value: Any) -> bool:
+        """True if the value is what holds without the key: by the schema or, where that has none, an empty one."""
+        own = self.fields.get(path)
+        key = self.entry(path)
+        is_known = own is not None and own.default and not (key is not None and key.is_of_method)
+        default = own.default[0] if own is not None and is_known else None
+        return asks_for_nothing(value) if asks_for_nothing(default) else _plain(value) == _plain(default)
+
+    def schema_defaults(self, objective: str) -> dict[str, Any]:
+        """Defaults by their keys, for one of our objectives."""
+        defaults = {path: own.default[0] for path, own in self.fields.items() if own.default}
+        for name in reversed(self.objectives.get(objective, ())):
+            own_class = read_classes(self.schema)[name]
+            defaults |= {theirs: default[0] for theirs, (_, *default) in own_class.items() if default}
+        return defaults
+
+    def own_defaults(self, objective: str) -> dict[str, Any]:
+        """What holds where a file is silent, by our keys, for one of our objectives."""
+        found: dict[str, Any] = {}
+        for theirs, default in self.schema_defaults(objective).items():
+            key = self.keys.get(theirs)
+            if key is not None and key.ours is not None and default is not None:
+                with contextlib.suppress(NoCounterpart, TypeError, ValueError, AttributeError):
+                    if (value := key.translate(default)) is not None:
+                        found.setdefault(key.ours, value)
+        if found.get("~bf16") is False and not found.get("~fp16"):
+            found["mixed_precision"] = "no"
+        elif found.get("~bf16"):
+            found["mixed_precision"] = "bf16"
+        if found.get("~save_strategy") == "steps":
+            found["run.save_every_steps"] = int(found["~save_steps"])
+        kept = {key: value for key, value in found.items() if key in OF_A_DEFAULT or key[0] != "~"}
+        return {key: value for key, value in kept.items() if not key.startswith("strategy.")} | {**self.defaults}
+
+    def silent_differences(self, objective: str, given: Container[str]) -> Iterator[str]:
+        """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
+        for theirs, default in self.schema_defaults(objective).items():
+            key = self.entry(theirs)
+            if theirs in given or key is None or key.ours is not None or key.cost not in ("refuse", "changes"):
+                continue
+            is_ours = self.passes_over(theirs, default) if theirs in self.passes else self.is_default(theirs, default)
+            if not is_ours:
+                yield f"not in the file, where {self.name} has {theirs} {show(default)}: {key.why}"
+
+
+OF_A_DEFAULT = ("~adapter", "~disable_dropout")
+"""Derived keys that a default is taken for; others follow from these, or are nothing without a value in the file."""
+
+
+def _plain(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else (type(value) is bool, value)
+
 
 def asks_for_nothing(value: Any) -> bool:
-    """True if the value of a key without a counterpart leaves everything as it is."""
+    """True if the value of a key without a counterpart leaves everything as it is, unless its owner has a default."""
     if isinstance(value, dict):  # a section with a switch, or whose sections have one
         parts = [value["enabled"]] if "enabled" in value else value.values()
         return all(asks_for_nothing(part) and (isinstance(part, dict) or "enabled" in value) for part in parts)
@@ -316,7 +387,13 @@ NEVER_TRAINED = (
     *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),
 )
 """Derived keys without influence on the curve."""
-WITHOUT: dict[str, Cost] = {"advice": "decide", "differs": "changes", "idle": "idle", "sizes": "sizes"}
+WITHOUT: dict[str, Cost] = {
+    "refuse": "refuse",
+    "differs": "changes",
+    "advice": "decide",
+    "idle": "idle",
+    "sizes": "sizes",
+}
 """Tables of keys without a counterpart."""
 
 
@@ -344,28 +421,37 @@ def tables() -> Tables:
     for name, known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
         meant[name] = {theirs: f"write {ours}" for theirs, ours in known.items() if theirs != ours} | meant[name]
 
-    def keys_of(table: dict[str, Any]) -> dict[str, Key]:
+    def entries_of(table: dict[str, Any], fields: dict[str, Field]) -> dict[str, Key]:
+        """Entries by key, and by the name of a class."""
         keys: dict[str, Key] = {}
-        for name in table.get("like", ()):
-            keys |= keys_of(given[name])
-        keys = {theirs: key for theirs, key in keys.items() if theirs not in table.get("without", ())}
+        for parent in (given[name] for name in table.get("like", ())):
+            lacks = fields_of(tuple(parent.get("schema", ()))).keys() - fields.keys() if fields else ()
+            keys |= {theirs: key for theirs, key in entries_of(parent, {}).items() if theirs not in lacks}
         for theirs, written in table["keys"].items():
-            fields = written if isinstance(written, dict) else {"ours": written}
-            why: str = fields.get("why", derived.get(fields.get("ours", ""), ""))
-            keys[theirs] = Key(**fields | {"why": texts.get(why, why)})
+            entry = written if isinstance(written, dict) else {"ours": written}
+            why: str = entry.get("why", derived.get(entry.get("ours", ""), ""))
+            keys[theirs] = Key(**entry | {"why": texts.get(why, why)})
         for name, cost in WITHOUT.items():
             for why, names in table.get(name, {}).items():
                 keys |= dict.fromkeys(names, Key(why=texts.get(why, why), without=cost))
         return keys
 
-    projects = {
-        name: Project(
-            keys=keys_of(table),
-            **{key: value for key, value in table.items() if key not in ("keys", "like", "without", *WITHOUT)},
-        )
-        for name, table in given.items()
-        if "name" in table
-    }
+    def keys_of(table: dict[str, Any]) -> dict[str, Key]:
+        fields = fields_of(tuple(table.get("schema", ())))
+        entries = entries_of(table, fields)
+        is_one_of_several = "objectives" in table
+        of_classes = {
+            path: replace(key, is_of_method=is_one_of_several and key.cost == "refuse")
+            for path, own in fields.items()
+            if (key := entries.get(own.of_class)) is not None
+        }
+        return of_classes | {theirs: key for theirs, key in entries.items() if not theirs[0].isupper()}
+
+    projects = {}
+    for name, table in given.items():
+        if "name" in table:
+            rest: dict[str, Any] = {key: table[key] for key in table if key not in ("keys", "like", *WITHOUT)}
+            projects[name] = Project(keys=keys_of(table), **rest | {"schema": tuple(table.get("schema", ()))})
     return Tables(projects, meant, texts, {key: texts.get(why, why) for key, why in elsewhere.items()})
 
 

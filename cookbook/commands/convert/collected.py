@@ -6,7 +6,7 @@ from typing import Any
 
 from cookbook.commands.convert import references
 from cookbook.config.deepspeed_json import with_defaults
-from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
+from cookbook.config.foreign import Key, NoCounterpart, Project, tables
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
 SILENT = " where the file is silent"
@@ -25,6 +25,10 @@ class Collected:
         """File, line, key and value behind each of these."""
         self.given: set[str] = set()
         """Those that the files have, also with a value that could not be converted."""
+        self.keys_of_files: set[str] = set()
+        """Dotted, of all files."""
+        self.own_defaults: dict[str, Any] = {}
+        """What holds where the training file is silent, by our keys."""
         self.changes: list[str] = []
         """Settings that are not in the recipe and change the training, or may."""
         self.notes: list[str] = []
@@ -52,6 +56,7 @@ class Collected:
             document = with_defaults(document)
         for path, written in _leaves(document.values, project):
             place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
+            self.keys_of_files.add(dotted)
             if is_deepspeed and written == "auto":
                 self._leave_open(dotted, document.place(*path), project)
                 continue
@@ -60,8 +65,8 @@ class Collected:
             value = references.resolve(written, document.values)
             if references.is_open(value):
                 self.changes.append(f"{place}: refers to what is not in this file; write the value")
-            elif other := project.other_training(dotted, value):
-                self.others.append(f"{place}: {other}")
+            elif value is None:
+                self.idle.append(dotted)
             else:
                 self._read_key(dotted, value, place, project)
         silent = [ours for ours, place in self.places.items() if place.endswith(SILENT) and ours in self.recipe]
@@ -78,19 +83,20 @@ class Collected:
             self.open[key.ours] = (place, key)
 
     def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
-        key = project.keys.get(dotted)
+        key = project.entry(dotted)
         if key is not None and key.ours is not None:
             self._translate(key, dotted, value, place)
-        elif project.passes_over(dotted, value) or (asks_for_nothing(value) and (key or project.change(dotted))):
+        elif project.passes_over(dotted, value) or (key is not None and project.is_default(dotted, value)):
             self.idle.append(dotted)
         elif key is None:
-            self.changes.append(f"{place}: no counterpart is known; docs/recipes.md has all keys")
+            self.changes.append(f"{place}: no key of {project.name}; docs/recipes.md has all of ours")
         elif key.cost == "idle":
             self.idle.append(dotted)
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
-            self._lines(key).append(f"{place}: {key.why}")
+            lines = self.others if key.cost == "refuse" else self._lines(key)
+            lines.append(f"{place}: {key.why}")
 
     def _lines(self, key: Key) -> list[str]:
         return self.changes if key.cost == "changes" else self.notes
@@ -142,14 +148,13 @@ def in_short(value: Any) -> str:
 
 
 def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Keys with their values. A section is a value where the project's table has it as one, and a key without a value
-    leaves a setting to its default.
-    """
+    """Keys with their values. A section is a value where it has a counterpart as a whole, or nothing in it."""
     for name, value in values.items():
         here = (*path, name)
         dotted = ".".join(map(str, here))
-        is_value = dotted in project.keys and not any(key.startswith(f"{dotted}.") for key in project.keys)
-        if isinstance(value, dict) and not is_value:
+        key = project.keys.get(dotted)
+        is_value = key is not None and key.ours is not None and not project.has_keys_in(dotted)
+        if isinstance(value, dict) and value and not is_value:
             yield from _leaves(value, project, here)
-        elif value is not None:
+        else:
             yield here, value

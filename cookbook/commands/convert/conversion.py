@@ -1,6 +1,5 @@
 """Conversion of files of another project: whose they are, the files that are written, and what is left to say."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -156,10 +155,7 @@ def recognize(document: Document, name: str | None = None) -> str:
     if {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
     keys, known = document.values.keys(), tables().projects
-    fits = {
-        candidate: len({path.split(".")[0] for path in (*project.keys, *chain(*project.changes.values()))} & keys)
-        for candidate, project in known.items()
-    }
+    fits = {candidate: len(project.first_names & keys) for candidate, project in known.items()}
     most = max(fits.values())
     best = [candidate for candidate, number in fits.items() if number == most]
     best = [candidate for candidate in best if known[candidate].base not in best]  # the base knows them all

@@ -5,12 +5,15 @@ here what is derived from several.
 import math
 import re
 from pathlib import Path
+from typing import Any, get_args
 
 from cookbook.commands.convert.collected import Collected
 from cookbook.commands.convert.converted_rows import derive_rows, read_test_split
 from cookbook.config.foreign import Project, meaning_of, tables
+from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import known_strategies
 from cookbook.system.files import Document, read_document, show
+from cookbook.system.registry import Named, Section
 
 
 class Conversion(Collected):
@@ -68,16 +71,21 @@ class Conversion(Collected):
         return self._objective_name not in ("sft", "cpt")
 
     def _defaults(self, project: Project) -> None:
-        is_default = "~adapter" in project.defaults and "~adapter" not in self.given
+        own = project.own_defaults(self._objective_name)
+        is_default = "~adapter" in own and "~adapter" not in self.given
         has_adapter = self._adapter_name is not None or is_default
-        values = {**project.defaults, **(project.of_preferences if self._is_of_preferences else {})}
-        values |= project.of_adapters if has_adapter else {}
-        values = {key: value for key, value in values.items() if key not in self.given and key not in self.recipe}
-        for key, value in values.items():
-            if key[0] == "~":
-                self.other[key] = value
-        added = {key: value for key, value in values.items() if self._holds(key, has_adapter=has_adapter)}
+        own |= project.of_adapters if has_adapter else {}
+        self.own_defaults = own
+        values = {key: value for key, value in own.items() if key not in self.given and key not in self.recipe}
+        self.other |= {key: value for key, value in values.items() if key[0] == "~"}
+        added = {
+            key: value
+            for key, value in values.items()
+            if (key in project.defaults or is_other(key, value, self.recipe))
+            and self._holds(key, has_adapter=has_adapter)
+        }
         self.recipe |= added
+        self.changes += project.silent_differences(self._objective_name, self.keys_of_files)
         if added:
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
@@ -119,19 +127,19 @@ class Conversion(Collected):
 
     def _holds(self, key: str, *, has_adapter: bool) -> bool:
         """Return whether a default applies to this training."""
+        if key[0] == "~" or (key.startswith("adapter.") and not has_adapter):
+            return False
         if key == "run.num_epochs":
             return "run.max_steps" not in self.recipe
+        if key == "data.shuffle_rows":
+            return bool(self.recipe.get("data.streaming"))
         if key in ("run.save_every_steps", "run.saves_per_epoch"):
             is_given = self.given & {"~save_strategy", "~save_steps", "run.save_every_steps", "run.saves_per_epoch"}
             is_short = self.recipe.get("run.max_steps", math.inf) <= (500 if key == "run.save_every_steps" else 0)
             return not is_given and not is_short and not self.recipe.get("data.streaming")
-        if key == "objective.train_on":
-            return self._objective_name == "sft"
         if key == "adapter.dropout" and self._is_of_preferences and self.other.get("~disable_dropout"):
             return False
-        if key == "optim.weight_decay" and self.recipe.get("optim.name") == "sgd":  # torch's has none
-            return False
-        return key[0] != "~" and (has_adapter or not key.startswith("adapter."))
+        return not (key == "optim.weight_decay" and self.recipe.get("optim.name") == "sgd")  # torch's has none
 
     def _loss_scale(self) -> None:
         """Drop DeepSpeed's loss scale without fp16: files have its keys beside bf16 too."""
@@ -203,6 +211,8 @@ class Conversion(Collected):
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
+            elif "objective.center_rewards_coefficient" in self.recipe:
+                self.recipe["objective.name"] = "reward"
             elif "objective.beta" in self.recipe:
                 self.recipe["objective.name"] = "dpo"
                 self.note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
@@ -278,7 +288,7 @@ class Conversion(Collected):
             )
         if no_dropout and self.recipe.pop("adapter.dropout", 0):
             self.note("adapter.dropout", "left out: preferences are trained without dropout there (disable_dropout)")
-        if "adapter.targets" not in self.recipe:
+        if "adapter.targets" not in {*self.recipe, *self.own_defaults}:
             self.changes.append(
                 "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"
             )
@@ -370,6 +380,31 @@ class Conversion(Collected):
 NO_SUCH = "no such objective (docs/recipes.md#objective)"
 ONLINE = ("grpo", "gdpo", "ebft", "ppo", "rloo", "reinforce", "online_dpo")
 SAMPLED = "it samples and scores answers while it trains, which no objective does (docs/recipes.md#objective)"
+
+
+def is_other(key: str, value: Any, recipe: dict[str, Any]) -> bool:
+    """True if a value of a dotted key is another than ours without it."""
+    section, _, name = key.partition(".")
+    info = Recipe.model_fields.get(section)
+    if info is None or key in NOT_BY_DEFAULT:
+        return False
+    if not name:
+        return key == "mixed_precision" or info.get_default() != value
+    kinds = (info.annotation, *get_args(info.annotation))
+    model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    if issubclass(model, Named):
+        usual = getattr(info.get_default(), "name", None) or model.default
+        if name == "name":
+            return value != usual
+        model = model.kind_of({"name": recipe.get(f"{section}.name", usual)})
+    if (info := model.model_fields.get(name)) is None:
+        return False
+    ours = info.get_default(call_default_factory=True)
+    return ours != value and bool(ours or value)
+
+
+NOT_BY_DEFAULT = ("data.packing", "model.revision", "run.output_dir")
+"""Keys whose default here has the same curve as any other's."""
 
 
 def _named_strategy(stem: str) -> str:

@@ -1,0 +1,302 @@
+"""Write `cookbook/config/owners`: the keys, types and defaults of other projects' files, from their own sources.
+
+python benchmarks/owner_schemas.py                        # of the packages that are installed here
+python benchmarks/owner_schemas.py --sources DIR axolotl  # of a checkout in DIR, with the name of its repository
+
+Sources are read as syntax trees; nothing of them is imported or run.
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OWNERS = Path(__file__).parents[1] / "cookbook" / "config" / "owners"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an owner has its keys."""
+
+    classes: tuple[str, ...] = ()
+    """Files whose dataclasses and pydantic models are taken, in this order of precedence."""
+    lookups: tuple[str, ...] = ()
+    """Files of scripts whose `cfg.X` and `cfg.get("X", default)` are taken."""
+    parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By section, files whose functions and classes are named there and take its other keys as arguments."""
+    pairs: tuple[str, ...] = ()
+    """Files of constants `X = "key"` beside `X_DEFAULT = value`."""
+    roots: str = ""
+    """A regular expression of the classes that a file's keys are in, with those that they extend or have as types."""
+    package: str | None = None
+    """The installed package, or None if only a checkout has it."""
+    repository: str = ""
+    """Its folder in `--sources`."""
+
+
+HF_TRAINER = ("trl/trainer/base_config.py", "trl/trainer/sft_config.py", "trl/trainer/dpo_config.py")
+SOURCES = {
+    "transformers": Source(("transformers/training_args.py", "transformers/trainer_utils.py"), package="transformers"),
+    "seq2seq": Source(("transformers/training_args_seq2seq.py",), package="transformers"),
+    "trl": Source(
+        (
+            *HF_TRAINER,
+            "trl/trainer/kto_config.py",
+            "trl/experimental/cpo/cpo_config.py",
+            "trl/experimental/orpo/orpo_config.py",
+            "trl/trainer/reward_config.py",
+            "trl/trainer/model_config.py",
+            "trl/scripts/utils.py",
+            "trl/trainer/grpo_config.py",
+            "trl/trainer/*_config.py",
+            "trl/experimental/*/*_config.py",
+        ),
+        package="trl",
+    ),
+    "alignment-handbook": Source(("src/alignment/configs.py",), repository="alignment-handbook"),
+    "llama-factory": Source(
+        (
+            *(
+                f"src/llamafactory/hparams/{name}_args.py"
+                for name in ("data", "finetuning", "model", "training", "generating", "evaluation", "megatron_bridge")
+            ),
+            "src/llamafactory/extras/constants.py",
+        ),
+        repository="LLaMA-Factory",
+    ),
+    "llama-factory-v1": Source(
+        tuple(
+            f"src/llamafactory/v1/config/{name}.py"
+            for name in ("data_args", "model_args", "training_args", "sample_args", "arg_utils")
+        ),
+        repository="LLaMA-Factory",
+    ),
+    "axolotl": Source(
+        (
+            "src/axolotl/utils/schemas/config.py",
+            "src/axolotl/utils/schemas/*.py",
+            "src/axolotl/integrations/*/args.py",
+        ),
+        roots="AxolotlInputConfig|.*Args|KDTrainingArgsMixin",
+        repository="axolotl",
+    ),
+    "torchtune": Source(
+        lookups=("recipes/*.py",),
+        parameters={
+            "model": ("torchtune/models/*/_model_builders.py",),
+            "tokenizer": ("torchtune/models/*/_model_builders.py", "torchtune/models/*/_tokenizer.py"),
+            "dataset": ("torchtune/datasets/_*.py",),
+            "checkpointer": ("torchtune/training/checkpointing/_checkpointer.py",),
+            "lr_scheduler": ("torchtune/training/lr_schedulers.py",),
+            "metric_logger": ("torchtune/training/metric_logging.py",),
+            "loss": ("torchtune/modules/loss/*.py", "torchtune/rlhf/loss/*.py"),
+            "profiler": ("torchtune/training/_profiler.py",),
+        },
+        repository="torchtune",
+    ),
+}
+
+
+class Reader:
+    """The classes of an owner's files, by name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.constants: dict[str, Any] = {}
+
+    def trees(self, patterns: tuple[str, ...]) -> Iterator[tuple[Path, ast.Module]]:
+        seen: set[Path] = set()
+        for pattern in patterns:
+            if not (found := sorted(self.root.glob(pattern))):
+                print(f"{pattern}: no such file in {self.root}")
+            for path in found:
+                if path not in seen:
+                    seen.add(path)
+                    yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+    def read_classes(self, patterns: tuple[str, ...], roots: str = "") -> dict[str, Any]:
+        for _, tree in self.trees(patterns):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and "NamedTuple" not in map(ast.unparse, node.bases):
+                    self.classes.setdefault(node.name, node)
+                elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    known, value = self.literal(node.value)
+                    if known:
+                        self.constants.setdefault(node.targets[0].id, value)
+        return {
+            name: keys
+            for name, node in self.classes.items()
+            if (not roots or name in self.reachable(roots)) and (keys := self.keys_of(node))
+        }
+
+    def reachable(self, roots: str) -> set[str]:
+        """The classes whose names match, those that they extend, and those of their keys."""
+        names = [name for name in self.classes if re.fullmatch(roots, name)]
+        for name in names:  # which grows
+            node = self.classes[name]
+            parts = [*node.bases, *(item.annotation for item in node.body if isinstance(item, ast.AnnAssign))]
+            words = re.findall(r"\w+", " ".join(map(ast.unparse, parts)))
+            names += [word for word in dict.fromkeys(words) if word in self.classes and word not in names]
+        return set(names)
+
+    def keys_of(self, node: ast.ClassDef) -> dict[str, list[Any]]:
+        keys: dict[str, list[Any]] = {}
+        for item in node.body:
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            if item.target.id.startswith("_") or "ClassVar" in (kind := ast.unparse(item.annotation)):
+                continue
+            default, alias = self.default_of(item.value)
+            keys[item.target.id] = [kind, *default]
+            if alias is not None:
+                keys[alias] = [kind, *default]
+        return keys
+
+    def default_of(self, node: ast.expr | None) -> tuple[list[Any], str | None]:
+        """A default in a list, empty if there is none or the owner computes it; and another name of the key."""
+        if node is None:
+            return [], None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "Field", "dataclasses.field"):
+            named = {keyword.arg: keyword.value for keyword in node.keywords}
+            alias = ast.literal_eval(named["alias"]) if "alias" in named else None
+            if (factory := named.get("default_factory")) is not None:
+                if isinstance(factory, ast.Lambda):
+                    return self.default_of(factory.body)[0], alias
+                empty: dict[str, list[Any]] = {"list": [[]], "dict": [{}]}
+                return empty.get(ast.unparse(factory), []), alias
+            return self.default_of(named.get("default") or next(iter(node.args), None))[0], alias
+        known, value = self.literal(node)
+        return ([value] if known else []), None
+
+    def literal(self, node: ast.expr) -> tuple[bool, Any]:
+        """Whether a node is a value of JSON, and this value."""
+        if isinstance(node, ast.Name) and node.id in self.constants:
+            return True, self.constants[node.id]
+        if isinstance(node, ast.Attribute):  # a member of an enumeration
+            owner = self.classes.get(ast.unparse(node.value))
+            for item in owner.body if owner else ():
+                if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == node.attr:
+                    return self.literal(item.value)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pp_int", "int") and node.args:
+            node = ast.parse(f"{float(ast.literal_eval(node.args[0])):.0f}", mode="eval").body
+        try:
+            value = ast.literal_eval(node)
+            json.dumps(value)
+        except (ValueError, TypeError):
+            return False, None
+        return True, list(value) if isinstance(value, tuple) else value
+
+    def read_lookups(self, patterns: tuple[str, ...]) -> dict[str, list[Any]]:
+        """Keys by their dotted paths."""
+        keys: dict[str, list[Any]] = {}
+        for _, tree in self.trees(patterns):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and _is_config(node.func, ".get") and node.args:
+                    known, name = self.literal(node.args[0])
+                    if not known or not isinstance(name, str):
+                        continue
+                    default = self.default_of(node.args[1])[0] if len(node.args) > 1 else [None]
+                    keys[name] = ["", *default]
+                elif isinstance(node, ast.Attribute) and (
+                    match := re.fullmatch(r"cfg\.(?!get$)(\w+)", ast.unparse(node))
+                ):
+                    keys.setdefault(match[1], [""])
+        return {name: keys[name] for name in sorted(keys)}
+
+    def read_parameters(self, section: str, patterns: tuple[str, ...]) -> dict[str, list[Any]]:
+        """Arguments of functions and classes, by the path of a key; without a default where theirs differ."""
+        keys: dict[str, list[Any]] = {f"{section}._component_": ["str"]}
+        for _, tree in self.trees(patterns):
+            for node in tree.body:
+                is_class = isinstance(node, ast.ClassDef)
+                body = node.body if isinstance(node, ast.ClassDef) else [node]
+                for function in body:
+                    if not isinstance(function, ast.FunctionDef) or (is_class and function.name != "__init__"):
+                        continue
+                    if function.name.startswith("_") and not is_class:
+                        continue
+                    for name, entry in self.arguments_of(function).items():
+                        known = keys.setdefault(f"{section}.{name}", entry)
+                        if known[1:] != entry[1:]:
+                            keys[f"{section}.{name}"] = known[:1]
+        return keys
+
+    def arguments_of(self, function: ast.FunctionDef) -> dict[str, list[Any]]:
+        plain, keyword = function.args.args, function.args.kwonlyargs
+        defaults = [None] * (len(plain) - len(function.args.defaults)) + [*function.args.defaults]
+        pairs = [*zip(plain, defaults, strict=True), *zip(keyword, function.args.kw_defaults, strict=True)]
+        return {
+            argument.arg: [
+                ast.unparse(argument.annotation) if argument.annotation else "",
+                *self.default_of(default)[0],
+            ]
+            for argument, default in pairs
+            if argument.arg not in ("self", "cls")
+        }
+
+
+def _is_config(node: ast.expr, end: str) -> bool:
+    return re.fullmatch(rf"(self\.)?_?cfg{re.escape(end)}", ast.unparse(node)) is not None
+
+
+def found(name: str, sources: Path | None) -> tuple[Path, str] | None:
+    """The folder of an owner's files, and its version; None if they are not here."""
+    source = SOURCES[name]
+    if source.package is not None:
+        spec = importlib.util.find_spec(source.package)
+        if spec is None or spec.origin is None:
+            return None
+        return Path(spec.origin).parents[1], importlib.metadata.version(source.package)
+    root = None if sources is None else sources / source.repository
+    if root is None or not root.is_dir():
+        return None
+    revision = root / "REVISION"
+    if revision.is_file():
+        return root, revision.read_text().strip()
+    command = ["git", "-C", str(root), "log", "-1", "--format=%cs %H"]
+    return root, subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def schema_of(name: str, root: Path, version: str) -> dict[str, Any]:
+    source, reader = SOURCES[name], Reader(root)
+    classes = reader.read_classes(source.classes, source.roots) if source.classes else {}
+    keys = reader.read_lookups(source.lookups) if source.lookups else {}
+    for section, patterns in source.parameters.items():
+        keys |= reader.read_parameters(section, patterns)
+    if keys:
+        classes["configuration"] = keys
+    return {"version": version, "classes": classes}
+
+
+def dumps(schema: dict[str, Any]) -> str:
+    """JSON with a key a line."""
+    parts = []
+    for name, entry in schema["classes"].items():
+        keys = ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items())
+        parts.append(f"  {json.dumps(name)}: {{\n{keys}}}")
+    return f'{{\n "version": {json.dumps(schema["version"])},\n "classes": {{\n' + ",\n".join(parts) + "\n }\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("owners", nargs="*", metavar="OWNER", help=", ".join(SOURCES))
+    parser.add_argument("--sources", type=Path, help="the folder of checkouts")
+    arguments = parser.parse_args()
+    for name in arguments.owners or SOURCES:
+        here = found(name, arguments.sources)
+        if here is None:
+            print(f"{name}: not here; give --sources")
+            continue
+        (OWNERS / f"{name}.json").write_text(dumps(schema_of(name, *here)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Keys, types and defaults of other projects' files, as `benchmarks/owner_schemas.py` read them in their sources."""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OWNERS = Path(__file__).with_name("owners")
+MAX_DEPTH = 4
+
+Classes = Mapping[str, Mapping[str, list[Any]]]
+"""By class and key: the type, and the default unless the key is required or its owner computes it."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of another project's file."""
+
+    of_class: str
+    """The class that declares it."""
+    kind: str
+    """Its type, as the source has it."""
+    default: tuple[Any, ...] = ()
+    """Its default; empty where the key is required, or its owner computes it."""
+
+
+@functools.cache
+def read_classes(owners: tuple[str, ...]) -> Classes:
+    """The classes of several owners; a later one extends those of the same name."""
+    classes: dict[str, Mapping[str, list[Any]]] = {}
+    for owner in owners:
+        own = json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8"))["classes"]
+        classes |= {name: {**classes.get(name, {}), **keys} for name, keys in own.items()}
+    return classes
+
+
+@functools.cache
+def fields_of(owners: tuple[str, ...]) -> dict[str, Field]:
+    """All keys of a project by dotted path; of a key that several classes have, that of the first.
+
+    Args:
+        owners: those whose classes the project extends, and the project itself.
+    """
+    classes = read_classes(owners)
+    sections = {name for keys in classes.values() for kind, *_ in keys.values() for name in re.findall(r"\w+", kind)}
+    fields: dict[str, Field] = {}
+
+    def add(name: str, start: str) -> None:
+        for key, (kind, *default) in classes[name].items():
+            fields.setdefault(f"{start}{key}", Field(name, kind, tuple(default)))
+            inner = [] if "list[" in kind.lower() else [word for word in re.findall(r"\w+", kind) if word in classes]
+            for section in inner if start.count(".") < MAX_DEPTH else ():
+                add(section, f"{start}{key}.")
+
+    for name in classes:
+        if name not in sections:
+            add(name, "")
+    return fields

@@ -1,0 +1,58 @@
+"""Protects what `convert` knows of other projects: their own keys and defaults, all of them.
+
+python -m pytest -q tests/test_owner_schemas.py
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import owner_schemas
+from cookbook.config.foreign import Project, tables
+from tests.needs import need_trl
+
+PROJECTS = ["trainer", "trl", "alignment-handbook"]
+
+
+def own_keys(project: Project) -> dict:
+    """The keys of a schema that are no sections of others."""
+    sections = {path.rpartition(".")[0] for path in (*project.fields, *project.keys)}
+    return {path: own for path, own in project.fields.items() if path not in sections}
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_every_key_of_a_schema_has_an_entry(name):
+    project = tables().projects[name]
+    keys = own_keys(project)
+    assert len(keys) > 40
+    assert [path for path in keys if project.entry(path) is None] == []
+
+
+@pytest.mark.parametrize("owner", ["transformers", "seq2seq", "trl"])
+def test_the_schema_of_an_installed_package_is_that_of_its_version(owner):
+    """After an update: python benchmarks/owner_schemas.py"""
+    found = owner_schemas.found(owner, None)
+    assert found is not None
+    text = owner_schemas.dumps(owner_schemas.schema_of(owner, *found))
+    assert text == (owner_schemas.OWNERS / f"{owner}.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_keys_and_defaults_are_those_of_the_classes_themselves():
+    """Syntax trees against the imported classes, which share no code with them."""
+    need_trl()
+    import trl
+
+    own = tables().projects["trl"]
+    for objective, kind in {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig}.items():
+        defaults, compared = own.schema_defaults(objective), 0
+        for field in dataclasses.fields(kind):
+            if field.name.startswith("_") or not field.init:
+                continue
+            assert field.name in own.fields
+            if field.default is not dataclasses.MISSING and field.name in defaults:
+                default = getattr(field.default, "value", field.default)
+                assert json.dumps(defaults[field.name]) == json.dumps(default), field.name
+                compared += 1
+        assert compared > 80
