@@ -122,7 +122,7 @@ class Project:
         return {path.partition(".")[0] for path in (*self.keys, *self.fields)}
 
     def entry(self, path: str) -> Key | None:
-        """What becomes of a key: its own entry, or that of the section without a counterpart around it."""
+        """Return the entry of a key: its own, or that of the section without a counterpart around it."""
         key = self.keys.get(path)
         while key is None and "." in path:
             path = path.rpartition(".")[0]
@@ -156,36 +156,36 @@ class Project:
         defaults = {path: own.default[0] for path, own in self.fields.items() if own.default}
         for name in reversed(self.objectives.get(objective, ())):
             own_class = read_classes(self.schema)[name]
-            defaults |= {theirs: default[0] for theirs, (_, *default) in own_class.items() if default}
+            defaults |= {path: default[0] for path, (_, *default) in own_class.items() if default}
         return defaults
 
     def own_defaults(self, objective: str) -> dict[str, Any]:
-        """What holds where a file is silent, by our keys, for one of our objectives."""
-        found: dict[str, Any] = {}
-        for theirs, default in self.schema_defaults(objective).items():
-            key = self.keys.get(theirs)
+        """Values that hold where a file is silent, by our keys, for one of our objectives."""
+        defaults: dict[str, Any] = {}
+        for path, default in self.schema_defaults(objective).items():
+            key = self.keys.get(path)
             if key is not None and key.ours is not None and default is not None:
                 with contextlib.suppress(NoCounterpart, TypeError, ValueError, AttributeError):
                     if (value := key.translate(default)) is not None:
-                        found.setdefault(key.ours, value)
-        if found.get("~bf16") is False and not found.get("~fp16"):
-            found["mixed_precision"] = "no"
-        elif found.get("~bf16"):
-            found["mixed_precision"] = "bf16"
-        if found.get("~save_strategy") == "steps":
-            found["run.save_every_steps"] = int(found["~save_steps"])
-        kept = {key: value for key, value in found.items() if key in OF_A_DEFAULT or key[0] != "~"}
+                        defaults.setdefault(key.ours, value)
+        if defaults.get("~bf16") is False and not defaults.get("~fp16"):
+            defaults["mixed_precision"] = "no"
+        elif defaults.get("~bf16"):
+            defaults["mixed_precision"] = "bf16"
+        if defaults.get("~save_strategy") == "steps":
+            defaults["run.save_every_steps"] = int(defaults["~save_steps"])
+        kept = {key: value for key, value in defaults.items() if key in OF_A_DEFAULT or key[0] != "~"}
         return {key: value for key, value in kept.items() if not key.startswith("strategy.")} | {**self.defaults}
 
     def silent_differences(self, objective: str, given: Container[str]) -> Iterator[str]:
         """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
-        for theirs, default in self.schema_defaults(objective).items():
-            key = self.entry(theirs)
-            if theirs in given or key is None or key.ours is not None or key.cost not in ("refuse", "changes"):
+        for path, default in self.schema_defaults(objective).items():
+            key = self.entry(path)
+            if path in given or key is None or key.ours is not None or key.cost not in ("refuse", "changes"):
                 continue
-            is_ours = self.passes_over(theirs, default) if theirs in self.passes else self.is_default(theirs, default)
+            is_ours = self.passes_over(path, default) if path in self.passes else self.is_default(path, default)
             if not is_ours:
-                yield f"not in the file, where {self.name} has {theirs} {show(default)}: {key.why}"
+                yield f"not in the file, where {self.name} has {path} {show(default)}: {key.why}"
 
 
 OF_A_DEFAULT = ("~adapter", "~disable_dropout")
@@ -419,18 +419,18 @@ def tables() -> Tables:
         for key, table in meanings.items()
     }
     for name, known in {"optim.name": OPTIMIZERS, "schedule.name": SCHEDULES}.items():
-        meant[name] = {theirs: f"write {ours}" for theirs, ours in known.items() if theirs != ours} | meant[name]
+        meant[name] = {value: f"write {ours}" for value, ours in known.items() if value != ours} | meant[name]
 
     def entries_of(table: dict[str, Any], fields: dict[str, Field]) -> dict[str, Key]:
         """Entries by key, and by the name of a class."""
         keys: dict[str, Key] = {}
         for parent in (given[name] for name in table.get("like", ())):
             lacks = fields_of(tuple(parent.get("schema", ()))).keys() - fields.keys() if fields else ()
-            keys |= {theirs: key for theirs, key in entries_of(parent, {}).items() if theirs not in lacks}
-        for theirs, written in table["keys"].items():
+            keys |= {path: key for path, key in entries_of(parent, {}).items() if path not in lacks}
+        for path, written in table["keys"].items():
             entry = written if isinstance(written, dict) else {"ours": written}
             why: str = entry.get("why", derived.get(entry.get("ours", ""), ""))
-            keys[theirs] = Key(**entry | {"why": texts.get(why, why)})
+            keys[path] = Key(**entry | {"why": texts.get(why, why)})
         for name, cost in WITHOUT.items():
             for why, names in table.get(name, {}).items():
                 keys |= dict.fromkeys(names, Key(why=texts.get(why, why), without=cost))
@@ -445,7 +445,7 @@ def tables() -> Tables:
             for path, own in fields.items()
             if (key := entries.get(own.of_class)) is not None
         }
-        return of_classes | {theirs: key for theirs, key in entries.items() if not theirs[0].isupper()}
+        return of_classes | {path: key for path, key in entries.items() if not path[0].isupper()}
 
     projects = {}
     for name, table in given.items():
@@ -479,7 +479,7 @@ def as_assignment(word: str) -> str | None:
         return f"{word}: write --set before each: --set {word}"
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     projects = [tables().projects[name] for name in ("trl", "trainer", "llama-factory")]
-    keys = {theirs: key.ours for project in projects for theirs, key in project.keys.items()}
+    keys = {path: key.ours for project in projects for path, key in project.keys.items()}
     ours = SHORT.get(name) or keys.get(name)
     if ours is None or ours[0] == "~" or ours.startswith("strategy."):
         return None
