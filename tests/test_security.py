@@ -498,6 +498,26 @@ def test_a_chat_template_reaches_nothing_but_the_chat(text: str, marker: Path):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    "form", ["({})", "[{}]", "(({}))+1", "{{{{1: {}}}}}", "not {}", "-{}", "f({})", "{} if 1 else 2"]
+)
+def test_a_template_that_is_nested_too_deeply_is_refused_in_a_sentence(form: str):
+    text = "1"
+    for _ in range(1_500):
+        text = form.format(text)
+    with pytest.raises(RecipeError) as refused:
+        run_tokenize(rows_of("messages", [chat("hi", "ho")]), make_tokenizer(f"{{{{ {text} }}}}"))
+    assert "template" in str(refused.value) and len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None])
+def test_a_template_file_that_cannot_be_read_is_named(folder: Path, tmp_path: Path, content: bytes | None):
+    file = tmp_path / "x.jinja"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(RecipeError, match=r"x\.jinja: no chat template can be read"):
+        load_tokenizer(str(folder), str(file))
+
+
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 HOSTILE = {
     "a tag that calls": ("seed: !!python/object/apply:os.mkdir [marker]\n", "tags are not supported"),

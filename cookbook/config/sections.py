@@ -19,6 +19,7 @@ from pydantic import (
 
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
+from cookbook.config.outside_words import TRANSFORMERS, NameInDataset, Revision, Sampler, Split
 from cookbook.rows import row_columns, row_kinds
 from cookbook.system.files import PathText
 from cookbook.system.registry import Section
@@ -119,7 +120,7 @@ class ModelSection(OneOf):
     alternatives, hint = ("name_or_path", "from_scratch"), ""
     name_or_path: PathText | None = None
     """Hub name or local folder of a causal language model."""
-    revision: str | None = None
+    revision: Revision | None = None
     """Commit, tag or branch on the Hub."""
     from_scratch: ScratchModel | None = None
     """Sizes of a new model, instead of name_or_path."""
@@ -193,11 +194,11 @@ class Source(Section):
     path: PathText
     """`python-stdlib`, a data file (.jsonl, .json, .csv, .tsv, .txt, .md, each also .gz or .zst; .parquet, .arrow), a
     local folder of such files or of `save_to_disk`, or a Hub dataset name."""
-    split: str = "train"
+    split: Split = "train"
     """Split on the Hub; sub-folder or file prefix in a folder; `train` or `test` of python-stdlib."""
-    name: str | None = None
+    name: NameInDataset | None = None
     """Configuration (subset) of a Hub dataset."""
-    revision: str | None = None
+    revision: Revision | None = None
     """Commit, tag or branch on the Hub."""
     max_rows: int | None = Field(default=None, gt=0)
     """Use only the first N rows."""
@@ -639,9 +640,9 @@ class RoundsSection(Section):
     """Sample from the most probable tokens that together have this probability; below 1 as with temperature."""
     generation_batch_size: int = Field(default=64, gt=0)
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
-    sampler: str = "transformers"
-    """What samples: transformers, in this process; vllm, with options of `vllm serve` after it if need be, started for
-    each round; or the address of such a server, as http://localhost:8000."""
+    sampler: Sampler = TRANSFORMERS
+    """What samples: transformers, in this process; vllm, with options of `vllm serve` after it that load no code,
+    started for each round; or the address of such a server, as http://localhost:8000."""
     round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
 

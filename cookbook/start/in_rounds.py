@@ -1,19 +1,20 @@
 """What a recipe with `rounds` may not have. No torch."""
 
-import shlex
+import os
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from cookbook.config.objectives import Objective
+from cookbook.config.outside_words import is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model, reward_functions
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
 from cookbook.rows.row_kinds import RowKind, kinds
+from cookbook.system.secrets import LOCAL_HOSTS, may_have_secret
 
-TRANSFORMERS = "transformers"
-OWN_OPTIONS = {"--host", "--port", "--uds", "--model", "--served-model-name", "--max-model-len", "--api-key"}
-"""Options of `vllm serve` for where it is, what it serves and how long; a key comes from VLLM_API_KEY."""
+KEY = "VLLM_API_KEY"
+"""The variable of the key that a server of vLLM asks for."""
 
 
 def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
@@ -34,33 +35,22 @@ def needs_reference(objective: Objective) -> bool:
     return objective.needs_reference and objective.compares({"old_logps"})
 
 
-def is_address(sampler: str) -> bool:
-    """Whether `rounds.sampler` is a server's address."""
-    return sampler.startswith(("http://", "https://"))
+def sampler_host(recipe: Recipe) -> str | None:
+    """The other machine that prompts are sent to, and with them a key; None if they stay on this one."""
+    if recipe.rounds is None or not is_address(recipe.rounds.sampler):
+        return None
+    host = urlsplit(recipe.rounds.sampler).hostname
+    return None if host in LOCAL_HOSTS else host
 
 
 def _of_sampler(recipe: Recipe) -> Iterator[str]:
     assert recipe.rounds is not None
-    sampler = recipe.rounds.sampler
-    try:
-        words = shlex.split(sampler)
-        known = sampler == TRANSFORMERS or words[:1] == ["vllm"] or (is_address(sampler) and urlsplit(sampler).hostname)
-    except ValueError as error:
-        words, known = [], False
-        yield f"rounds.sampler is {sampler!r}: {error}"
-        return
-    if not known:
+    host = sampler_host(recipe)
+    if host is not None and KEY in os.environ and not may_have_secret(urlsplit(recipe.rounds.sampler)):
         yield (
-            f"rounds.sampler is {sampler!r}; write transformers, vllm (with options of `vllm serve` after it), or the"
-            " address of a server, as http://localhost:8000"
+            f"rounds.sampler is {recipe.rounds.sampler}: {KEY} would travel to {host} for all to read; write https://,"
+            f" or unset {KEY}"
         )
-    if words[:1] != ["vllm"]:
-        return
-    if words[1:] and not words[1].startswith("-"):
-        yield f"rounds.sampler has {words[1]!r} after vllm; only options come there: the model is each round's"
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    for option in sorted(given & OWN_OPTIONS):
-        yield f"rounds.sampler has {option}, which rounds give to `vllm serve` themselves; take it out"
 
 
 def _of_rewards(recipe: Recipe) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Checks of recipes with their strategies: every mistake at once, with its place, before anything is started."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.start import run_plan
+from cookbook.start.in_rounds import KEY, sampler_host
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
@@ -77,6 +79,8 @@ def _check_recipe(
     batch = run_plan.describe_batch(recipe, plan)
     yield f"{path}: fine under {strategy.path}; {batch}"
     yield from (f"note: {note}" for note in strategy.notes)
+    if (host := sampler_host(recipe)) is not None:
+        yield f"note: rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else "")
     for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
         yield f"warning: {doubt}"
     if data:

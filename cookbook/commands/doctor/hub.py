@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BUILTIN_SOURCE, data_format
+from cookbook.system.secrets import may_have_secret
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -66,7 +67,7 @@ def check_hub(things: list[HubRepo]) -> Iterator[Finding]:
     address = urlsplit(constants.ENDPOINT)
     host = address.hostname or "no host"  # never the whole, which may hold a password
     token = get_token()
-    if token and address.scheme != "https" and host not in ("localhost", "127.0.0.1", "::1"):
+    if token and not may_have_secret(address):
         text = f"HF_ENDPOINT is not https: the token would travel to {host} for all to read"
         yield failure("Hub", text, "HF_ENDPOINT=https://...")
         return

@@ -144,7 +144,10 @@ def _tokens_around(recipe: Recipe, model: Path) -> int:
         return 0
     tokenizer = load_tokenizer(str(model), template_path(recipe.data.chat_template))
     question = [{"role": "user", "content": "?"}]
-    return len(tokenizer.apply_chat_template(question, tokenize=True, return_dict=False))
+    try:
+        return len(tokenizer.apply_chat_template(question, tokenize=True, return_dict=False))
+    except Exception:  # a template is a program: it refuses this chat, or the rows will tell
+        return 0
 
 
 def _put_precision_of_a_cpu(recipe: Recipe, values: dict[str, Any], notes: Notes) -> None:

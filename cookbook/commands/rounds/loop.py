@@ -13,11 +13,12 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
 from cookbook.commands.shared.mistakes import placed
 from cookbook.config import plugins
+from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.start import run_plan
-from cookbook.start.in_rounds import TRANSFORMERS, kind_of_samples
+from cookbook.start.in_rounds import kind_of_samples
 from cookbook.system import lock
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe
-from cookbook.start.in_rounds import TRANSFORMERS, needs_reference
+from cookbook.start.in_rounds import needs_reference
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:

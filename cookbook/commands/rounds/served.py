@@ -28,15 +28,17 @@ from transformers import GenerationConfig
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, end_tokens
 from cookbook.commands.shared.find_model import ADAPTER, CACHE
+from cookbook.config.outside_words import is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
 from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
-from cookbook.start.in_rounds import is_address
+from cookbook.start.in_rounds import KEY
 from cookbook.system.console import say
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
+from cookbook.system.secrets import may_have_secret
 from cookbook.system.signals import die_with_parent
 from cookbook.training.adapters.base_model import BASE_RECORD
 from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS
@@ -232,7 +234,7 @@ class Client:
         kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
         connection = kind(self.url.netloc, timeout=CONNECT_SECONDS)
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):  # which `vllm serve` asks for
+        if may_have_secret(self.url) and (key := os.environ.get(KEY)):
             headers["Authorization"] = f"Bearer {key}"
         self._open.add(connection)
         try:

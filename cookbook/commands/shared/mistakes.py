@@ -60,7 +60,9 @@ def check_model(recipe: Recipe) -> list[str]:
     folder = model_source.resolve_model(model, seed=recipe.seed, texts=(), fingerprint="", cache=Path())
     config = language_model.load_config(folder, recipe.data.max_length)
     _check_packing(recipe, config)
-    tokenizer = tokenizer_files.load_tokenizer(folder, recipe.data.chat_template, model.new_tokens)
+    template = recipe.data.chat_template
+    template = template if template and Path(template).is_file() else None  # a missing file has been reported
+    tokenizer = tokenizer_files.load_tokenizer(folder, template, model.new_tokens)
     place = f"model.name_or_path is {name!r}"
     facts = check_folder(here, config, tokenizer, place=place, new_tokens=model.new_tokens or ())
     head_wanted(recipe.objective, config, tokenizer.pad_token_id)

@@ -10,6 +10,7 @@ from jinja2 import TemplateSyntaxError, meta, nodes
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.rows.messages import Chat
+from cookbook.system.files import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,13 +154,15 @@ class ChatTemplate:
         return meta.find_undeclared_variables(self._tree(self.text(tools)))
 
     def mistake(self) -> str:
-        """Describe the template's mistake in its syntax; empty if it can be read."""
+        """Describe why the template cannot be read; empty if it can."""
         templates = self.tokenizer.chat_template
         try:
             for template in templates.values() if isinstance(templates, dict) else [templates]:
                 self._tree(template)
         except TemplateSyntaxError as error:
             return f"line {error.lineno}: {error.message}"
+        except Exception as error:  # of jinja2's parser or of Python's, as RecursionError where it is nested too deeply
+            return f"{type(error).__name__}: {first_line(error)}"
         return ""
 
     def is_random(self) -> bool:

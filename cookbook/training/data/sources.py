@@ -138,8 +138,11 @@ def _saved_files(folder: Path, state: Path) -> list[Path]:
 
 def _hub_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator[Any]:
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
     from huggingface_hub.errors import HTTPError  # of whichever client this version of the Hub library uses
 
+    if source.path in _PACKAGED_DATASETS_MODULES:  # which would read whatever lies in the current folder
+        raise RecipeError(f"{source.path}: a reader of the library datasets, no data set; write a path, or OWNER/NAME")
     name = f"{source.path} (split {source.split!r})"
     try:
         dataset = datasets.load_dataset(

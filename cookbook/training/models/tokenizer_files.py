@@ -13,7 +13,7 @@ from transformers import (
 
 from cookbook.config.chat_templates import is_marked
 from cookbook.facts.model_files import read_tokenizer, why_not
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, first_line
 from cookbook.system.shipped import HOME
 from cookbook.training.models.new_tokens import add_tokens
 
@@ -65,11 +65,14 @@ def load_tokenizer(
         raise RecipeError(f"model.name_or_path is {name!r}: {why_not('tokenizer', error)}") from None
     if new_tokens:
         add_tokens(tokenizer, new_tokens)
-    if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    elif tokenizer.chat_template is None and (Path(name) / PROCESSOR_TEMPLATE).is_file():
-        values = json.loads((Path(name) / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
-        tokenizer.chat_template = values["chat_template"]
+    file = Path(chat_template) if chat_template is not None else Path(name) / PROCESSOR_TEMPLATE
+    try:
+        if chat_template is not None:
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
+        elif tokenizer.chat_template is None and file.is_file():
+            tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{file}: no chat template can be read ({first_line(error)})") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # any token will do: padding is never attended to and carries no loss
     return tokenizer
