@@ -15,12 +15,16 @@ QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(lastword $(OUTPUT_DIRS))),
 # One more worker than the cores of CI: a test that waits leaves its core to another.
 PYTEST = .venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist worksteal
 
+# Of pyproject.toml, for the tests.
+GROUPS := --group dev --group fp8 --group trackers --group peers
+
 # Compilers and headers. Tests that lack them are skipped, or fail with SKIP_NOTHING, as where a record is written.
 BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
 .PHONY: help help-dev setup quickstart finetune-7b test clean \
-  test-long test-all lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu test-gpu-node lock audit
+  test-long test-all test-newest lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu test-gpu-node \
+  lock audit
 
 # After `##`, what `make` lists; after `##-`, what `make help-dev` does.
 LISTED = sed -nE 's/^([a-z0-9-]+):.*$(1) +/\1\t/p' Makefile | expand -t $(2)
@@ -58,6 +62,11 @@ test-long: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] the slow tests, all rehears
 test-all: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] all: every column under every strategy
 	@$(BUILD_NEEDS)
 	@$(PYTEST) -m "slow or not slow" $(TESTS)
+
+test-newest:  ##- [ARGS="--turn 3"] as .ci/run, with the newest libraries; write what broke
+	@sh system.sh $(PYTHON) venv
+	@sh system.sh $(PYTHON) build
+	@$(PYTHON) tests/newest.py $(GROUPS) $(ARGS)
 
 soak: $(DEV_STAMP)  ##- [ARGS="--kills 30"] kill runs at random; curves must not change
 	@.venv/bin/python tests/soak.py $(ARGS)
@@ -130,6 +139,6 @@ $(STAMP): requirements.txt
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml $(STAMP)
-	@$(PIP) -r requirements.txt --group dev --group fp8 --group trackers --group peers
+	@$(PIP) -r requirements.txt $(GROUPS)
 	@$(PIP) --no-deps --upgrade --target .cache/with_timm --group timm
 	@touch $@
