@@ -13,11 +13,13 @@ import importlib.util
 import json
 import re
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+INSTALLED = Path(sysconfig.get_paths()["purelib"])
 OWNERS = Path(__file__).parents[1] / "cookbook" / "config" / "owners"
 
 
@@ -30,7 +32,8 @@ class Source:
     lookups: tuple[str, ...] = ()
     """Files of scripts whose `cfg.X` and `cfg.get("X", default)` are taken."""
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By section, files whose functions and classes are named there and take its other keys as arguments."""
+    """By section, files whose functions and classes are named there and take its other keys as arguments; the first
+    text is a regular expression of their names."""
     pairs: tuple[str, ...] = ()
     """Files of constants `X = "key"` beside `X_DEFAULT = value`."""
     roots: str = ""
@@ -84,20 +87,32 @@ SOURCES = {
             "src/axolotl/utils/schemas/*.py",
             "src/axolotl/integrations/*/args.py",
         ),
-        roots="AxolotlInputConfig|.*Args|KDTrainingArgsMixin",
+        roots="AxolotlInputConfig|.*Args|KDTrainingArgsMixin|SwanLabConfig",
         repository="axolotl",
     ),
+    "ms-swift": Source(
+        (
+            "swift/arguments/base_args/*.py",
+            "swift/arguments/*_args.py",
+            "swift/trainers/arguments.py",
+            "swift/rlhf_trainers/arguments.py",
+        ),
+        repository="ms-swift",
+    ),
     "torchtune": Source(
-        lookups=("recipes/*.py",),
+        lookups=tuple(
+            f"recipes/{name}.py" for name in ("*finetune*", "*dpo*", "*distillation*", "ppo*", "qat*", "dev/early*")
+        ),
         parameters={
-            "model": ("torchtune/models/*/_model_builders.py",),
-            "tokenizer": ("torchtune/models/*/_model_builders.py", "torchtune/models/*/_tokenizer.py"),
-            "dataset": ("torchtune/datasets/_*.py",),
-            "checkpointer": ("torchtune/training/checkpointing/_checkpointer.py",),
-            "lr_scheduler": ("torchtune/training/lr_schedulers.py",),
-            "metric_logger": ("torchtune/training/metric_logging.py",),
-            "loss": ("torchtune/modules/loss/*.py", "torchtune/rlhf/loss/*.py"),
-            "profiler": ("torchtune/training/_profiler.py",),
+            "model": ("(?!.*(tokenizer|transform)).*", "torchtune/models/*/_model_builders.py"),
+            "tokenizer": (".*tokenizer", "torchtune/models/*/_model_builders.py"),
+            "dataset": (".*(?<!packed)_dataset", "torchtune/datasets/_*.py"),
+            "checkpointer": (".*Checkpointer", "torchtune/training/checkpointing/_checkpointer.py"),
+            "lr_scheduler": ("get_.*", "torchtune/training/lr_schedulers.py"),
+            "metric_logger": (".*Logger", "torchtune/training/metric_logging.py"),
+            "loss": (".*Loss.*", "torchtune/modules/loss/*.py", "torchtune/rlhf/loss/*.py"),
+            "profiler": ("setup_.*", "torchtune/training/_profiler.py"),
+            "optimizer": ("AdamW|SGD", "torch/optim/adamw.py", "torch/optim/sgd.py"),
         },
         repository="torchtune",
     ),
@@ -115,9 +130,9 @@ class Reader:
     def trees(self, patterns: tuple[str, ...]) -> Iterator[tuple[Path, ast.Module]]:
         seen: set[Path] = set()
         for pattern in patterns:
-            if not (found := sorted(self.root.glob(pattern))):
+            if not (files := sorted(self.root.glob(pattern)) or sorted(INSTALLED.glob(pattern))):
                 print(f"{pattern}: no such file in {self.root}")
-            for path in found:
+            for path in files:
                 if path not in seen:
                     seen.add(path)
                     yield path, ast.parse(path.read_text(encoding="utf-8"))
@@ -152,7 +167,11 @@ class Reader:
         for item in node.body:
             if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
                 continue
-            if item.target.id.startswith("_") or "ClassVar" in (kind := ast.unparse(item.annotation)):
+            if (
+                item.target.id.startswith("_")
+                or "init=False" in ast.unparse(item)
+                or "ClassVar" in (kind := ast.unparse(item.annotation))
+            ):
                 continue
             default, alias = self.default_of(item.value)
             keys[item.target.id] = [kind, *default]
@@ -214,14 +233,15 @@ class Reader:
     def read_parameters(self, section: str, patterns: tuple[str, ...]) -> dict[str, list[Any]]:
         """Arguments of functions and classes, by the path of a key; without a default where theirs differ."""
         keys: dict[str, list[Any]] = {f"{section}._component_": ["str"]}
-        for _, tree in self.trees(patterns):
+        names, *files = patterns
+        for _, tree in self.trees(tuple(files)):
             for node in tree.body:
+                if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not re.fullmatch(names, node.name):
+                    continue
                 is_class = isinstance(node, ast.ClassDef)
                 body = node.body if isinstance(node, ast.ClassDef) else [node]
                 for function in body:
                     if not isinstance(function, ast.FunctionDef) or (is_class and function.name != "__init__"):
-                        continue
-                    if function.name.startswith("_") and not is_class:
                         continue
                     for name, entry in self.arguments_of(function).items():
                         known = keys.setdefault(f"{section}.{name}", entry)

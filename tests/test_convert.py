@@ -567,8 +567,8 @@ def test_one_module_to_save_is_a_list_of_one(folder):
     "text",
     [
         "base_model: a/b\nsequence_len: 64\nmicro_batch_size: 1\ntokens: ['<a>', '<b>']\n",
-        "base_model: a/b\nspecial_tokens: {additional_special_tokens: ['<a>', '<b>'], eos_token: <e>}\n",
-        "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\nadd_special_tokens: <a>,<b>\nresize_vocab: true\n",
+        "base_model: a/b\nnum_epochs: 1\nspecial_tokens: {additional_special_tokens: ['<a>', '<b>'], eos_token: <e>}\n",
+        "model_name_or_path: a\nfinetuning_type: full\nmax_steps: 1\nadd_special_tokens: <a>,<b>\nresize_vocab: true\n",
     ],
 )
 def test_added_tokens_are_new_tokens(folder, capsys, text):
@@ -591,7 +591,7 @@ def test_nothing_is_overwritten(folder, capsys):
 
 REFUSED = {
     "two projects fit": ("model_name_or_path: m\nlearning_rate: 1e-4\n", [], "may be a file of trl or llama-factory"),
-    "nobody's": ("a: 1\nb: 2\nc: 3\n", [], "of its 3 keys 0 are known"),
+    "nobody's": ("a: 1\nb: 2\nc: 3\n", [], "of its 3 keys Hugging Face TrainingArguments has 0"),
     "a recipe of ours": ("batch: {}\noptim: {}\nrun: {}\n", [], "is a recipe already"),
     "no YAML name": (TRL, ["--out", "mine.json"], "--out is 'mine.json'; name a .yaml file"),
     "two trainings": (TRL, ["file.yaml"], "give one of them"),
@@ -687,7 +687,15 @@ OTHER_TRAININGS = {
     "axolotl": ("base_model: m\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\n", {
         "rl: grpo": "it samples and scores answers while it trains",
         "load_in_8bit: true": "weights in 8 bits",
-        "reward_model: true": "a reward model",
+        "process_reward_model: true": "a reward model of steps",
+        "use_eaft: true": "another loss",
+        "reinit_weights: true": "new weights",
+        "use_onebitllms: true": "of one bit",
+        "model_config: {output_router_logits: true}": "a model of another configuration",
+        "peft_init_lora_weights: pissa": "first weights of an adapter",
+        "peft_layers_to_transform: [0, 1]": "of some layers",
+        "lr_groups: [{name: a, modules: [q_proj], lr: 1e-4}]": "several rates",
+        "overrides_of_model_config: {rope_scaling: {type: linear}}": "a model of another configuration",
         "adapter: llama-adapter": "write adapter",
         "qat: {weight_dtype: int4}": "quantization-aware training",
         "unfrozen_parameters: [lm_head]": "training of some layers",
@@ -695,7 +703,6 @@ OTHER_TRAININGS = {
         "lr_scheduler: rex": "a shape that is not here",
     }),
     "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
-        "stage: rm": "a reward model of whole answers; write reward",
         "stage: ppo": "rewards while training, which is not here",
         "finetuning_type: freeze": "write adapter",
         "quantization_bit: 8": "weights have 4 bits or 16",
@@ -710,6 +717,7 @@ OTHER_TRAININGS = {
         "teacher_model: {_component_: torchtune.models.llama3_1.llama3_1_8b}": "a teacher",
         "fake_quant_after_n_steps: 100": "quantization-aware training",
         "transform: {image_size: 560}": "pictures",
+        "early_exit_loss: {layers: all}": "another loss",
     }),
     "llama-factory-v1": ("model: m\ncutoff_len: 64\ntrain_dataset: d\nmicro_batch_size: 1\n", {
         "model_class: cls": "another head",
@@ -724,6 +732,8 @@ OTHER_TRAININGS = {
         "loss_type: hinge": "another loss, which is not here",
         "lr_scheduler_type: cosine_with_restarts": "with one cycle, transformers' default, write cosine",
         "task_name: mrpc": "a classifier",
+        "router_aux_loss_coef: 0.01": "a loss of the router",
+        "model_init_kwargs: {output_router_logits: true}": "a loss of the router",
         "mlm_probability: 0.15": "masked words",
     }),
     "alignment-handbook": ("model_name_or_path: m\ndataset_mixer: {d: 1}\nmax_length: 64\n", {
@@ -1232,3 +1242,118 @@ def test_trl_evaluates_the_split_test_where_a_file_asks_for_evaluations_only(fol
 def test_simpo_and_cpo_have_the_settings_of_their_project(folder, text, project, objective):
     assert convert(text, "--from", project) == 0
     assert yaml.safe_load(Path("recipes/file.yaml").read_text())["objective"] == objective
+
+
+DPO_OF_AXOLOTL = (
+    "base_model: m\ndatasets: [{path: d, type: chat_template}]\nsequence_len: 64\nmicro_batch_size: 2\n"
+    "learning_rate: 2e-5\nrl: dpo\nrl_beta: 0.1\n"
+)
+SFT_OF_LLAMA_FACTORY = "model_name_or_path: m\nstage: sft\nfinetuning_type: full\ndataset: d\ncutoff_len: 64\n"
+TT = (
+    "tokenizer: {max_seq_len: 64}\ncheckpointer: {checkpoint_dir: m}\nbatch_size: 2\nepochs: 1\n"
+    "dataset: {_component_: torchtune.datasets.chat_dataset, source: r}\n"
+)
+COUNTERPARTS = {
+    "LLaMA-Factory's Muon": ("llama-factory", f"{SFT_OF_LLAMA_FACTORY}use_muon: true\n", "optim.name", "muon"),
+    "LLaMA-Factory's reward model": (
+        "llama-factory", SFT_OF_LLAMA_FACTORY.replace("stage: sft", "stage: rm"), "objective.name", "reward"),
+    "axolotl's smoothing": (
+        "axolotl", f"{DPO_OF_AXOLOTL}dpo_label_smoothing: 0.1\n", "objective.label_smoothing", 0.1),
+    "axolotl's reward model": (
+        "axolotl", f"{AXOLOTL}reward_model: true\n", "objective.name", "reward"),
+    "axolotl's streaming": ("axolotl", f"{AXOLOTL}streaming: true\n", "data.streaming", True),
+    "axolotl's trackers": (
+        "axolotl", f"{AXOLOTL}use_tensorboard: true\nuse_mlflow: true\n", "run.trackers", ["tensorboard", "mlflow"]),
+    "axolotl's offloading": (
+        "axolotl", f"{AXOLOTL}activation_offloading: true\n", "model.gradient_checkpointing", "offload"),
+    "torchtune's paged AdamW": (
+        "torchtune", f"{TT}optimizer: {{_component_: bitsandbytes.optim.PagedAdamW, lr: 2e-5}}\n",
+        "optim.name", "adamw"),
+    "torchtune's context parallel": ("torchtune", f"{TT}context_parallel_dim: 2\n", "strategy", "ddp_sp"),
+    "TRL's reward model": (
+        "trl", "{model_name_or_path: m, dataset_name: d, center_rewards_coefficient: 0.01}",
+        "objective.center_rewards_coefficient", 0.01),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTERPARTS)
+def test_what_is_here_is_taken_whatever_its_name_there(case, folder):
+    project, text, key, value = COUNTERPARTS[case]
+    assert convert(text, "--from", project) == 0
+    section: dict = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    for name in key.split("."):
+        section = section[name]
+    assert section == value
+
+
+TRAINS_OTHERWISE = {
+    "reasoning that is taken out": (f"{SFT_OF_LLAMA_FACTORY}enable_thinking: false\n", "enable_thinking is false"),
+    "scales that are not quantized": (
+        SFT_OF_LLAMA_FACTORY.replace("full", "lora") + "quantization_bit: 4\ndouble_quantization: false\n",
+        "double_quantization is false"),
+    "tokens in a mapping": (f'{AXOLOTL}tokens: {{pad_token: "<pad>"}}\n', "tokens is an object"),
+    "roles that are trained": (
+        AXOLOTL.replace("    shards: 3", "    roles_to_train: [user, assistant]"), "roles_to_train a list of 2 items"),
+    "packed rows in a batch": (
+        AXOLOTL, "a batch of axolotl counts packed rows of up to 4096 tokens, 32768 a step, and here samples."
+        " Write batch.micro_batch_tokens: 8192"),
+    "the rows of KTO in their order": (
+        "{model_name_or_path: m, dataset_name: d, loss_type: kto}",
+        "not in the file, where TRL has train_sampling_strategy 'sequential'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAINS_OTHERWISE)
+def test_what_trains_otherwise_is_said_first(case, folder, capsys):
+    text, said = TRAINS_OTHERWISE[case]
+    arguments = ["--from", "trl"] if "kto" in text else []
+    assert convert(text, *arguments) == 0
+    printed = capsys.readouterr().out
+    first, _, _ = printed.partition("to know, or to decide:")
+    assert said in first.partition("trains otherwise, or may:")[2], printed
+    assert "pad_token" not in Path("recipes/file.yaml").read_text()
+
+
+NO_TRAININGS = {
+    "an inference of LLaMA-Factory": "{model_name_or_path: m, template: qwen3, infer_backend: huggingface}",
+    "a merge of LLaMA-Factory": "{model_name_or_path: m, adapter_name_or_path: a, template: qwen3, export_dir: out}",
+    "a generation of torchtune": (
+        "{model: {_component_: torchtune.models.llama2.llama2_7b}, checkpointer: {checkpoint_dir: m}, device: cuda,"
+        " tokenizer: {path: t}, dtype: bf16, seed: 1, prompt: {user: hello}, max_new_tokens: 300, temperature: 0.6,"
+        " quantizer: null}"),
+    "ms-swift": (
+        "{model: m, tuner_type: lora, target_modules: [q_proj], torch_dtype: bfloat16, num_train_epochs: 5,"
+        " learning_rate: 1e-4, dataset: d, per_device_train_batch_size: 1, logging_steps: 5}"),
+    "a draft of another trainer": (
+        "{recipe: TrainEagle3Recipe, dist_env: {backend: nccl}, recipe_args: {target_model_name_or_path: m},"
+        " fp8: {enabled: true}, optimizer: {lr: 1.0e-4}, checkpoint: {enabled: true}}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_TRAININGS)
+def test_what_trains_nothing_is_refused(case, folder, capsys):
+    assert convert(NO_TRAININGS[case]) == 2
+    assert not Path("recipes").exists()
+    assert re.search("no settings of a training|does not read|can be converted", capsys.readouterr().err)
+
+
+def test_precision_and_length_of_a_training_come_before_those_of_its_distribution(folder, capsys):
+    Path("a.yaml").write_text("{distributed_type: DEEPSPEED, num_processes: 2, mixed_precision: fp16,"
+                              " deepspeed_config: {deepspeed_config_file: ds.json}}\n")  # fmt: skip
+    params = {"warmup_num_steps": 10, "total_num_steps": 100}
+    scheduler = {"type": "WarmupDecayLR", "params": params}
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
+    text = "{model_name_or_path: m, dataset_name: d, bf16: true, num_train_epochs: 2, lr_scheduler_type: linear}"
+    assert convert(text, "a.yaml", "--from", "trl") == 0
+    recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    assert recipe["mixed_precision"] == "bf16" and recipe["run"]["num_epochs"] == 2
+    assert "max_steps" not in recipe["run"]
+    printed = capsys.readouterr().out
+    assert "mixed_precision is 'fp16': left out; mixed_precision is bf16, from file.yaml:1: bf16 is true" in printed
+    assert "the rate ends at step 100 there" in printed
+
+
+def test_an_accumulation_of_a_distribution_alone_is_named(folder, capsys):
+    text = "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}}"
+    assert convert(text) == 0
+    assert "deepspeed_config.gradient_accumulation_steps is 4: " in capsys.readouterr().out

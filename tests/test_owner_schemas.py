@@ -9,10 +9,12 @@ import json
 import pytest
 
 from benchmarks import owner_schemas
+from cookbook.commands.convert.keys import Conversion
 from cookbook.config.foreign import Project, tables
+from cookbook.system.files import Document
 from tests.needs import need_trl
 
-PROJECTS = ["trainer", "trl", "alignment-handbook"]
+PROJECTS = [name for name, project in tables().projects.items() if project.schema and project.is_read]
 
 
 def own_keys(project: Project) -> dict:
@@ -25,7 +27,7 @@ def own_keys(project: Project) -> dict:
 def test_every_key_of_a_schema_has_an_entry(name):
     project = tables().projects[name]
     keys = own_keys(project)
-    assert len(keys) > 40
+    assert len(keys) > 40 and len(PROJECTS) >= 7
     assert [path for path in keys if project.entry(path) is None] == []
 
 
@@ -56,3 +58,23 @@ def test_keys_and_defaults_are_those_of_the_classes_themselves():
                 assert json.dumps(defaults[field.name]) == json.dumps(default), field.name
                 compared += 1
         assert compared > 80
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_file_of_its_owners_defaults_asks_for_nothing_else(name, tmp_path, monkeypatch, capsys):
+    """As print(args.to_json_string()) writes them: each is read, or needs nothing."""
+    monkeypatch.chdir(tmp_path)
+    project = tables().projects[name]
+    others = {path for path, key in project.keys.items() if key.is_of_method}
+    values: dict = {}
+    for path, default in project.schema_defaults("sft").items():
+        if path in own_keys(project) and path not in others:
+            *sections, last = path.split(".")
+            home = values
+            for section in sections:
+                home = home.setdefault(section, {})
+            home[last] = default
+    conversion = Conversion(None)
+    conversion.read(Document("file.json", values), project)
+    assert conversion.others == [] and len(conversion.idle) > len(own_keys(project)) / 3
+    assert [line for line in conversion.changes if "file.json" in line] == []

@@ -102,10 +102,14 @@ class Project:
     """Values where a file is silent that its code computes, by our keys."""
     of_adapters: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ with an adapter."""
+    is_read: bool = True
+    """False if its files are known by their keys, and not converted."""
     is_distribution: bool = False
     """Its files describe how a run is distributed, not what it trains."""
     always: tuple[str, ...] = ()
     """Differences in any case."""
+    packs_first: bool = False
+    """True if a batch of packed rows counts these rows, and not the samples in them."""
     passes: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys, or `any`, that ask for nothing, or for what a run does in any case."""
     compares: Mapping[str, str] = field(default_factory=dict)
@@ -116,18 +120,18 @@ class Project:
         """The keys that its owner's schema has, by dotted path."""
         return fields_of(self.schema)
 
-    @functools.cached_property
-    def first_names(self) -> set[str]:
-        """The names at the top of its files."""
-        return {path.partition(".")[0] for path in (*self.keys, *self.fields)}
+    def has(self, path: str) -> bool:
+        """True if its files have this key, or one of a section that is anything's."""
+        return path in self.fields or self.entry(path) is not None
 
     def entry(self, path: str) -> Key | None:
         """Return the entry of a key: its own, or that of the section without a counterpart around it."""
-        key = self.keys.get(path)
-        while key is None and "." in path:
-            path = path.rpartition(".")[0]
-            around = self.keys.get(path)
-            key = around if around is not None and around.ours is None else None
+        key, around = self.keys.get(path), path
+        while key is None and "." in around:
+            around = around.rpartition(".")[0]
+            is_free = path in self.fields or not any(name.startswith(f"{around}.") for name in self.fields)
+            section = self.keys.get(around)
+            key = section if is_free and section is not None and section.ours is None else None
         return key
 
     def has_keys_in(self, path: str) -> bool:
@@ -181,7 +185,9 @@ class Project:
         """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
         for path, default in self.schema_defaults(objective).items():
             key = self.entry(path)
-            if path in given or key is None or key.ours is not None or key.cost not in ("refuse", "changes"):
+            if path in given or key is None or key.cost not in ("refuse", "changes"):
+                continue
+            if key.ours is not None or key.is_of_method:
                 continue
             is_ours = self.passes_over(path, default) if path in self.passes else self.is_default(path, default)
             if not is_ours:
@@ -245,6 +251,8 @@ def _epochs(value: Any) -> int:
 
 def _names(value: Any) -> list[str]:
     """A list of names, also from `a,b`."""
+    if isinstance(value, dict):
+        raise NoCounterpart("a list was expected, and no `key: value` lines")
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else [str(name) for name in value]
 
 
@@ -298,7 +306,7 @@ def _fsdp(value: Any) -> dict[str, Any] | None:
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "torch.optim.adamw"), "adamw"),
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused"), "adamw"),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), "adamw"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "bitsandbytes.optim.pagedadamw"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "bitsandbytes.optim.adamw8bit"), "adamw_8bit"),
     "bitsandbytes.optim.pagedadamw8bit": "adamw_8bit",
     **dict.fromkeys(("adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit"),
@@ -333,7 +341,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "loss_scale.initial": lambda power: 2.0 ** _count(power),
     "loss_scale.minimum": lambda value: float(_number(value)),
     **dict.fromkeys(("loss_scale.window", "loss_scale.hysteresis"), _count),
-    **dict.fromkeys(("objective.gamma", "objective.nll_weight"), _number),
+    **dict.fromkeys(("objective.gamma", "objective.nll_weight", "objective.center_rewards_coefficient"), _number),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     "~percent_held_out": _number,
@@ -348,9 +356,14 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("run.evals_per_epoch", "run.saves_per_epoch", "run.early_stopping_patience"), _limit),
     **dict.fromkeys(("model.compile",), BOOL),
     "model.gradient_checkpointing": {**BOOL, "offload": "offload"},
-    **dict.fromkeys(("data.packing", "data.streaming", "run.deterministic", "run.save_first_step"), BOOL),
+    **dict.fromkeys(
+        ("data.packing", "data.streaming", "run.deterministic", "run.save_first_step", "run.save_in_background"), BOOL
+    ),
     **dict.fromkeys(("adapter.rslora", "strategy.offload", "strategy.reshard"), BOOL),
-    **dict.fromkeys(("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp", "~disable_dropout", "~load_best"), BOOL),
+    **dict.fromkeys(
+        ("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp", "~disable_dropout", "~load_best", "~activation_offloading"),
+        BOOL,
+    ),
     **dict.fromkeys(("~bf16", "~fp16"), PRECISIONS),
     "optim.name": OPTIMIZERS,
     "schedule.name": SCHEDULES,
@@ -427,7 +440,7 @@ def tables() -> Tables:
         for parent in (given[name] for name in table.get("like", ())):
             lacks = fields_of(tuple(parent.get("schema", ()))).keys() - fields.keys() if fields else ()
             keys |= {path: key for path, key in entries_of(parent, {}).items() if path not in lacks}
-        for path, written in table["keys"].items():
+        for path, written in table.get("keys", {}).items():
             entry = written if isinstance(written, dict) else {"ours": written}
             why: str = entry.get("why", derived.get(entry.get("ours", ""), ""))
             keys[path] = Key(**entry | {"why": texts.get(why, why)})

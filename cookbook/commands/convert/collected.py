@@ -27,6 +27,8 @@ class Collected:
         """Those that the files have, also with a value that could not be converted."""
         self.keys_of_files: set[str] = set()
         """Dotted, of all files."""
+        self.is_of_training = False
+        """True if one of the files has the settings of a training."""
         self.own_defaults: dict[str, Any] = {}
         """What holds where the training file is silent, by our keys."""
         self.changes: list[str] = []
@@ -120,7 +122,9 @@ class Collected:
         if ours is None or value is None:
             return
         home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
-        if ours in home and home[ours] != value:
+        if ours == "run.trackers" and ours in home:
+            value = [*home[ours], *(name for name in value if name not in home[ours])]
+        elif ours in home and home[ours] != value:
             is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]
             if is_of_two and ours.startswith("strategy."):
                 raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
@@ -145,6 +149,11 @@ class Collected:
 
 def in_short(value: Any) -> str:
     return kind_in_words(value) if isinstance(value, list | dict) and value else show(value)
+
+
+def keys_of(values: dict[str, Any], project: Project) -> list[str]:
+    """The dotted keys of a file."""
+    return [".".join(map(str, path)) for path, _ in _leaves(values, project)]
 
 
 def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
+from cookbook.commands.convert.collected import keys_of
+from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
 from cookbook.commands.shared.arguments import positive
-from cookbook.config.foreign import tables
+from cookbook.config.foreign import Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
@@ -19,6 +21,7 @@ from cookbook.system.record_files import new_file
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
 
+LENGTHS = ("run.num_epochs", "run.max_steps", "~steps_per_epoch")
 ProjectName = Literal[
     "trainer",
     "trl",
@@ -154,24 +157,33 @@ def recognize(document: Document, name: str | None = None) -> str:
     """
     if {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
-    keys, known = document.values.keys(), tables().projects
-    fits = {candidate: len(project.first_names & keys) for candidate, project in known.items()}
+    known = tables().projects
+    keys = {candidate: keys_of(document.values, project) for candidate, project in known.items()}
+    fits = {candidate: sum(map(known[candidate].has, keys[candidate])) for candidate in known}
     most = max(fits.values())
     best = [candidate for candidate, number in fits.items() if number == most]
     best = [candidate for candidate in best if known[candidate].base not in best]  # the base knows them all
-    if name is not None and known[name].is_distribution == known[best[0]].is_distribution:
-        if fits[name] * 2 < len(document.values):
-            raise RecipeError(
-                f"{document.name}: of its {len(document.values)} keys {known[name].name} has {fits[name]}; it is"
-                " another project's, or no settings of a training"
-            )
-        return name
-    if most * 2 < len(document.values):
+    is_named = name is not None and known[name].is_distribution == known[best[0]].is_distribution
+    chosen = name if name is not None and is_named else best[0]
+    if not known[chosen].is_read:
+        raise RecipeError(f"{document.name}: is a file of {known[chosen].name}, which `convert` does not read")
+    if fits[chosen] * 3 < len(keys[chosen]) * 2:
+        names = ", ".join(described.name for described in known.values() if described.is_read)
         raise RecipeError(
-            f"{document.name}: of its {len(document.values)} keys {most} are known, as {known[best[0]].name}'s;"
-            f" files of {', '.join(described.name for described in known.values())} can be converted; name yours with"
-            " --from"
+            f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}; files of"
+            f" {names} can be converted; name yours with --from"
         )
-    if len(best) > 1:
+    if not known[chosen].is_distribution and not trains(keys[chosen], known[chosen]):
+        raise RecipeError(
+            f"{document.name}: no settings of a training: {known[chosen].name} has neither rows to train on, nor an"
+            " optimizer, a batch or a length of the run in it"
+        )
+    if len(best) > 1 and not is_named:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
-    return best[0]
+    return chosen
+
+
+def trains(keys: list[str], project: Project) -> bool:
+    """True if a file of these keys trains: an inference or a merge has a model and no more."""
+    counterparts = {key.ours for path in keys if (key := project.entry(path)) is not None and key.ours is not None}
+    return any(ours.startswith(("optim.", "batch.")) or ours in (*ROWS, *LENGTHS) for ours in counterparts)

@@ -8,6 +8,11 @@ from cookbook.commands.convert.collected import Collected, in_short
 from cookbook.config.foreign import NoCounterpart, Project, asks_for_nothing, share, tables
 from cookbook.system.files import read_document, show
 
+ROWS = (
+    *("~dataset", "~sources", "~mixture", "~mixer", "~registered", "~listed", "~dataset_list", "~data_files"),
+    *("~pretraining", "~dataset_component"),
+)
+"""Derived keys that name rows to train on."""
 SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
 SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
 COLUMN_KEYS = {"field_chosen": "chosen", "field_rejected": "rejected", "text_column": "text", "field": "text"}
@@ -206,8 +211,7 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
             elif key_there == "type" and str(value).removesuffix(".default") in RECOGNIZED_TYPES:
                 types.append(value)
             else:
-                line = collected.change if key_there in ("type", "shards") else collected.note
-                line(f"~{key}", f"{key_there} {in_short(value)}: {SOURCE_ADVICE}")
+                collected.change(f"~{key}", f"{key_there} {in_short(value)}: {SOURCE_ADVICE}")
         converted.setdefault("path", "path/to/rows.jsonl")
         columns = {ours: column for ours, column in columns.items() if ours != column}
         sources.append({**converted, **({"columns": columns} if columns else {})})

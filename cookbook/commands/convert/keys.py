@@ -21,10 +21,9 @@ class Conversion(Collected):
 
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
+        self.is_of_training = project is not None
         self._strategy_files()
-        bf16, fp16 = self.take("bf16"), self.take("fp16")
-        if bf16 or fp16 or bf16 is False:
-            self.recipe.setdefault("mixed_precision", "bf16" if bf16 else "fp16" if fp16 else "no")
+        self._precision()
         self._template()
         read_test_split(self, project)
         derive_rows(self)
@@ -32,16 +31,39 @@ class Conversion(Collected):
         if project is not None:
             self._defaults(project)
             self.changes += project.always
+            self._offload()
         self._held_out_percent()
         self._loss_scale()
         self._adapter()
         self._least_rate()
         self._length_and_batch()
+        if project is not None:
+            self._packed(project)
         self._evaluation_and_saving()
         betas = [self.take("beta1"), self.take("beta2")]
         if betas != [None, None]:
             self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
         self._left_open(project)
+
+    def _precision(self) -> None:
+        """`bf16` and `fp16` of a training file come before the precision of a launch, as in transformers."""
+        switches = {name: self.take(name) for name in ("bf16", "fp16")}
+        name = next((name for name, is_on in switches.items() if is_on), None)
+        of_launch = self.recipe.get("mixed_precision")
+        if name is not None and of_launch not in (None, name):
+            self.change("mixed_precision", f"left out; mixed_precision is {name}, from {self.places[f'~{name}']}")
+        if name is not None:
+            self.recipe["mixed_precision"] = name
+        elif False in switches.values():
+            self.recipe.setdefault("mixed_precision", "no")
+
+    def _offload(self) -> None:
+        if self.take("activation_offloading"):
+            self.recipe["model.gradient_checkpointing"] = "offload"
+            self.note(
+                "~activation_offloading",
+                "gradient_checkpointing offload keeps the inputs of layers in host memory, and recomputes the rest",
+            )
 
     def _left_open(self, project: Project | None) -> None:
         """Name the keys of a JSON's scheduler and optimizer that whoever trains fills in, where no file has them. A
@@ -303,6 +325,11 @@ class Conversion(Collected):
             self.changes.append("not in the file: its decay is half a cosine, and that of schedule.name wsd is linear")
 
     def _length_and_batch(self) -> None:
+        of_scheduler = " is " in (place := self.places.get("run.max_steps", "")) and ": scheduler.params." in place
+        if of_scheduler and (self.is_of_training or "run.num_epochs" in self.recipe):
+            steps = self.recipe.pop("run.max_steps")
+            epochs = self.recipe.setdefault("run.num_epochs", self.own_defaults.get("run.num_epochs", 1))
+            self.change("run.max_steps", f"the rate ends at step {steps} there; the run has run.num_epochs {epochs}")
         if "run.max_steps" in self.recipe and "run.num_epochs" in self.recipe:
             del self.recipe["run.num_epochs"]
             self.note("run.num_epochs", "max_steps has precedence; left out")
@@ -316,19 +343,55 @@ class Conversion(Collected):
         elif self.other.get("~warmup_of_axolotl"):
             self.recipe["schedule.warmup_steps"] = warmup = _warmup_of_axolotl(self.recipe.get("run.max_steps"))
             self.notes.append(f"not in the file: schedule.warmup_steps {warmup}, axolotl's, at most 100 steps")
-        micro, accumulation = self.recipe.get("batch.micro_batch_size"), self.take("accumulation", 1)
+        micro, accumulation = self.recipe.get("batch.micro_batch_size"), self.take("accumulation")
         listed, mesh = self.take("processes"), self.other
         self.processes = self.processes or listed
         if micro is None or "batch.global_batch_size" in self.recipe:
+            self._spare_accumulation(accumulation)
             return
         per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
         copies = max(1, (self.processes or 1) // per_copy)
-        self.recipe["batch.global_batch_size"] = size = micro * accumulation * copies
+        self.recipe["batch.global_batch_size"] = size = micro * (accumulation or 1) * copies
         if self.processes is None:
             self.notes.append(
-                f"batch.global_batch_size {size} = {micro} x accumulation {accumulation} x 1 process: the file has no"
-                " number of GPUs; multiply by that of your runs, or give --processes"
+                f"batch.global_batch_size {size} = {micro} x accumulation {accumulation or 1} x 1 process: the file has"
+                " no number of GPUs; multiply by that of your runs, or give --processes"
             )
+
+    def _spare_accumulation(self, accumulation: int | None) -> None:
+        """Name an accumulation from which no batch can be computed, or that is another than that of the batches."""
+        size, micro = self.recipe.get("batch.global_batch_size"), self.recipe.get("batch.micro_batch_size")
+        if accumulation is None:
+            return
+        copies = self.processes or 1
+        if size is None or micro is None:
+            advice = (
+                "the batch of a step is batch.global_batch_size = micro_batch_size x this x data-parallel processes"
+            )
+            self.note("~accumulation", advice)
+        elif size != micro * accumulation * copies:
+            self.change(
+                "~accumulation",
+                f"left out: batch.global_batch_size is {size} already, from {self.places['batch.global_batch_size']}",
+            )
+
+    def _packed(self, project: Project) -> None:
+        """Name the unit of a batch of packed rows, where the project packs before it draws batches."""
+        size, micro = self.recipe.get("batch.global_batch_size"), self.recipe.get("batch.micro_batch_size")
+        if (
+            not project.packs_first
+            or self._objective_name != "sft"
+            or self.recipe.get("data.packing") is not True
+            or None in (size, micro)
+        ):
+            return
+        length = self.recipe.get("data.max_length", self.own_defaults.get("data.max_length", 2048))
+        self.change(
+            "data.packing",
+            f"a batch of {project.name} counts packed rows of up to {length} tokens, {size * length} a step, and here"
+            f" samples. Write batch.micro_batch_tokens: {micro * length}, and batch.global_batch_size:"
+            f" {size * length} / the mean length of your rows (`cookbook preview`)",
+        )
 
     def _evaluation_and_saving(self) -> None:
         for what, key, advice in (
@@ -400,7 +463,7 @@ def is_other(key: str, value: Any, recipe: dict[str, Any]) -> bool:
     if (info := model.model_fields.get(name)) is None:
         return False
     ours = info.get_default(call_default_factory=True)
-    return ours != value and bool(ours or value)
+    return (list(ours) if isinstance(ours, tuple) else ours) != value and bool(ours or value)
 
 
 NOT_BY_DEFAULT = ("data.packing", "model.revision", "run.output_dir")
