@@ -202,16 +202,18 @@ def test_transformers_opens_what_was_trained(
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_peft_opens_an_adapter(tmp_path: Path, capsys, monkeypatch, here, name: str):
-    made = Run(tmp_path, ADAPTERS[name], tie_word_embeddings=False)
-    made.save(3)
     monkeypatch.chdir(tmp_path)
+    made = Run(Path(), ADAPTERS[name], tie_word_embeddings=False)
+    made.save(3)
     assert export(made) == 0
     assert "logits equal to those of the checkpoint" in capsys.readouterr().out
+    monkeypatch.chdir("/")  # from where its base, which the recipe named without a folder, is another path
+    folder = tmp_path / "run" / "export"
     with torch.no_grad():
-        again = AutoPeftModelForCausalLM.from_pretrained(made.folder / "export").eval()(input_ids=IDS).logits
+        again = AutoPeftModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
     assert torch.allclose(again, made.logits(), atol=1e-5)
-    assert (made.folder / "export" / base_model.BASE_RECORD).is_file()
-    modes = {path.name: path.stat().st_mode & 0o044 for path in (made.folder / "export").iterdir()}
+    assert (folder / base_model.BASE_RECORD).is_file()
+    modes = {path.name: path.stat().st_mode & 0o044 for path in folder.iterdir()}
     assert set(modes.values()) == {0o044}, f"a server runs as another user: {modes}"
 
 
@@ -574,7 +576,8 @@ def test_an_adapter_whose_base_is_gone_is_compared_all_the_same(lora: Run, capsy
 )
 def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, kind: str):
     """The same through the front door: another process opens it, and what it finds ends the command."""
-    made = Run(tmp_path, ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
+    monkeypatch.chdir(tmp_path)
+    made = Run(Path(), ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
     made.save(3)
     assert export(made) == 0
     assert "tensors equal to the checkpoint's; logits equal" in capsys.readouterr().out

@@ -238,7 +238,8 @@ def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtyp
     root = str(Path(__file__).parents[3])
     # On the CPU, since the run may fill the GPUs, and without downloads.
     kept |= {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, errors="replace")
+    # In another working folder, as whoever uses the export.
+    done = subprocess.run(command, env=kept, cwd="/", capture_output=True, text=True, errors="replace")
     if done.returncode:
         if not checkpoint.is_dir():  # a file system without locks; see `folder.held`
             raise RecipeError(f"{checkpoint}: was removed while it was exported, by its run; export a copy of it")

@@ -17,6 +17,7 @@ from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.adapter_files import check_fits, open_beside
 from cookbook.training.adapters.base_model import Base
 from cookbook.training.adapters.peft_folder import ADAPTER_NAME, in_language_names
+from cookbook.training.adapters.saved_settings import WRITTEN
 from cookbook.training.checkpoint.streamed import StreamedModel, probe_logits
 from cookbook.training.checkpoint.tensors import CHUNK, Weight, as_weight
 from cookbook.training.checkpoint.tower import Tower, copy_processors
@@ -59,7 +60,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     check_folder(base_folder, config, place=str(base_folder))
     base_folder = Path(as_trained(str(base_folder), folder, base))
     config = open_config(base_folder)
-    check_fits(folder, config)
+    check_fits(folder, config, read=WRITTEN)
     stored: torch.dtype = dtype or config.dtype or torch.float32
     weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
     write_model(weights, build, config=config, dtype=stored, tower=Tower.of(base_folder))

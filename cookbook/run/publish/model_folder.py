@@ -1,6 +1,7 @@
 """Folder `model/` of a run, with all that an export needs but weights; written when the run starts."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def write_model_files(
     """
     is_new = model.from_scratch is not None
     revision = model.revision or model_source.revision_of(name)
-    base = Base(model.name_or_path or name, revision, digest, is_new, dict(new_tokens or {}), head)
+    place = model.name_or_path or name
+    if Path(place).is_dir():
+        place = os.path.abspath(place)  # an export is opened in other working folders too
+    base = Base(place, revision, digest, is_new, dict(new_tokens or {}), head)
     tower = Tower.of(Path(name))
     with building(run / MODEL_FILES) as build:
         if tower is None:

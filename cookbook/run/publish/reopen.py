@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import logging
 
 from cookbook.facts.language_part import has_tower, open_config, whole_config
+from cookbook.facts.model_files import values_of
 from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
@@ -173,7 +174,7 @@ def _check_adapter(
     names = {in_whole(name_in_file(name), roots): name for name in expected.shapes}
     in_files = {f"base_model.model.{key}": name for key, name in names.items()}
     checked = _check_tensor_files(export, expected, in_files, strict=True)
-    base, problem = (None, too_large) if too_large else _base_folder(model_files)
+    base, problem = (None, too_large) if too_large else _base_folder(export)
     tokens = len(AutoTokenizer.from_pretrained(export, trust_remote_code=False))
     model_in_memory = _open_base(base, config if whole_of is None else whole_of, tokens)
     model = PeftModel.from_pretrained(model_in_memory, str(export), low_cpu_mem_usage=base is None)
@@ -195,18 +196,19 @@ def _check_adapter(
     return count, _compare_logits(logits, _sample_logits(reference))
 
 
-def _base_folder(model_files: Path) -> tuple[Path | None, str]:
-    """The base model's folder on this machine, or why there is none."""
+def _base_folder(export: Path) -> tuple[Path | None, str]:
+    """The folder on this machine of the base model that peft reads of an adapter's settings, or why there is none."""
     from huggingface_hub import snapshot_download
 
-    base = Base.read(model_files)
-    path = Path(base.name_or_path)
+    settings = values_of(export / "adapter_config.json")
+    name = settings["base_model_name_or_path"]
+    path = Path(name)
     if not path.is_dir():
         local: dict[str, Any] = {"allow_patterns": HUB_FILES, "local_files_only": True}
         try:
-            path = Path(snapshot_download(str(path), revision=base.revision, **local))
+            path = Path(snapshot_download(name, revision=settings["revision"], **local))
         except (OSError, ValueError):
-            return None, f"the base model {base.name_or_path} is not on this machine"
+            return None, f"the base model {name} is not on this machine"
     return path, ""
 
 

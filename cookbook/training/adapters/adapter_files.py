@@ -1,7 +1,7 @@
 """Adapters as peft folders: written, compared with a base model, and opened beside one without data."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from cookbook.facts.language_part import has_tower, language_config
 from cookbook.facts.model_files import values_of
 from cookbook.facts.score_head import backbone_name, empty_model
 from cookbook.system.digests import sha256_of
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError, first_line, refuse
 from cookbook.training.adapters.peft_folder import (
     ADAPTER_NAME,
     ADAPTER_WEIGHTS,
@@ -26,6 +26,7 @@ from cookbook.training.adapters.peft_folder import (
     name_in_file,
     shapes_in,
 )
+from cookbook.training.adapters.saved_settings import OPENED, differences_from_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -131,15 +132,20 @@ def _in_language_part(settings: "LoraConfig", weights: Iterable[str], root: str)
     return rf"{re.escape(root)}\.(.*\.)?({'|'.join(map(re.escape, sorted(names or ())))})"
 
 
-def check_fits(folder: Path, config: PreTrainedConfig) -> None:
+def check_fits(folder: Path, config: PreTrainedConfig, *, read: Collection[str] = OPENED) -> None:
     """Compare the tensors of an adapter's file with the adapter that its settings give the base model, without data.
 
+    Args:
+        read: keys of its settings that whoever opens it follows.
+
     Raises:
-        RecipeError: it is the adapter of another model.
+        RecipeError: it is the adapter of another model, or has a setting that is not followed.
     """
     from peft import PeftConfig
 
-    values_of(folder / "adapter_config.json")
+    saved = values_of(folder / "adapter_config.json")
+    if saved.get("peft_type") == "LORA":
+        refuse([f"{folder}: its adapter_config.json has {what}" for what in differences_from_layers(saved, read)])
     try:
         settings = PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # peft takes the keys as arguments of a class
