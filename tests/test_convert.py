@@ -866,9 +866,10 @@ def test_fsdp1_is_said_to_be_for_earlier_runs(folder, capsys):
 
 
 SILENT_FILES = {
-    "trainer": ("{output_dir: out, per_device_train_batch_size: 8}\n", {
+    "trainer": ("{output_dir: out, weight_decay: 0.0}\n", {
         "batch.micro_batch_size": 8,
-        "mixed_precision": "no", "optim.learning_rate": 5e-5, "schedule.name": "linear", "run.num_epochs": 3,
+        "mixed_precision": "no", "optim.learning_rate": 5e-5, "optim.weight_decay": 0.0, "schedule.name": "linear",
+        "run.num_epochs": 3,
         "run.save_every_steps": 500,
     }),
     "run-clm": ("{model_name_or_path: m, dataset_name: d, do_train: true}\n", {
@@ -1321,6 +1322,9 @@ NO_TRAININGS = {
         "{model: {_component_: torchtune.models.llama2.llama2_7b}, checkpointer: {checkpoint_dir: m}, device: cuda,"
         " tokenizer: {path: t}, dtype: bf16, seed: 1, prompt: {user: hello}, max_new_tokens: 300, temperature: 0.6,"
         " quantizer: null}"),
+    "an evaluation of torchtune": (
+        "{model: {_component_: torchtune.models.llama2.llama2_7b}, checkpointer: {checkpoint_dir: m}, device: cuda,"
+        " tokenizer: {path: t}, dtype: bf16, seed: 1, batch_size: 8, enable_kv_cache: true, quantizer: null}"),
     "ms-swift": (
         "{model: m, tuner_type: lora, target_modules: [q_proj], torch_dtype: bfloat16, num_train_epochs: 5,"
         " learning_rate: 1e-4, dataset: d, per_device_train_batch_size: 1, logging_steps: 5}"),
@@ -1357,3 +1361,45 @@ def test_an_accumulation_of_a_distribution_alone_is_named(folder, capsys):
     text = "{distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}}"
     assert convert(text) == 0
     assert "deepspeed_config.gradient_accumulation_steps is 4: " in capsys.readouterr().out
+
+
+SHELL = """#!/bin/bash
+LR=2e-4
+accelerate launch --config_file acc.yaml --num_processes 2 \\
+  $(which trl) sft \\
+  --model_name_or_path some/model --dataset_name some/chats --learning_rate $LR \\
+  --use_peft --lora_target_modules q_proj v_proj --bf16 True --max_steps=9
+"""
+
+
+def test_a_shell_line_is_read_behind_the_name_of_its_script(folder, capsys):
+    Path("acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    assert convert(SHELL, name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert recipe["strategy"] == "fsdp2" and recipe["batch"]["global_batch_size"] == 8 * 2
+    assert recipe["optim"]["learning_rate"] == 2e-4 and recipe["run"]["max_steps"] == 9
+    assert recipe["adapter"]["targets"] == ["q_proj", "v_proj"] and recipe["data"]["train"] == "some/chats"
+    assert "from run.sh (TRL) and acc.yaml (accelerate)" in capsys.readouterr().out
+
+
+def test_flags_behind_a_file_come_before_it(folder):
+    Path("lf.yaml").write_text("{model_name_or_path: m, dataset: d, learning_rate: 1e-5, stage: sft, lora_rank: 4}")
+    assert convert("FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 3e-5\n", name="go.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/go.yaml").read_text())
+    assert recipe["optim"]["learning_rate"] == 3e-5 and recipe["adapter"]["rank"] == 4
+
+
+@pytest.mark.parametrize("name", ["sft.py", "training_args.bin", "notebook.ipynb"])
+def test_a_program_or_a_pickle_is_not_opened_and_the_way_is_told(name, folder, capsys):
+    Path(name).write_bytes(b"\x80\x02}" if name.endswith("bin") else b"import trl\n")
+    assert main(["convert", name]) == 2
+    assert "put `print(args.to_json_string())` before `trainer.train()`" in capsys.readouterr().err
+
+
+def test_of_a_folder_the_files_that_can_be_converted_are_named(folder, capsys):
+    Path("repo/sub").mkdir(parents=True)
+    Path("repo/sub/train.yaml").write_text(AXOLOTL)
+    Path("repo/other.yaml").write_text("{services: {web: {image: nginx}}}")
+    assert main(["convert", "repo"]) == 2
+    said = capsys.readouterr().err
+    assert "one of its files at a time: repo/sub/train.yaml\n" in said and "other.yaml" not in said

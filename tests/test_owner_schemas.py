@@ -3,12 +3,15 @@
 python -m pytest -q tests/test_owner_schemas.py
 """
 
+import copy
 import dataclasses
 import json
+from random import Random
 
 import pytest
 
 from benchmarks import owner_schemas
+from cookbook.commands.convert.collected import keys_of
 from cookbook.commands.convert.keys import Conversion
 from cookbook.config.foreign import Project, tables
 from cookbook.system.files import Document
@@ -78,3 +81,39 @@ def test_a_file_of_its_owners_defaults_asks_for_nothing_else(name, tmp_path, mon
     conversion.read(Document("file.json", values), project)
     assert conversion.others == [] and len(conversion.idle) > len(own_keys(project)) / 3
     assert [line for line in conversion.changes if "file.json" in line] == []
+
+
+def lists_of(conversion: Conversion, path: str) -> set[str]:
+    """The lists of the output that have a key: one that is carried may have a line as well."""
+    lines = {"others": conversion.others, "changes": conversion.changes, "notes": conversion.notes}
+    lists = {name for name, texts in lines.items() if any(f"file.json: {path} is " in text for text in texts)}
+    lists |= {name for name, keys in {"idle": conversion.idle, "sizes": conversion.sizes}.items() if path in keys}
+    ours = conversion.carried.get(path, "")
+    if not lists and (ours.startswith(("~", "strategy.")) or ours in conversion.recipe):
+        lists.add("recipe")
+    return lists
+
+
+VALUES = {"int": 3, "float": 0.5, "bool": True, "str": "text", "list": ["a"], "dict": {"a": 1}}
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_each_key_of_a_file_is_in_exactly_one_list(name, tmp_path, monkeypatch):
+    """Random files of a project's keys, each with its default or with another value of its type."""
+    monkeypatch.chdir(tmp_path)
+    project, random = tables().projects[name], Random(name)
+    keys, defaults = own_keys(project), project.schema_defaults("sft")
+    for _ in range(30):
+        values: dict = {}
+        for path in random.sample(sorted(keys), 25):
+            kind = next((value for word, value in VALUES.items() if word in keys[path].kind.lower()), "text")
+            *sections, last = path.split(".")
+            home = values
+            for section in sections:
+                home = home.setdefault(section, {})
+            home[last] = random.choice([kind, defaults.get(path)])
+        conversion = Conversion(None)
+        conversion.read(Document("file.json", copy.deepcopy(values)), project)
+        conversion.derive(project)
+        for path in keys_of(values, project):
+            assert len(lists_of(conversion, path)) == 1, (path, lists_of(conversion, path), conversion.recipe)

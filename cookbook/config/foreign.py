@@ -126,12 +126,12 @@ class Project:
 
     def entry(self, path: str) -> Key | None:
         """Return the entry of a key: its own, or that of the section without a counterpart around it."""
-        key, around = self.keys.get(path), path
+        key, around, is_known = self.keys.get(path), path, path in self.fields
         while key is None and "." in around:
             around = around.rpartition(".")[0]
-            is_free = path in self.fields or not any(name.startswith(f"{around}.") for name in self.fields)
+            is_known |= not any(name.startswith(f"{around}.") for name in self.fields)
             section = self.keys.get(around)
-            key = section if is_free and section is not None and section.ours is None else None
+            key = section if is_known and section is not None and section.ours is None else None
         return key
 
     def has_keys_in(self, path: str) -> bool:

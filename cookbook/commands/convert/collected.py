@@ -9,6 +9,8 @@ from cookbook.config.deepspeed_json import with_defaults
 from cookbook.config.foreign import Key, NoCounterpart, Project, tables
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
+SEVERAL = ("run.trackers", "adapter.targets")
+"""Our lists that several of their keys fill together."""
 SILENT = " where the file is silent"
 
 
@@ -27,6 +29,8 @@ class Collected:
         """Those that the files have, also with a value that could not be converted."""
         self.keys_of_files: set[str] = set()
         """Dotted, of all files."""
+        self.carried: dict[str, str] = {}
+        """Those with a counterpart, each with ours."""
         self.is_of_training = False
         """True if one of the files has the settings of a training."""
         self.own_defaults: dict[str, Any] = {}
@@ -114,6 +118,8 @@ class Collected:
         else:
             if translated is None:
                 self.idle.append(dotted)
+            elif key.ours is not None:
+                self.carried[dotted] = key.ours
             self._put(key.ours, translated, place)
             if left_out := key.left_out(value):
                 self.notes.append(f"{place}: {left_out}")
@@ -122,7 +128,7 @@ class Collected:
         if ours is None or value is None:
             return
         home = self.other if ours.startswith(("~", "strategy.")) else self.recipe
-        if ours == "run.trackers" and ours in home:
+        if ours in SEVERAL and ours in home:
             value = [*home[ours], *(name for name in value if name not in home[ours])]
         elif ours in home and home[ours] != value:
             is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]

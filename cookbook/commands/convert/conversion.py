@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.convert.collected import keys_of
+from cookbook.commands.convert.commands_and_scripts import read_settings
 from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
@@ -38,7 +39,8 @@ ProjectName = Literal[
 
 def convert(
     files: Annotated[
-        list[Path], Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON")
+        list[Path],
+        Argument(metavar="FILE...", help="a training file, an accelerate YAML, a DeepSpeed JSON, a shell script"),
     ],
     *,
     out: Annotated[Path | None, Option(help="default: recipes/ with the name of the first file")] = None,
@@ -56,7 +58,11 @@ def convert(
     out = out or RECIPES / f"{files[0].stem}.yaml"
     if out.suffix not in (".yaml", ".yml"):
         raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
-    documents = [read_document(path) for path in files]
+    documents = []
+    for path in files:
+        settings, of_command = read_settings(path, is_known)
+        documents += settings
+        processes = processes or of_command
     projects = [recognize(document, project) for document in documents]
     names = [tables().projects[name] for name in projects]
     if sum(not described.is_distribution for described in names) > 1:
@@ -79,7 +85,8 @@ def convert(
         files_to_write[template] = conversion.template
         conversion.recipe["data.chat_template"] = str(template)
     recipe = nested({"strategy": name, **conversion.recipe})
-    source = " and ".join(f"{path} ({described.name})" for path, described in zip(files, names, strict=True))
+    sources = zip(documents, names, strict=True)
+    source = " and ".join(f"{document.name} ({described.name})" for document, described in sources)
     if training is not None:
         files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
     _write(files_to_write)
@@ -146,6 +153,14 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
     return sections
 
 
+def is_known(path: Path) -> bool:
+    """Return whether a file can be converted."""
+    try:
+        return bool(recognize(read_document(path)))
+    except RecipeError:
+        return False
+
+
 def recognize(document: Document, name: str | None = None) -> str:
     """The project whose keys a file has.
 
@@ -176,7 +191,7 @@ def recognize(document: Document, name: str | None = None) -> str:
     if not known[chosen].is_distribution and not trains(keys[chosen], known[chosen]):
         raise RecipeError(
             f"{document.name}: no settings of a training: {known[chosen].name} has neither rows to train on, nor an"
-            " optimizer, a batch or a length of the run in it"
+            " optimizer or a length of the run in it"
         )
     if len(best) > 1 and not is_named:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
@@ -184,6 +199,6 @@ def recognize(document: Document, name: str | None = None) -> str:
 
 
 def trains(keys: list[str], project: Project) -> bool:
-    """True if a file of these keys trains: an inference or a merge has a model and no more."""
+    """True if a file of these keys trains: an inference has a model, an evaluation a batch too, and no more."""
     counterparts = {key.ours for path in keys if (key := project.entry(path)) is not None and key.ours is not None}
-    return any(ours.startswith(("optim.", "batch.")) or ours in (*ROWS, *LENGTHS) for ours in counterparts)
+    return any(ours.startswith("optim.") or ours in (*ROWS, *LENGTHS) for ours in counterparts)

@@ -17,7 +17,13 @@ SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight
 SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
 COLUMN_KEYS = {"field_chosen": "chosen", "field_rejected": "rejected", "text_column": "text", "field": "text"}
 COLUMN_KEYS |= {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
-USUAL = (("roles_to_train", ["assistant"]), ("train_on_eos", "turn"), ("ds_type", "json"), ("train_on_split", "train"))
+USUAL = (
+    ("type", "pretrain"),
+    ("roles_to_train", ["assistant"]),
+    ("train_on_eos", "turn"),
+    ("ds_type", "json"),
+    ("train_on_split", "train"),
+)
 """What axolotl's keys of a data set are where a file is silent, or what the rows show."""
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
@@ -201,7 +207,7 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
                 continue
             if ours is not None and not (key_there == "path" and source.get("data_files")):  # then a format: json, csv
                 converted[ours] = value
-            elif (key_there, value) in USUAL or (key_there == "type" and value == "pretrain"):
+            elif (key_there, value) in USUAL or (key_there == "columns" and isinstance(value, list)):
                 continue
             elif key_there in COLUMN_KEYS:
                 is_prompt = key_there == "field_messages" and str(source.get("type")).startswith("chat_template.")

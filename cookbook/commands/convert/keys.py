@@ -308,8 +308,11 @@ class Conversion(Collected):
             self.notes.append(
                 f"not in the file: adapter.alpha {self.recipe['adapter.alpha']}, {alpha_over_rank} x rank"
             )
-        if no_dropout and self.recipe.pop("adapter.dropout", 0):
-            self.note("adapter.dropout", "left out: preferences are trained without dropout there (disable_dropout)")
+        if no_dropout and (dropout := self.recipe.pop("adapter.dropout", None)) is not None:
+            if dropout:
+                self.note("adapter.dropout", "left out: preferences are trained without dropout (disable_dropout)")
+            elif "adapter.dropout" in self.places:
+                self.idle.append(_name_in(self.places["adapter.dropout"]))
         if "adapter.targets" not in {*self.recipe, *self.own_defaults}:
             self.changes.append(
                 "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"

@@ -1,0 +1,152 @@
+"""What people have in the place of a file of settings: a command, a program, pickled arguments, a folder."""
+
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import dropwhile, islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cookbook.system.files import Document, KeyPath, RecipeError, read_document
+
+SETTINGS = (".yaml", ".yml", ".json")
+ARGUMENTS = (
+    "a program is not run, and a pickle never opened: put `print(args.to_json_string())` before `trainer.train()`, run"
+    " it, and convert what it prints, as a .json file"
+)
+PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+"""Flags of accelerate's, torchrun's and DeepSpeed's launchers."""
+CONFIGS = ("config", "config_file")
+MAX_FILES = 8
+"""Files of a folder that are named."""
+
+
+@dataclass
+class Command:
+    """A command line that trains, in settings."""
+
+    document: Document
+    """The flags behind the script's name."""
+    launcher: dict[str, Any]
+    """The flags before it."""
+
+
+def read_settings(path: Path, is_known: Callable[[Path], bool]) -> tuple[list[Document], int | None]:
+    """The documents in a file that people have, and the number of processes that its command names.
+
+    Args:
+        is_known: whether a file of a folder can be converted.
+
+    Raises:
+        RecipeError: it has no settings; the message says where they are.
+    """
+    if path.is_dir():
+        raise RecipeError(f"{path}: a folder; convert one of its files at a time: {_settings_in(path, is_known)}")
+    if path.suffix in SETTINGS or not path.is_file():
+        return [read_document(path)], None
+    start = path.read_bytes()[:4096]
+    if path.suffix in (".py", ".ipynb") or b"\0" in start or start[:1] == b"\x80":
+        raise RecipeError(f"{path}: {ARGUMENTS}")
+    command = read_command(str(path), path.read_text(encoding="utf-8-sig", errors="replace"))
+    if command is None:
+        return [read_document(path)], None
+    documents = [command.document]
+    if (config := command.launcher.get("config_file")) is not None:
+        documents.append(read_document(_beside(path, str(config))))
+    counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
+    return documents, next(counts, None)
+
+
+def read_command(name: str, text: str) -> Command | None:
+    """The longest command of a script of a shell that has flags behind the name of a program; None if there is none."""
+    variables: dict[str, str] = {}
+    commands: list[tuple[list[str], int]] = []
+    line_number = 1
+    for line in re.split(r"(?<!\\)\n", text):
+        if assignment := re.fullmatch(r"\s*(?:export\s+)?(\w+)=(\S*)\s*", line):
+            variables[assignment[1]] = assignment[2].strip("\"'")
+        plain = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), line.replace("\\\n", " "))
+        try:
+            words = shlex.split(re.sub(r"\$\([^)]*?(\w+)\)", r"\1", plain), comments=True)
+            words = list(dropwhile(re.compile(r"\w+=").match, words))
+        except ValueError:  # an open quotation
+            words = []
+        commands.append((words, line_number))
+        line_number += line.count("\n") + 1
+    candidates = [(words, line) for words, line in commands if any(word.startswith("--") for word in words)]
+    if not candidates:
+        return None
+    words, line = max(candidates, key=lambda candidate: len(candidate[0]))
+    script = _script_in(words)
+    if script is None:
+        return None
+    values = _flags(words[script + 1 :])
+    launcher = {key: value[0] if isinstance(value, list) else value for key, value in _flags(words[:script]).items()}
+    lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
+    config = next((values.pop(flag) for flag in CONFIGS if str(values.get(flag, "")).endswith(SETTINGS)), None)
+    config = config or next((word for word in words[script + 1 :] if word.endswith(SETTINGS)), None)
+    if config is not None:
+        base = read_document(_beside(Path(name), str(config)))
+        return Command(Document(base.name, base.values | values, base.lines | lines), launcher)
+    return Command(Document(name, values, lines), launcher)
+
+
+def _script_in(words: list[str]) -> int | None:
+    """The place of the program in a command whose flags are a training's: `train.py`, or the last word before them."""
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    if scripts:
+        return scripts[0]
+    if "-m" in words[:-1]:
+        modules = [i + 1 for i, word in enumerate(words[:-1]) if word == "-m"]
+        return modules[-1]
+    flag = next((i for i, word in enumerate(words) if word.startswith("--") or word.endswith(SETTINGS)), None)
+    plain = [i for i in range(2, len(words)) if _is_plain(words[i]) and _is_plain(words[i - 1])]
+    if flag is not None and flag >= 2 and words[0] not in ("accelerate", "torchrun", "deepspeed"):
+        return flag - 1
+    # `trl sft` behind a launcher's flags
+    return next((i for i in plain if words[i + 1 : i + 2] and words[i + 1].startswith("--")), None)
+
+
+def _is_plain(word: str) -> bool:
+    return re.fullmatch(r"[A-Za-z]\w*", word) is not None
+
+
+def _flags(words: list[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b` and `--key`, by key."""
+    values: dict[str, Any] = {}
+    key = None
+    for word in words:
+        if word.startswith("--"):
+            key, has_value, text = word[2:].partition("=")
+            key = key.replace("-", "_")
+            values[key] = _value(text) if has_value else True
+        elif key is not None:
+            known = values[key]
+            values[key] = (
+                _value(word) if known is True else [*(known if isinstance(known, list) else [known]), _value(word)]
+            )
+    return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return float(text) if re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", text) else yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A path that a command names, from the folder in which it is, if it is there."""
+    beside = path.parent / name
+    return beside if beside.is_file() else Path(name)
+
+
+def _settings_in(folder: Path, is_known: Callable[[Path], bool]) -> str:
+    """The first files of a folder that can be converted."""
+    files = (file for file in sorted(folder.rglob("*")) if file.suffix in SETTINGS and ".git" not in file.parts)
+    known = list(islice(filter(is_known, files), MAX_FILES + 1))
+    named = ", ".join(map(str, known[:MAX_FILES]))
+    return named + ", ..." * (len(known) > MAX_FILES) if known else f"it has none; {ARGUMENTS}"
