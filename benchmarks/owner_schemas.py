@@ -34,8 +34,8 @@ class Source:
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By section, files whose functions and classes are named there and take its other keys as arguments; the first
     text is a regular expression of their names."""
-    pairs: tuple[str, ...] = ()
-    """Files of constants `X = "key"` beside `X_DEFAULT = value`."""
+    selector: str = "_component_"
+    """The key of a section that names the function or class."""
     roots: str = ""
     """A regular expression of the classes that a file's keys are in, with those that they extend or have as types."""
     package: str | None = None
@@ -99,6 +99,27 @@ SOURCES = {
         ),
         repository="ms-swift",
     ),
+    "automodel": Source(
+        lookups=("nemo_automodel/recipes/llm/train_ft.py", "nemo_automodel/recipes/_typed_config.py"),
+        parameters={
+            "step_scheduler": ("StepSchedulerConfig", "nemo_automodel/components/training/step_scheduler.py"),
+            "lr_scheduler": ("LRSchedulerConfig", "nemo_automodel/components/optim/optimizer.py"),
+            "optimizer": ("AdamW|Adam|SGD", "torch/optim/adamw.py", "torch/optim/adam.py", "torch/optim/sgd.py"),
+            "distributed": ("FSDP2Config|DDPConfig", "nemo_automodel/components/distributed/config.py"),
+            "checkpoint": ("CheckpointingConfig", "nemo_automodel/components/checkpoint/config.py"),
+            "compile": ("CompileConfig", "nemo_automodel/components/utils/compile_utils.py"),
+            "peft": ("PeftConfig", "nemo_automodel/components/_peft/lora.py"),
+            "dataset": (
+                "(HellaSwag|Chat|ColumnMappedTextInstruction)Dataset|HellaSwag|make_squad_dataset",
+                "nemo_automodel/components/datasets/llm/*.py",
+            ),
+            "wandb": ("WandbConfig", "nemo_automodel/components/loggers/loggers.py"),
+            "dataloader": ("DataLoader", "torch/utils/data/dataloader.py"),
+            "rng": ("StatefulRNG", "nemo_automodel/components/training/rng.py"),
+        },
+        selector="_target_",
+        repository="Automodel",
+    ),
     "torchtune": Source(
         lookups=tuple(
             f"recipes/{name}.py" for name in ("*finetune*", "*dpo*", "*distillation*", "ppo*", "qat*", "dev/early*")
@@ -122,8 +143,9 @@ SOURCES = {
 class Reader:
     """The classes of an owner's files, by name."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, selector: str = "") -> None:
         self.root = root
+        self.selector = selector
         self.classes: dict[str, ast.ClassDef] = {}
         self.constants: dict[str, Any] = {}
 
@@ -232,7 +254,7 @@ class Reader:
 
     def read_parameters(self, section: str, patterns: tuple[str, ...]) -> dict[str, list[Any]]:
         """Arguments of functions and classes, by the path of a key; without a default where theirs differ."""
-        keys: dict[str, list[Any]] = {f"{section}._component_": ["str"]}
+        keys: dict[str, list[Any]] = {f"{section}.{self.selector}": ["str"]}
         names, *files = patterns
         for _, tree in self.trees(tuple(files)):
             for node in tree.body:
@@ -240,6 +262,8 @@ class Reader:
                     continue
                 is_class = isinstance(node, ast.ClassDef)
                 body = node.body if isinstance(node, ast.ClassDef) else [node]
+                declared = self.keys_of(node) if isinstance(node, ast.ClassDef) else {}
+                keys |= {f"{section}.{name}": entry for name, entry in declared.items()}
                 for function in body:
                     if not isinstance(function, ast.FunctionDef) or (is_class and function.name != "__init__"):
                         continue
@@ -264,7 +288,7 @@ class Reader:
 
 
 def _is_config(node: ast.expr, end: str) -> bool:
-    return re.fullmatch(rf"(self\.)?_?cfg{re.escape(end)}", ast.unparse(node)) is not None
+    return re.fullmatch(rf"(self\.)?(_?cfg|_raw){re.escape(end)}", ast.unparse(node)) is not None
 
 
 def found(name: str, sources: Path | None) -> tuple[Path, str] | None:
@@ -286,7 +310,7 @@ def found(name: str, sources: Path | None) -> tuple[Path, str] | None:
 
 
 def schema_of(name: str, root: Path, version: str) -> dict[str, Any]:
-    source, reader = SOURCES[name], Reader(root)
+    source, reader = SOURCES[name], Reader(root, SOURCES[name].selector)
     classes = reader.read_classes(source.classes, source.roots) if source.classes else {}
     keys = reader.read_lookups(source.lookups) if source.lookups else {}
     for section, patterns in source.parameters.items():

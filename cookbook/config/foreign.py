@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -112,6 +112,8 @@ class Project:
     """True if a batch of packed rows counts these rows, and not the samples in them."""
     passes: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys, or `any`, that ask for nothing, or for what a run does in any case."""
+    open_sections: tuple[str, ...] = ()
+    """Sections that may have keys of a library, beside those that the schema has."""
     compares: Mapping[str, str] = field(default_factory=dict)
     """Keys of a distribution without a counterpart that are the recipe's all the same, by `start.claims`."""
 
@@ -129,7 +131,7 @@ class Project:
         key, around, is_known = self.keys.get(path), path, path in self.fields
         while key is None and "." in around:
             around = around.rpartition(".")[0]
-            is_known |= not any(name.startswith(f"{around}.") for name in self.fields)
+            is_known |= around in self.open_sections or not any(name.startswith(f"{around}.") for name in self.fields)
             section = self.keys.get(around)
             key = section if is_known and section is not None and section.ours is None else None
         return key
@@ -163,15 +165,24 @@ class Project:
             defaults |= {path: default[0] for path, (_, *default) in own_class.items() if default}
         return defaults
 
-    def own_defaults(self, objective: str) -> dict[str, Any]:
-        """Values that hold where a file is silent, by our keys, for one of our objectives."""
+    def own_defaults(self, objective: str, given: Collection[str]) -> dict[str, Any]:
+        """Values that hold where a file is silent, by our keys, for one of our objectives.
+
+        Args:
+            given: the keys of the file; the defaults of a section hold where one of them is in it.
+        """
+        sections = {path.rpartition(".")[0] for path in given}
         defaults: dict[str, Any] = {}
+        of_sections = set()
         for path, default in self.schema_defaults(objective).items():
-            key = self.keys.get(path)
+            section, key = path.rpartition(".")[0], self.keys.get(path)
+            if section not in sections and section:
+                continue
             if key is not None and key.ours is not None and default is not None:
                 with contextlib.suppress(NoCounterpart, TypeError, ValueError, AttributeError):
                     if (value := key.translate(default)) is not None:
                         defaults.setdefault(key.ours, value)
+                        of_sections |= {key.ours} if section else set()
         if defaults.get("~bf16") is False and not defaults.get("~fp16"):
             defaults["mixed_precision"] = "no"
         elif defaults.get("~bf16"):
@@ -179,7 +190,9 @@ class Project:
         if defaults.get("~save_strategy") == "steps":
             defaults["run.save_every_steps"] = int(defaults["~save_steps"])
         kept = {key: value for key, value in defaults.items() if key in OF_A_DEFAULT or key[0] != "~"}
-        return {key: value for key, value in kept.items() if not key.startswith("strategy.")} | {**self.defaults}
+        return {key: value for key, value in kept.items() if not key.startswith("strategy.")} | {
+            key: value for key, value in self.defaults.items() if key not in of_sections
+        }
 
     def silent_differences(self, objective: str, given: Container[str]) -> Iterator[str]:
         """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
@@ -328,6 +341,7 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
     "inverse_sqrt": "inverse_sqrt",
     "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine",
+    "inverse-square-root": "inverse_sqrt",
 }
 PRECISIONS = {True: True, False: False, "auto": True, "full": True, "true": True, "false": False}
 
@@ -346,12 +360,16 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     "~percent_held_out": _number,
     **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),
-    **dict.fromkeys(("batch.global_batch_size", "batch.micro_batch_size", "~accumulation"), _count),
+    **dict.fromkeys(
+        ("batch.global_batch_size", "batch.micro_batch_size", "~accumulation", "run.eval_every_steps"), _count
+    ),
     "~processes": lambda count: None if count == "auto" else _count(count),
     **dict.fromkeys(("data.max_length", "data.shuffle_rows", "adapter.rank"), _count),
     **dict.fromkeys(("strategy.tp_size", "strategy.sp_size", "strategy.dp_replicate_size"), _count),
     "strategy.zero_hpz_partition_size": _count,
-    **dict.fromkeys(("run.max_steps", "schedule.warmup_steps", "~keep", "~max_rows", "~steps_per_epoch"), _limit),
+    **dict.fromkeys(
+        ("run.max_steps", "schedule.warmup_steps", "~keep", "~max_rows", "~steps_per_epoch", "~packed_size"), _limit
+    ),
     "run.num_epochs": _epochs,
     **dict.fromkeys(("run.evals_per_epoch", "run.saves_per_epoch", "run.early_stopping_patience"), _limit),
     **dict.fromkeys(("model.compile",), BOOL),
@@ -361,7 +379,17 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     ),
     **dict.fromkeys(("adapter.rslora", "strategy.offload", "strategy.reshard"), BOOL),
     **dict.fromkeys(
-        ("~peft", "~dora", "~4bit", "~8bit", "~lora_mlp", "~disable_dropout", "~load_best", "~activation_offloading"),
+        (
+            "~peft",
+            "~dora",
+            "~4bit",
+            "~8bit",
+            "~lora_mlp",
+            "~all_linear",
+            "~disable_dropout",
+            "~load_best",
+            "~activation_offloading",
+        ),
         BOOL,
     ),
     **dict.fromkeys(("~bf16", "~fp16"), PRECISIONS),
@@ -376,7 +404,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "~fsdp": _fsdp,
     "adapter.targets": _targets,
     "~lora_parameters": _names,
-    **dict.fromkeys(("~dataset", "~data_files", "~text_field", "~messages_column", "~template"), _text),
+    **dict.fromkeys(("~optimizer", "~dataset", "~data_files", "~text_field", "~messages_column", "~template"), _text),
     **dict.fromkeys(("~listed", "~listed_eval"), _text),
     **dict.fromkeys(("~sources", "~test_sources", "~dataset_list", "~pretraining"), _list),
     **dict.fromkeys(("~mixture", "~mixer", "~val", "~column_map"), _section),

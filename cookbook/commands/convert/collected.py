@@ -6,7 +6,7 @@ from typing import Any
 
 from cookbook.commands.convert import references
 from cookbook.config.deepspeed_json import with_defaults
-from cookbook.config.foreign import Key, NoCounterpart, Project, tables
+from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
 SEVERAL = ("run.trackers", "adapter.targets")
@@ -91,7 +91,7 @@ class Collected:
     def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
         key = project.entry(dotted)
         if key is not None and key.ours is not None:
-            self._translate(key, dotted, value, place)
+            self._translate(key, dotted, value, place, is_default=project.is_default(dotted, value))
         elif project.passes_over(dotted, value) or (key is not None and project.is_default(dotted, value)):
             self.idle.append(dotted)
         elif key is None:
@@ -107,11 +107,14 @@ class Collected:
     def _lines(self, key: Key) -> list[str]:
         return self.changes if key.cost == "changes" else self.notes
 
-    def _translate(self, key: Key, dotted: str, value: Any, place: str) -> None:
+    def _translate(self, key: Key, dotted: str, value: Any, place: str, *, is_default: bool) -> None:
         self.given.add(key.ours or "")
         try:
             translated = key.translate(value)
         except NoCounterpart as problem:
+            if is_default and asks_for_nothing(value):
+                self.idle.append(dotted)
+                return
             (self.others if key.decides else self._lines(key)).append(f"{place}: {problem}")
         except (TypeError, ValueError, AttributeError):
             self._lines(key).append(f"{place}: a value of another kind was expected; {key.answer}")

@@ -1,4 +1,4 @@
-"""What people have in the place of a file of settings: a command, a program, pickled arguments, a folder."""
+"""Input in the place of a file of settings: a command, a program, pickled arguments, a folder."""
 
 import re
 import shlex

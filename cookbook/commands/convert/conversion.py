@@ -32,6 +32,7 @@ ProjectName = Literal[
     "llama-factory-v1",
     "axolotl",
     "torchtune",
+    "automodel",
     "accelerate",
     "deepspeed",
 ]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from cookbook.commands.convert.collected import Collected
 from cookbook.commands.convert.converted_rows import derive_rows, read_test_split
-from cookbook.config.foreign import Project, meaning_of, tables
+from cookbook.config.foreign import OPTIMIZERS, Project, meaning_of, tables
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import known_strategies
 from cookbook.system.files import Document, read_document, show
@@ -24,6 +24,7 @@ class Conversion(Collected):
         self.is_of_training = project is not None
         self._strategy_files()
         self._precision()
+        self._optimizer()
         self._template()
         read_test_split(self, project)
         derive_rows(self)
@@ -44,6 +45,19 @@ class Conversion(Collected):
         if betas != [None, None]:
             self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
         self._left_open(project)
+
+    def _optimizer(self) -> None:
+        """An optimizer that a class names. Adam without a decay is AdamW without one."""
+        if (name := self.take("optimizer")) is None:
+            return
+        is_adam = name.lower() == "torch.optim.adam" and not self.recipe.get("optim.weight_decay")
+        try:
+            self.recipe["optim.name"] = "adamw" if is_adam else OPTIMIZERS[name.lower()]
+        except KeyError:
+            meaning = meaning_of("optim.name", name.lower().rpartition(".")[2]) or "an optimizer that is not here"
+            self.others.append(f"{self.places['~optimizer']}: {meaning}")
+        if is_adam:
+            self.recipe["optim.weight_decay"] = 0.0
 
     def _precision(self) -> None:
         """`bf16` and `fp16` of a training file come before the precision of a launch, as in transformers."""
@@ -93,7 +107,7 @@ class Conversion(Collected):
         return self._objective_name not in ("sft", "cpt")
 
     def _defaults(self, project: Project) -> None:
-        own = project.own_defaults(self._objective_name)
+        own = project.own_defaults(self._objective_name, self.keys_of_files)
         is_default = "~adapter" in own and "~adapter" not in self.given
         has_adapter = self._adapter_name is not None or is_default
         own |= project.of_adapters if has_adapter else {}
@@ -279,7 +293,7 @@ class Conversion(Collected):
             self.take(key)
         no_dropout = self.take("disable_dropout") and self._is_of_preferences
         alpha_over_rank = self.take("alpha_over_rank")
-        parameters = self.take("lora_parameters")
+        parameters, all_linear = self.take("lora_parameters"), self.take("all_linear")
         attention, mlp, _ = self.take("lora_attention"), self.take("lora_mlp"), self.take("lora_head")
         if self.take("8bit"):
             self.change("~8bit", "no weights in 8 bits; write adapter.name: qlora for 4 bits")
@@ -301,6 +315,8 @@ class Conversion(Collected):
             self.recipe["adapter.targets"] = names + (["gate_proj", "up_proj", "down_proj"] if mlp else [])
         elif mlp:
             self.change("~lora_mlp", "write adapter.targets")
+        if all_linear:
+            self.recipe["adapter.targets"] = ["all-linear"]
         if parameters:
             self.recipe["adapter.targets"] = [*self.recipe.get("adapter.targets", []), *parameters]
         if alpha_over_rank is not None and "adapter.rank" in self.recipe and "adapter.alpha" not in self.recipe:
@@ -338,6 +354,9 @@ class Conversion(Collected):
             self.note("run.num_epochs", "max_steps has precedence; left out")
         if (steps := self.take("steps_per_epoch")) is not None:
             self.recipe["run.max_steps"] = steps * (self.recipe.pop("run.num_epochs", None) or 1)
+        if (size := self.take("packed_size")) is not None:
+            self.recipe |= {"data.packing": True, "data.max_length": size}
+            self.places.setdefault("data.packing", self.places["~packed_size"])
         warmup, ratio = self.take("warmup"), self.take("warmup_ratio")
         if warmup:  # transformers 5 reads a share here too
             self.recipe["schedule.warmup_steps"] = warmup if warmup < 1 else int(warmup)
@@ -346,6 +365,7 @@ class Conversion(Collected):
         elif self.other.get("~warmup_of_axolotl"):
             self.recipe["schedule.warmup_steps"] = warmup = _warmup_of_axolotl(self.recipe.get("run.max_steps"))
             self.notes.append(f"not in the file: schedule.warmup_steps {warmup}, axolotl's, at most 100 steps")
+        self._schedule_of_automodel()
         micro, accumulation = self.recipe.get("batch.micro_batch_size"), self.take("accumulation")
         listed, mesh = self.take("processes"), self.other
         self.processes = self.processes or listed
@@ -360,6 +380,22 @@ class Conversion(Collected):
                 f"batch.global_batch_size {size} = {micro} x accumulation {accumulation or 1} x 1 process: the file has"
                 " no number of GPUs; multiply by that of your runs, or give --processes"
             )
+
+    def _schedule_of_automodel(self) -> None:
+        """Warm-up and least rate of a section `lr_scheduler` that is silent about them: `LRSchedulerConfig.build` in
+        Automodel's components/optim/optimizer.py."""
+        has_section = any(key.startswith("lr_scheduler.") for key in self.keys_of_files)
+        if not self.take("warmup_of_automodel") or not has_section:
+            return
+        added: dict[str, float] = {}
+        if "schedule.warmup_steps" not in self.given:
+            added["schedule.warmup_steps"] = 0.1
+        if "schedule.min_learning_rate" not in self.given and self.recipe.get("schedule.name", "cosine") != "constant":
+            added["schedule.min_learning_rate"] = float(f"{0.01 * self.recipe.get('optim.learning_rate', 0.001):.6g}")
+        self.recipe |= added
+        if added:
+            given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
+            self.notes.append(f"not in the file: {given}, Automodel's; its warm-up is at most 1000 steps")
 
     def _spare_accumulation(self, accumulation: int | None) -> None:
         """Name an accumulation from which no batch can be computed, or that is another than that of the batches."""

@@ -19,11 +19,18 @@ KNOWN = {
 }
 """What torchtune's builders read, by their names in torchtune/datasets/."""
 COLUMN_MAP = {"input": "user", "output": "assistant", "conversations": "messages"}
+COLUMN_MAP |= {"question": "user", "answer": "assistant"}
 """Keys of torchtune's column_map, with ours of data.columns; the others have the same name."""
 LISTED = {"path": "path", "file_name": "path", "hf_hub_url": "path", "split": "split", "subset": "name"}
 LISTED |= {"num_samples": "max_rows", "size": "max_rows", "weight": "weight"}
 """Keys of a data set in LLaMA-Factory v1's files, with ours."""
-SHAPES = ("converter", "source", "_component_", "packed", "train_on_input", "conversation_style", "add_eos")
+PATHS = ("data_files", "source", "path_or_dataset_id", "path_or_dataset", "dataset_name")
+"""Keys that name rows, as torchtune and Automodel have them; the first that is there holds."""
+LIMITS = ("limit_dataset_samples", "num_samples_limit")
+SHAPES = (
+    *("converter", "source", "_component_", "packed", "train_on_input", "conversation_style", "add_eos"),
+    *("_target_", "tokenizer", "seq_length", "padding", "truncation", "pad_to_max_length", "answer_only_loss_mask"),
+)
 """Keys that say how rows are read or used, which is recognized, or is that of all sources."""
 
 
@@ -44,11 +51,15 @@ def share_held_out(train: Any, held_out: Any) -> float | None:
 def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A source from a section `dataset` or `dataset_val`, and what of it is left out."""
     builder = str(section.get("_component_", "")).rpartition(".")[2]
-    path = section.get("data_files") or section.get("source") or KNOWN.get(builder, "path/to/rows.jsonl")
+    named = next((section[key] for key in PATHS if section.get(key)), None)
+    path = named or KNOWN.get(builder, "path/to/rows.jsonl")
     source: dict[str, Any] = {"path": path}
     left_out = []
     for key, value in section.items():
-        if value is None or key in ("source", "data_files") or (key == "split" and "data_files" in section):
+        if key in LIMITS and value is not None:
+            source["max_rows"] = value
+            continue
+        if value is None or key in PATHS or (key == "split" and "data_files" in section):
             continue
         if key == "split" and "[" in str(value):
             left_out.append(f"split {show(value)}: write max_rows for a part of a split")
