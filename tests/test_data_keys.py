@@ -4,6 +4,7 @@ python -m pytest -q tests/test_data_keys.py
 """
 
 import json
+from contextlib import nullcontext
 
 import pyarrow
 import pyarrow.parquet
@@ -172,9 +173,9 @@ def test_what_a_text_may_be_rendered_from_is_named_and_not_refused(tmp_path):
 def test_metadata_is_named_once_with_how_many_rows_have_it(tmp_path):
     part = {"type": "text", "text": "q", "cache_control": {"type": "x"}}
     call = said("", tool_calls=[CALL | {"index": 0, "id": "c"}])
-    row = {"messages": [USER | {"content": [part]}, call, RESULT, said(end_turn=True)], "id": 1, "source": "web"}
+    row = {"messages": [USER | {"content": [part]}, call, RESULT, said(stopped="here")], "id": 1, "source": "web"}
     rows = read(tmp_path, row, row | {"score": 3}, CHAT | {"id": 1, "source": None})
-    names = "id, messages.content.cache_control, messages.end_turn, messages.tool_calls.index"
+    names = "id, messages.content.cache_control, messages.stopped, messages.tool_calls.index"
     assert rows.unread == f"not read: {names}, score (1 of 3 rows), source (2 of 3 rows)"
     ignored = read(tmp_path, row, ignore=["id", "source", *names.split(", ")[1:]])
     assert ignored.rows == rows.rows[:1]
@@ -277,7 +278,7 @@ def test_errors_name_the_column_of_the_row(tmp_path):
 # Messages.
 
 NO_LOSS = [{key: value} for key in LOSS_MARKS if key not in ("mask", "masked") for value in (False, 0, 0.0)]
-NO_LOSS += [{"mask": 0}, {"masked": True}, {"masked": 1}]
+NO_LOSS += [{"masked": True}, {"masked": 1}]
 
 
 @pytest.mark.parametrize("mark", NO_LOSS, ids=str)
@@ -290,6 +291,78 @@ def test_a_turn_that_is_marked_so_carries_no_loss(tmp_path, mark):
     tokenizer = make_tokenizer()
     tokens, _ = run_tokenize(rows, tokenizer)
     assert marked(tokens, 0, tokenizer).count("[") == 1 and "[right<|im_end|>]" in marked(tokens, 0, tokenizer)
+
+
+TWO_ANSWERS = [USER, said("wrong"), USER, said("right")]
+
+
+@pytest.mark.parametrize("mark", [{"trainable": False}, {"learn": False}, {"loss_scale": 0.0}, {"skip": True}], ids=str)
+@pytest.mark.parametrize("other", [True, False], ids=["both", "one"])
+def test_a_mark_of_any_name_that_differs_between_answers_is_asked_about(tmp_path, mark, other):
+    (key, value), *_ = mark.items()
+    opposite = {key: type(value)(not value)} if other else {}
+    row = {"messages": [USER, said("wrong", **mark), USER, said("right", **opposite)]}
+    with pytest.raises(RecipeError) as error:
+        read(tmp_path, row)
+    assert f"`messages.{key}` differs from one of the assistant's messages to another" in str(error.value)
+    ignored = read(tmp_path, row, ignore=[f"messages.{key}"])  # as offered
+    assert ignored.rows == [{"messages": TWO_ANSWERS}] and f"data.ignore: [messages.{key}]" in str(error.value)
+    same = {"messages": [USER, said("a", **mark), USER | {key: 7}, said("b", **mark)]}
+    assert read(tmp_path, same).unread == f"not read: messages.{key}"  # tells nothing apart
+
+
+@pytest.mark.parametrize(
+    "mark", [{"loss": False}, {"trainable": False}, {"loss_scale": 0}, {"learn": "false"}, {"masked": True}], ids=str
+)
+def test_a_mark_of_any_name_that_differs_between_rows_is_asked_about(tmp_path, mark):
+    (key, _), *_ = mark.items()
+    with pytest.raises(RecipeError, match=rf"`{key}` differs from row to row .* data.ignore: \[{key}\]"):
+        read(tmp_path, CHAT | mark, CHAT)
+    assert read(tmp_path, CHAT | mark, CHAT, ignore=[key]).rows == [CHAT, CHAT]
+    assert read(tmp_path, CHAT | mark, CHAT | mark).unread == f"not read: {key}"
+    table = pyarrow.Table.from_pylist([CHAT | mark] * 200 + [CHAT | {key: None}])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with nullcontext() if key == "learn" else pytest.raises(RecipeError, match=f"`{key}` differs"):
+        reading.read_rows(Source(path=str(tmp_path / "rows.parquet")), "error", Objective.of(name="sft"))
+
+
+def test_numbers_of_rows_and_kinds_are_no_marks(tmp_path):
+    numbered = [CHAT | {"id": i, "turns": 1 + i % 2, "kind": "ab"[i % 2]} for i in range(3)]
+    assert read(tmp_path, *numbered).unread == "not read: id, kind, turns"
+
+
+def test_calls_of_tools_that_no_row_describes_are_counted_in_a_note(tmp_path):
+    calls = {"messages": [USER, said("", tool_calls=[CALL]), RESULT, said()]}
+    rows = read(tmp_path, calls, calls | {"tools": [TOOL]}, CHAT)
+    assert rows.notes == [
+        "data.train: 1 row has tool calls and no `tools`, so the samples do not say what can be called"
+    ]
+    assert read(tmp_path, calls | {"tools": [TOOL]}).notes == []
+
+
+@pytest.mark.parametrize("form", ["parquet", "hub", "stream"])
+def test_a_column_of_a_table_that_may_be_meant_is_asked_about(tmp_path, form, monkeypatch):
+    import datasets
+
+    path = str(tmp_path / "rows.parquet")
+    rows = [
+        {"question": f"q {i}", "rationale": "because it is so and never was other", "answer": "a"} for i in range(70)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    if form != "parquet":
+        table = datasets.Dataset.from_list(rows)
+        table = table.to_iterable_dataset() if form == "stream" else table
+        monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: table)
+        path = "some/data"
+    data = DataSection(train=path, streaming=form == "stream")
+    with pytest.raises(RecipeError) as error:
+        read_data(data, Objective.of(name="sft"))
+    assert "`rationale` is not read and longer than the answer that is, `answer`" in str(error.value)
+    assert "{user: question, assistant: answer, reasoning_content: rationale}" in str(error.value)
+    (read_so,) = read_data(
+        data.model_copy(update={"train": [Source(path=path, ignore=["rationale"])]}), Objective.of(name="sft")
+    ).train
+    assert len(read_so.rows) == 70 and read_so.rows[69] == {"user": "q 69", "assistant": "a"}
 
 
 def test_a_mask_of_the_row_is_over_its_messages(tmp_path):
@@ -311,6 +384,7 @@ BAD_MESSAGES = {
     "a weight between": ([USER, said(weight=0.5)], "`weight` is not true or false: message 2 has `weight` 0.5"),
     "a mark as text": ([USER, said(train="no")], "`train` is not true or false: message 2 has `train` 'no'"),
     "a mask of either meaning": ([USER, said(mask=True)], "mask that can mean two things: message 2 has `mask` True"),
+    "a number for it": ([USER, said(mask=1)], "mask that can mean two things: message 2 has `mask` 1"),
     "marks that disagree": ([USER, said(train=True, weight=0)], "loss marks that disagree: message 2"),
     "loss on a question": ([USER | {"loss": True}, said()], "loss: true of another role: message 1 has `loss` True"),
     "a picture": ([USER | {"images": ["a"]}, said()], "`images` is not read: message 1 has `images`, a list of 1 item"),
@@ -647,7 +721,10 @@ def test_reasoning_beside_a_question_and_its_answer_is_the_answers(tmp_path):
 def test_the_columns_that_are_offered_for_messages_have_roles(tmp_path):
     def advice(message):
         with pytest.raises(RecipeError) as error:
-            read(tmp_path, {"messages": [message]})
+            read(
+                tmp_path,
+                {"messages": [message, {key: "gpt" if text == "human" else text for key, text in message.items()}]},
+            )
         return error.value.mistakes[-1]
 
     assert advice({"type": "human", "text": "q"}).endswith("role: type\n      content: text")

@@ -155,7 +155,7 @@ def test_texts_are_all_contents():
 
 def test_parquet_and_jsonl_of_the_same_rows_have_the_same_fingerprint(tmp_path):
     values = [chat("a", "b"), chat("c", "d", "e", "f")]
-    jsonl = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row | {"id": i}) for i, row in enumerate(values)))
+    jsonl = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row | {"id": f"x{i}"}) for i, row in enumerate(values)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "rows.parquet")
     one, other = (read_rows(Source(path=path), "error") for path in (jsonl, str(tmp_path / "rows.parquet")))
     assert one.rows == other.rows == values

@@ -102,12 +102,31 @@ def test_texts_without_a_gpu(model, book, capsys):
     assert "tokens; limited to the model's positions\n  max_length: 512\n" in text
 
 
-def test_a_guess_at_columns_is_stated(model):
+def test_columns_whose_names_do_not_say_what_they_are_are_asked_about(model, capsys):
     rows = [{"id": i, "Frage": f"Was ist {i}?", "Antwort": f"Das ist {i}."} for i in range(20)]
-    recipe = made(model(), write(rows), "--gpus", "1x8GB")
+    assert main(["init", model(), write(rows), "--gpus", "1x8GB"]) == 2 and not Path(OUT).exists()
+    error = capsys.readouterr().err
+    assert "which columns are to be trained on?" in error and "'id', 'Frage', 'Antwort'" in error
+    (offered,) = re.findall(r"--columns '(.*)'", error)
+    recipe = made("./model", "rows.jsonl", "--gpus", "1x8GB", "--columns", offered, "--ignore", "[id]")
     assert (recipe.objective.name, recipe.data.columns) == ("sft", {"user": "Frage", "assistant": "Antwort"})
-    note = "a guess by the first row's names and types: look at it; not read: 'id'"
-    assert f"  # {note}\n  columns:\n" in Path(OUT).read_text()
+    assert recipe.data.ignore == ["id"]
+    assert main(["init", "./model", "rows.jsonl", "--out", "a.yaml", "--columns", "{user: [}"]) == 2
+    assert "--columns is '{user: [}': not YAML" in capsys.readouterr().err
+    assert main(["init", "./model", "rows.jsonl", "--out", "a.yaml", "--columns", "{frage: Frage}"]) == 2
+    assert "data.columns has 'frage'; write KEY: COLUMN" in capsys.readouterr().err
+
+
+def test_columns_named_as_ours_but_for_their_case_or_one_by_one_are_written(model):
+    rows = [{"system": "Be brief.", "Question": f"What is {i}?", "Response": f"{i} it is."} for i in range(9)]
+    recipe = made(model(), write(rows), "--gpus", "1x8GB")
+    assert recipe.data.columns == {"user": "Question", "assistant": "Response", "system": "system"}
+    assert "# what each column is\n" in Path(OUT).read_text()
+    Path(OUT).unlink()
+    rows = [{"question": f"What is {i}?", "solution": f"{i} it is.", "id": "x"} for i in range(9)]
+    recipe = made("./model", write(rows), "--gpus", "1x8GB")
+    assert recipe.data.columns == {"user": "question", "assistant": "solution"}
+    assert "# what each column is; not read: 'id'\n" in Path(OUT).read_text()
 
 
 def test_shapes_of_others_and_a_few_bad_rows_are_noted(model):

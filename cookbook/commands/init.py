@@ -15,6 +15,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
+import yaml
 from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
@@ -25,11 +26,21 @@ from cookbook.config.recipe import RECIPES, Draft, Recipe, default_output_dir, p
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.rows.row_checks import Row
-from cookbook.rows.row_columns import kinds_of, rename, suggested_columns
+from cookbook.rows.row_columns import drop_columns, kinds_of, rename
 from cookbook.rows.row_kinds import kinds
+from cookbook.rows.suggestions import suggestions
 from cookbook.system import registry
 from cookbook.system.console import say, several
-from cookbook.system.files import RecipeError, cannot_write, dump_yaml, gathered, read_document, refuse
+from cookbook.system.files import (
+    RecipeError,
+    cannot_write,
+    dump_yaml,
+    first_line,
+    gathered,
+    in_flow,
+    read_document,
+    refuse,
+)
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
@@ -111,10 +122,12 @@ def init(
     *,
     gpus: Annotated[str | None, Option(metavar="8xH100", help="or 1x24GB, 2x8x80GB, cpu; default: here")] = None,
     task: Annotated[Task | None, Option(help="default: what the rows are for")] = None,
+    columns: Annotated[str | None, Option(metavar="'{user: question, ...}'", help="as data.columns")] = None,
+    ignore: Annotated[str | None, Option(metavar="'[COLUMN, ...]'", help="as data.ignore")] = None,
     out: Annotated[Path, Option(metavar="RECIPE", help="a new file")] = RECIPES / "mine.yaml",
 ) -> int:
     """Write a recipe for your model, rows and GPUs."""
-    machines = _check_arguments(model, data, gpus, out)
+    machines, named = _check_arguments(model, data, gpus, out, {"columns": columns, "ignore": ignore})
     quiet_deepspeed()
     from cookbook.commands.preview.sample_page import TOKENIZER_FILES
     from cookbook.training.models.language_model import load_config
@@ -125,7 +138,7 @@ def init(
         folder = fetch_model(model, None, TOKENIZER_FILES)
         config = load_config(folder, 1)
     with gathered(mistakes):
-        chosen, source, rows = _read(data, task)
+        chosen, source, rows = _read(named, task)
     refuse(mistakes)
     request = Request(
         model=model,
@@ -153,7 +166,10 @@ def init(
     return 0
 
 
-def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Machines:
+def _check_arguments(
+    model: str, data: str, gpus: str | None, out: Path, names: dict[str, str | None]
+) -> tuple[Machines, Source]:
+    """The machines, and the source with the columns that the options name."""
     mistakes: list[str] = []
     if out.exists():
         mistakes.append(f"--out is {out}, which exists and is not overwritten; name a new file")
@@ -166,28 +182,52 @@ def _check_arguments(model: str, data: str, gpus: str | None, out: Path) -> Mach
             machines = replace(machines, host_gib=this_machine().host_gib)
     values = {"strategy": "single", "model": {"name_or_path": model}, "data": {"train": data}}
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
+    source = Source(path=data)
     with gathered(mistakes):
-        _recipe(values | {"run": {"num_epochs": 1}})
+        given = {key: _yaml_of(key, text) for key, text in names.items() if text is not None}
+        _recipe(values | {"run": {"num_epochs": 1}, "data": {"train": data} | given})
+        source = Source(path=data, **given)
     refuse(mistakes)
-    return machines
+    return machines, source
+
+
+def _yaml_of(key: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--{key} is {text!r}: not YAML: {first_line(error)}") from None
 
 
 def _recipe(values: Values) -> Recipe:
     return parse_recipe(Draft("init", deepcopy(values), file=RECIPES / "mine.yaml"))
 
 
-def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
-    """The task, the source with a guess at its columns where it needs one, and its good rows.
+def _read(source: Source, task: Task | None) -> tuple[Task, Source, Rows]:
+    """The task, the source with columns that it needs and whose names leave no doubt, and its good rows.
 
     Raises:
-        RecipeError: no row that can be understood, or rows that the task does not train on.
+        RecipeError: no row that can be understood, rows that the task does not train on, or columns of which only the
+            user knows the meaning.
     """
-    source = Source(path=data)
     first_rows = [raw for _, raw in islice(raw_rows(source), ROWS_SEEN) if isinstance(raw, dict)]
-    guess = suggested_columns(first_rows[0], Objective.of(name=task or "sft").rows) if first_rows else {}
-    names = next(filter(None, map(kinds_of, first_rows)), set())  # of the first row that is of a known kind
-    if not names and first_rows:
-        names = kinds_of(rename(first_rows[0], guess))
+    if source.ignore:
+        first_rows = [drop_columns(raw, source.ignore) for raw in first_rows]
+    known = next((row for raw in first_rows if kinds_of(row := rename(raw, source.columns or {}))), None)
+    if known is None and first_rows and not source.columns:
+        trained = Objective.of(name=task or "sft").rows
+        # An answer of one word in the first row looks like a name.
+        ways = next(filter(None, (suggestions(raw, trained) for raw in first_rows)), [])
+        if ways and ways[0].is_named:
+            source = source.model_copy(update={"columns": ways[0].columns})
+            known = rename(first_rows[0], ways[0].columns)
+        elif ways:
+            found = ", ".join(map(ascii, first_rows[0]))[:200]
+            choices = (f"  --columns {shlex.quote(in_flow(way.columns))}" for way in ways)
+            which = "which columns are to be trained on? Their names do not say it. Call init again with"
+            one = "this, if it is what you mean" if len(ways) == 1 else "one of these"
+            more = ", or with others of " + found
+            raise RecipeError("\n".join([f"{source.path}: {which} {one}{more}:", *choices]))
+    names = kinds_of(known) if known else set()
     fitting = [name for name in TASKS if names.intersection(Objective.of(name=name).rows)]
     usual: Task = "cpt" if names == {"text"} else fitting[0] if fitting else "sft"
     chosen = task or usual
@@ -196,23 +236,19 @@ def _read(data: str, task: Task | None) -> tuple[Task, Source, Rows]:
         has, wants = (
             " or ".join(dict.fromkeys(kinds()[name].words for name in some)) for some in (sorted(names), objective.rows)
         )
-        others = _other_objectives(first_rows[0])
+        others = _other_objectives(known or {})
         by_hand = f"write a recipe with objective.name {others}, see docs/recipes.md" if others else "use other rows"
         advice = f"use --task {' or '.join(fitting)}" if fitting else by_hand
-        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {data} has {has}; {advice}")
+        raise RecipeError(f"--task is {chosen}, which trains on {wants}, but {source.path} has {has}; {advice}")
     try:
         rows = read_rows(source, "drop", objective)
-    except RecipeError:
-        if not guess:
-            raise
-        guessed: list[str] = []
-        with gathered(guessed):  # the first error explains more
-            source = source.model_copy(update={"columns": guess})
-            rows = read_rows(source, "drop", objective)
-        if guessed:
-            raise
-    if sum(rows.num_dropped.values()) > len(rows.rows):
-        read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
+        if sum(rows.num_dropped.values()) > len(rows.rows):
+            read_rows(source, "error", objective)  # raises: these are not a few rows to be left out
+    except RecipeError as error:
+        mistakes = error.mistakes
+        if any(re.search(r"columns:|data\.(columns|ignore)", mistake) for mistake in mistakes):
+            mistakes = [*mistakes, "Here, data.columns and data.ignore are --columns and --ignore"]
+        raise RecipeError(mistakes) from None
     return chosen, source, rows
 
 
@@ -300,11 +336,13 @@ def choose_data(request: Request, folder: str) -> DataKeys:
     notes["objective"] = f"trains on the rows' {kind.keys_in_words}{more}"
     if about := "; ".join(filter(None, [request.rows.renamed, unread_note(request.source)])):
         notes["data.train"] = about
+    if request.source.ignore:
+        values["ignore"] = request.source.ignore
     if columns:
         values["columns"] = columns
         left = [ascii(column) for column in first if column not in columns.values()]
         unread = f"; not read: {', '.join(left[:8])}{' and more' * (len(left) > 8)}" if left else ""
-        notes["data.columns"] = f"a guess by the first row's names and types: look at it{unread}"
+        notes["data.columns"] = f"what each column is{unread}"
     tokenized = _tokenize(request, folder)
     if tokenized.template is not None:
         values["chat_template"] = tokenized.template

@@ -3,7 +3,7 @@
 Every key of a message, a part of its content and a tool call is read, named as metadata by `unread_keys`, or refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from cookbook.rows.json_text import BadRow, from_json
@@ -194,8 +194,8 @@ def _loss_mark(message: Mapping[str, Any], role: str) -> bool | None:
         if (value := message.get(key)) is None:
             continue
         shown = f"has `{key}` {ascii(value)[:40]}"
-        if key == "mask" and isinstance(value, bool):
-            raise BadRow("mask that can mean two things", f"{shown}; write `train`: true or false, or 1 or 0 (no loss)")
+        if key == "mask":
+            raise BadRow("mask that can mean two things", f"{shown}; write `train`: true or false")
         if not isinstance(value, int | float) or value not in (0, 1):
             way_out = f"or pass it over with data.ignore: [{IN_MESSAGES}{key}]"
             raise BadRow(f"`{key}` is not true or false", f"{shown}; a message carries loss or none, {way_out}")
@@ -321,6 +321,14 @@ def unread_keys(messages: Any) -> Iterator[str]:
             yield from _list_unread(call, CALL_KEYS, "tool_calls.")
             if isinstance(function := call.get("function"), dict):
                 yield from _list_unread(function, FUNCTION_KEYS, "tool_calls.function.")
+
+
+def unread_of_answers(messages: Any) -> Iterator[tuple[dict[str, Any], Collection[str]]]:
+    """Each of the assistant's messages with its own keys that have a value and that nothing reads."""
+    for message in messages if isinstance(messages, list) else [messages]:
+        if type(message) is dict and role_of(message) == "assistant":
+            keys = message.keys() - READ_KEYS - MEANT_KEYS.keys() - FOREIGN_KEYS.keys()
+            yield message, [key for key in keys if message[key] is not None] if keys else ()
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

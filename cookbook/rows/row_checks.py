@@ -106,6 +106,12 @@ def _texts_of_list(items: list[Any]) -> Iterator[str]:
             yield json.dumps(more, ensure_ascii=False)
 
 
+def has_calls(row: Row) -> bool:
+    """Return whether a message of a checked row calls a tool."""
+    items = (item for value in row.values() if isinstance(value, list) for item in value)
+    return any(isinstance(item, dict) and "tool_calls" in item for item in items)
+
+
 def check_texts(*keys: str) -> Callable[[Row], Row]:
     return lambda raw: {key: check_text(raw.get(key), f"`{key}`") for key in keys}
 

@@ -1,14 +1,12 @@
 """The columns of a row: the kinds that they can be read as, and which of them have a meaning otherwise. No torch."""
 
-import random
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from cookbook.rows.json_text import BadRow, from_json
-from cookbook.rows.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, ROLES, is_foreign, role_of
+from cookbook.rows.messages import FOREIGN_KEYS, IN_MESSAGES, ONLY_TEXT, is_foreign
 from cookbook.rows.row_checks import FOR_TEMPLATE, Row, is_empty, is_rating
-from cookbook.rows.row_kinds import Naming, RowKind, TextGenerator, columns, kinds
-from cookbook.system.files import closest
+from cookbook.rows.row_kinds import Naming, RowKind, kinds
 
 OTHER_NAMES = {"system_prompt": "system", "system_message": "system", "article": "context"}
 """Columns that hold an optional key under another name."""
@@ -94,52 +92,6 @@ def overwritten_keys(row: Row, columns: Mapping[str, str]) -> set[str]:
     return others & keys_in_messages(row) if others else set()
 
 
-def suggested_columns(row: Row, names: Sequence[str]) -> dict[str, str]:
-    """A guess: columns that make a row one of these kinds; empty if there are none.
-
-    By a name that is almost right (`ouput`) if one is, else by the types of the values.
-    """
-    if suggestion := find_misspelt(row):
-        column, near = suggestion
-        renamed = {near if key == column else key: value for key, value in row.items()}
-        for reading in readings(renamed.keys(), names):
-            if reading.kind.name in names and reading.kind.matches(reading.of(renamed)):
-                return {key: column if own == near else own for key, own in reading.columns.items()}
-    for name in names:
-        kind = kinds()[name]
-        chosen: dict[str, str] = {}
-        example = kind.made_up(TextGenerator(random.Random(0), ["a"]))
-        for key in kind.keys:
-            left = [column for column, value in row.items() if column not in chosen.values() and value is not None]
-            fitting = [column for column in left if type(row[column]) is type(example[key])]
-            # A text of several words before a name or an id.
-            fitting.sort(key=lambda column: isinstance(row[column], str) and len(row[column].split()) < 2)
-            chosen |= {key: fitting[0]} if fitting else {}
-        if len(chosen) == len(kind.keys):
-            return chosen | _suggested_message_keys(row[chosen[kind.keys[0]]])
-    return {}
-
-
-def find_misspelt(row: Row) -> tuple[str, str] | None:
-    """A column that would make the row readable under the nearest known name, and that name."""
-    known = columns()
-    for column in row:
-        near = None if column in known else closest(column, known)
-        if near is not None and near not in row and readings({*row, near} - {column}):
-            return column, near
-    return None
-
-
-def _suggested_message_keys(messages: Any) -> dict[str, str]:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    if not isinstance(first, dict) or role_of(first) is not None:
-        return {}
-    by_length = sorted((key for key, value in first.items() if isinstance(value, str)), key=lambda key: len(first[key]))
-    roles = [key for key in by_length if first[key].strip().lower() in ROLES]
-    left = [key for key in by_length if key not in roles]
-    return {"role": roles[0], "content": left[-1]} if roles and left else {}
-
-
 def asks_for_something(column: str, value: Any) -> bool:
     """Return whether a column with a meaning has a value that would be missed."""
     value = value if column in TEXTS else from_json(value)  # "[]" in a cell of a table
@@ -220,7 +172,10 @@ def readings(present: Set[str], asked_for: Sequence[str] = ()) -> list[Reading]:
             continue
         ways: list[Reading] = []
         for naming in (Naming({}), *kind.namings):
-            if naming.renames_beside(present, kind):
+            if naming.renames_beside(present, kind) or naming.columns.get("prompt", "prompt") not in {
+                *present,
+                "prompt",
+            }:
                 continue
             own = {key: key for key in (*kind.keys, *kind.other_keys) if key not in naming.columns}
             named = {**naming.columns, **own}

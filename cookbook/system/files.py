@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -184,6 +185,14 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^([yYnN]|0o
 def dump_yaml(values: dict[str, Any]) -> str:
     """YAML text that `read_document` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def in_flow(values: dict[str, Any] | list[Any]) -> str:
+    """YAML text in one line: `{user: question, assistant: answer}`."""
+    written = yaml.dump(
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return written.strip()
 
 
 def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:

@@ -95,7 +95,7 @@ def read_all(recipe: Recipe) -> Iterator[str]:
             train += [rows] * (key == "data.train")
             line = f"{key}: {source.path}: {len(rows.rows):,} rows of {kinds()[rows.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in rows.num_dropped.items())
-            yield "; ".join([line, *filter(None, [rows.renamed, rows.unread]), *dropped])
+            yield "; ".join([line, *filter(None, [rows.renamed, rows.unread, rows.untold]), *dropped])
     if recipe.data.holdout and not mistakes:
         from cookbook.training.data.sets import hold_out
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from cookbook.config.sections import Source, data_format
 from cookbook.rows import row_columns, row_kinds
+from cookbook.rows.doubts import NUM_LOOKED_AT
 from cookbook.rows.json_text import NO_JSON, BadRow, json_value, unique
 from cookbook.system.files import RecipeError, first_line, kind_in_words
 
@@ -239,8 +240,8 @@ def _parse(line: bytes) -> Any:
 
 
 @contextmanager
-def _open_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterable[Any]]]]:
-    """The columns of a Parquet or Arrow file, and a function from those to read to its record batches.
+def _open_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Iterable[Any]]]]:
+    """The schema of a Parquet or Arrow file, and a function from the columns to read to its record batches.
 
     An Arrow file is a stream, as `save_to_disk` writes it, or has an index.
     """
@@ -249,37 +250,69 @@ def _open_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], I
 
     if data_format(str(path)) == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as parquet:
-            yield parquet.schema_arrow.names, partial(parquet.iter_batches, ROWS_PER_READ, None)
+            yield parquet.schema_arrow, partial(parquet.iter_batches, ROWS_PER_READ, None)
         return
     with pyarrow.memory_map(str(path)) as file:
         is_stream = file.read(6) != b"ARROW1"
-        file.seek(0)
-        reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        yield reader.schema.names, lambda columns: (batch.select(columns) for batch in batches)
+    open_reader = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
+
+    def batches(columns: list[str]) -> Iterator[Any]:
+        with pyarrow.memory_map(str(path)) as file:
+            reader = open_reader(file)
+            for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+                yield batch.select(columns)
+
+    with pyarrow.memory_map(str(path)) as file:
+        yield open_reader(file).schema, batches
 
 
 def _table_rows(path: Path, source: Source) -> Iterator[Any]:
-    with _open_table(path) as (names, batches_of):
-        columns = known_columns(names, source)
+    with _open_table(path) as (schema, batches_of):
+        columns = known_columns(schema, source)
         if twice := [name for name, count in Counter(columns).items() if count > 1]:
             raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
-        yield from arrow_rows(batches_of(columns), source)
+        names = schema.names if len({*schema.names}) == len(schema.names) else columns
+        first = _slices(batches_of(names), 0, NUM_LOOKED_AT)
+        yield from arrow_rows(first, _slices(batches_of(columns), NUM_LOOKED_AT), columns, source)
 
 
-def arrow_rows(batches: Iterable[Any], source: Source) -> Iterator[Any]:
-    """The rows of record batches, as JSON would have them; a BadRow instead of a row that is not UTF-8."""
-    return chain.from_iterable(_decode_parts(batches, source))
+def _slices(batches: Iterable[Any], start: int, count: int | None = None) -> Iterator[Any]:
+    """The rows of record batches from `start` on, all or so many."""
+    for batch in batches:
+        part = batch.slice(start, count)
+        start = max(0, start - len(batch))
+        if len(part):
+            yield part
+        if count is not None and (count := count - len(part)) <= 0:
+            return
+
+
+def arrow_rows(first: Iterable[Any], rest: Iterable[Any], columns: list[str], source: Source) -> Iterator[Any]:
+    """The rows of record batches, as JSON would have them; a BadRow instead of a row that is not UTF-8.
+
+    Args:
+        first: batches with more columns than these, which do no harm if they are not UTF-8.
+    """
+    for batch in first:
+        try:
+            yield from _decoder_of(batch, source)(batch)
+        except UnicodeDecodeError:
+            yield from chain.from_iterable(_decode_parts([batch.select(columns)], source))
+    yield from chain.from_iterable(_decode_parts(rest, source))
+
+
+def _decoder_of(batch: Any, source: Source) -> Callable[[Any], list[Any]]:
+    from cookbook.training.data.arrow import row_decoder
+
+    return row_decoder(batch.schema, {(source.columns or {}).get("role", "role")})
 
 
 def _decode_parts(batches: Iterable[Any], source: Source) -> Iterator[list[Any]]:
-    from cookbook.training.data.arrow import row_decoder
-
     schema = decode = None
     for batch in batches:
         if schema is None or not schema.equals(batch.schema, check_metadata=True):
             schema = batch.schema
-            decode = row_decoder(schema, {(source.columns or {}).get("role", "role")})
+            decode = _decoder_of(batch, source)
         for start in range(0, len(batch), ROWS_PER_READ):
             yield _decode(batch.slice(start, ROWS_PER_READ), decode)
 
@@ -293,10 +326,18 @@ def _decode(batch: Any, decode: Any) -> list[Any]:
         return [row for i in range(len(batch)) for row in _decode(batch.slice(i, 1), decode)]
 
 
-def known_columns(columns: list[str], source: Source) -> list[str]:
-    """The columns to read or refuse; all if none is known, so that the first row shows what there is."""
-    known = {*row_kinds.columns(), *row_columns.MEANT, *(source.columns or {}).values()} - {*(source.ignore or ())}
-    return [column for column in columns if column in known] or columns
+def known_columns(schema: Any, source: Source) -> list[str]:
+    """The columns of an Arrow schema to read or refuse, and those of numbers, which may be marks; all if none is known,
+    so that the first row shows what there is."""
+    from pyarrow import types
+
+    ignored = {*(source.ignore or ())}
+    known = {*row_kinds.columns(), *row_columns.MEANT, *(source.columns or {}).values()} - ignored
+    if known.isdisjoint(schema.names):
+        return schema.names
+    numbers = (types.is_boolean, types.is_integer, types.is_floating)
+    known |= {field.name for field in schema if any(is_such(field.type) for is_such in numbers)} - ignored
+    return [column for column in schema.names if column in known]
 
 
 def unread_columns(path: Path, source: Source) -> list[str]:
@@ -306,8 +347,8 @@ def unread_columns(path: Path, source: Source) -> list[str]:
     if data_format(str(path)) not in TABLES:
         return []
     try:
-        with _open_table(path) as (names, _):
-            return sorted({*names} - {*known_columns(names, source)})
+        with _open_table(path) as (schema, _):
+            return sorted({*schema.names} - {*known_columns(schema, source)})
     except (OSError, pyarrow.ArrowException):  # which `file_rows` reports
         return []
 

@@ -13,9 +13,18 @@ from typing import Any, Literal
 
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
+from cookbook.rows.doubts import Doubts
 from cookbook.rows.json_text import NO_JSON, BadRow, from_json
-from cookbook.rows.messages import IN_MESSAGES, unread_keys
-from cookbook.rows.row_checks import FOR_TEMPLATE, is_empty, is_rating, refuse_printed, texts_in
+from cookbook.rows.messages import IN_MESSAGES, unread_keys, unread_of_answers
+from cookbook.rows.row_checks import (
+    FOR_TEMPLATE,
+    are_messages,
+    has_calls,
+    is_empty,
+    is_rating,
+    refuse_printed,
+    texts_in,
+)
 from cookbook.rows.row_columns import (
     MEANT,
     MESSAGE_KEYS,
@@ -25,17 +34,16 @@ from cookbook.rows.row_columns import (
     Reading,
     asks_for_something,
     drop_columns,
-    find_misspelt,
     keys_in_messages,
     kinds_of,
     overwritten_keys,
     prefer_own_names,
     readings,
     rename,
-    suggested_columns,
 )
 from cookbook.rows.row_kinds import RowKind, TextGenerator, kinds, shapes
-from cookbook.system.files import RecipeError, closest, dump_yaml, kind_in_words, refuse
+from cookbook.rows.suggestions import find_misspelt, suggestions
+from cookbook.system.files import RecipeError, closest, dump_yaml, gathered, in_flow, kind_in_words, refuse
 from cookbook.system.registry import known
 from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
@@ -65,11 +73,13 @@ class Rows:
     """The renaming of columns of another project's shape, in words; empty for rows in a shape of this one."""
     unread: str = ""
     """Columns and keys of messages that nothing reads, in words; empty if there are none."""
+    untold: str = ""
+    """Calls of tools that their rows do not describe, in words; empty if there are none."""
 
     @property
     def notes(self) -> list[str]:
         """Notes for the user on how they were read."""
-        return [f"{self.place}: {words}" for words in (self.renamed, self.unread) if words]
+        return [f"{self.place}: {words}" for words in (self.renamed, self.unread, self.untold) if words]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -132,7 +142,12 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
     """
     bad_rows, reader = BadRows(), _Reader(source, objective)
     rows = list(_good_rows(reader, bad_rows))
-    bad_rows.stop_if(on_bad_row)
+    mistakes: list[str] = []
+    with gathered(mistakes):
+        bad_rows.stop_if(on_bad_row)
+    with gathered(mistakes):
+        reader.ask()
+    refuse(mistakes)
     if not rows:
         raise RecipeError([f"{source.path}: no row left to train on", *bad_rows.mistakes()])
     return Rows(
@@ -142,6 +157,7 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
         place=place,
         renamed=reader.renamed,
         unread=reader.unread,
+        untold=reader.untold,
     )
 
 
@@ -160,8 +176,9 @@ def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> It
         while rows := list(islice(good, room)):
             numbers = range(number, number + len(rows))
             part = Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers)
-            parts.append(replace(part, renamed=reader.renamed, unread=reader.unread))
+            parts.append(replace(part, renamed=reader.renamed, unread=reader.unread, untold=reader.untold))
             room, number = room - len(rows), number + len(rows)
+            reader.ask()
             if not room:
                 bad_rows.stop_if(data.on_bad_row)
                 yield parts
@@ -203,7 +220,8 @@ def _good_rows(reader: "_Reader", bad_rows: BadRows, *, streaming: bool = False)
             row = reader.read(raw, place)
         except BadRow as bad:
             bad_rows.add(place, bad)
-            bad_rows.remedy = bad_rows.remedy or reader.remedy(raw, bad)
+            if not bad_rows.remedy and bad_rows.num_by_reason.total() <= MAX_SHOWN:
+                bad_rows.remedy = reader.remedy(raw, bad)
             continue
         bad_rows.num_good += 1
         yield row
@@ -243,6 +261,9 @@ class _Reader:
         """Whether all rows were read."""
         self._keys_unread: set[str] = set()
         """Keys of messages that nothing reads."""
+        self._doubts = Doubts(is_chosen=bool(self._columns))
+        self._num_untold = 0
+        """Rows with calls and without tools."""
         # Names of the recipe that no row had so far.
         of_messages = {f"{IN_MESSAGES}{column}" for key, column in self._columns.items() if key in MESSAGE_KEYS}
         of_rows = {column for key, column in self._columns.items() if key not in MESSAGE_KEYS}
@@ -302,14 +323,23 @@ class _Reader:
                         value = {"role": key, "content": value}
                     if isinstance(value, dict) and "messages" in value:  # a request to a model
                         value = value["messages"]
-                    self._keys_unread.update(unread_keys(from_json(value) if key == "messages" else value))
+                    value = from_json(value) if key == "messages" else value
+                    self._keys_unread.update(unread_keys(value))
+                    for message, unread in unread_of_answers(value):
+                        self._doubts.add_answer(message, unread)
+            self._num_untold += "tools" not in row and has_calls(row)
         if not self.kind:
             self._check_columns(reading.kind, place)
             self.kind, self.renamed = reading.kind.name, reading.words(named)
         shape.num_rows += 1
         if shape.empty:
             shape.empty = tuple(column for column in shape.empty if is_empty(raw[column]))
+        self._doubts.add_row(raw, shape.unread, reading)
         return row
+
+    def ask(self) -> None:
+        """Raise RecipeError if something in the rows so far may be meant and is not read."""
+        refuse([f"{self.source.path}: {question}" for question in self._doubts.questions(self.in_schema)])
 
     def check_names(self) -> None:
         """Raise RecipeError if the source, whose rows are all read, names columns that no row had."""
@@ -327,11 +357,20 @@ class _Reader:
         num_rows = sum(shape.num_rows for shape in self._shapes.values())
         names = {*counts, *self._keys_unread, *self.in_schema} - {*self._ignored}
         names = {name or "a column without a name" for name in names}
+        counts = Counter({name: count for name, count in counts.items() if name not in self.in_schema})
         few = {name: f" ({count:,} of {num_rows:,} rows)" for name, count in counts.items() if count < num_rows}
         passed_over = [name for name in self._ignored if name not in self._names_not_seen]
         notes = [f"not read: {_join_names([name + few.get(name, '') for name in sorted(names)])}"] if names else []
         notes += [f"passed over by data.ignore: {_join_names(passed_over)}"] if passed_over else []
         return "; ".join([*notes, *(words for _, words in self._absent_names())])
+
+    @property
+    def untold(self) -> str:
+        """The number of rows so far with calls of tools that they do not describe, in words."""
+        if not self._num_untold:
+            return ""
+        rows = "1 row has" if self._num_untold == 1 else f"{self._num_untold:,} rows have"
+        return f"{rows} tool calls and no `tools`, so the samples do not say what can be called"
 
     @property
     def _names_not_seen(self) -> set[str]:
@@ -398,11 +437,16 @@ class _Reader:
         """The lines of a recipe that may make a bad row a good one; empty if its columns are not the problem."""
         if not isinstance(raw, dict) or self.source.columns or bad.reason not in ("missing keys", "wrong role"):
             return ""
-        columns = suggested_columns(raw, self.objective.rows)
-        if not columns or (bad.reason == "wrong role" and "role" not in columns):
+        ways = [one.columns for one in suggestions(raw, self.objective.rows)]
+        ways = [columns for columns in ways if bad.reason != "wrong role" or "role" in columns]
+        if not ways:
             return ""
-        lines = dump_yaml({"data": {"columns": columns}}).splitlines()
-        return "\n".join(["If these are the columns to train on, name them in the recipe:", *(f"  {x}" for x in lines)])
+        advice = "If these are the columns to train on, name them in the recipe:"
+        lines = dump_yaml({"data": {"columns": ways[0]}}).splitlines()
+        if len(ways) > 1:
+            advice = "Which columns are to be trained on? Name them in the recipe, as one of:"
+            lines = ["data:", *(f"  columns: {in_flow(columns)}" for columns in ways)]
+        return "\n".join([advice, *(f"  {line}" for line in lines)])
 
     def _reading_of(self, shape: _Shape, row: dict[str, Any], raw: dict[str, Any], place: str) -> Reading:
         matching = [reading for reading in shape.readings if reading.kind.matches(reading.of(row))]
@@ -463,6 +507,10 @@ class _Reader:
             )
         if near := find_misspelt(raw):
             seen += f" (did you mean `{near[1]}`, not {near[0]!a}?)"
+        objects = ((column, value) for column, value in raw.items() if isinstance(value, dict))
+        inner = [f"{column}.{key}" for column, value in objects for key in value if are_messages(value[key])]
+        if inner:
+            seen += f" (with messages in {' and '.join(inner)}, which no column is; write them as one)"
         return BadRow("missing keys", f"found {seen}; a row must have {self._shapes_known}")
 
     def _mixed_kinds(self, kind: RowKind) -> BadRow:

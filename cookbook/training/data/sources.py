@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+from cookbook.rows.doubts import NUM_LOOKED_AT
 from cookbook.rows.row_checks import with_messages
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.data.readers import (
@@ -153,12 +154,16 @@ def _hub_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator[Any
             f"{name}: cannot be loaded from the Hub: {first_line(error)}."
             f" Check the name, the split and the network, or use a local file or {BUILTIN_SOURCE!r}"
         ) from error
-    # A stream may not know its columns before its first row.
-    if names := dataset.column_names:
-        known = known_columns(names, source)
-        unread.update(set(names) - set(known))
-        dataset = dataset.select_columns(known)
     # As tables, so that the schema decides what is JSON and which nulls are a row's own; files in them stay unopened.
     tables = dataset.with_format("arrow")
-    parts = iter(tables) if streaming else tables.iter(ROWS_PER_READ)  # tables of a stream may differ in schema
-    yield from arrow_rows((batch for table in parts for batch in table.to_batches()), source)
+    columns = names = dataset.column_names or []  # a stream may not know its columns before its first row
+    if names:
+        columns = known_columns(dataset.features.arrow_schema, source)
+        unread.update({*names} - {*columns})
+
+    def batches(part: Any) -> Iterator[Any]:
+        parts = iter(part) if streaming else part.iter(ROWS_PER_READ)  # tables of a stream may differ in schema
+        return (batch for table in parts for batch in table.to_batches())
+
+    rest = tables.select_columns(columns) if names else tables
+    yield from arrow_rows(batches(tables.take(NUM_LOOKED_AT)), batches(rest.skip(NUM_LOOKED_AT)), columns, source)
