@@ -21,6 +21,7 @@ from cookbook.config.sections import (
     RunSection,
     Source,
     data_format,
+    is_pattern,
 )
 from cookbook.config.strategy import missing_strategy
 from cookbook.system.files import Document, find_file, path_problem
@@ -221,16 +222,22 @@ def _check_source(source: Source, place: Callable[..., str], where: tuple[str | 
     if source.path == BUILTIN_SOURCE:
         if source.split not in ("train", "test"):
             return [f"{place(*where, 'split')} is {source.split!r}; {BUILTIN_SOURCE} has train and test"]
+    elif is_pattern(source.path):
+        pass  # of which the files are found when they are read
+    elif path.exists() and not path.is_file() and not path.is_dir():
+        return [
+            f"{place(*where)} is {source.path!r}: a pipe or a device, and rows are read more than once; write a file"
+        ]
     elif data_format(source.path):
         if mistakes := find_file(source.path, lambda: place(*where)):
             return mistakes
     elif path.is_file():
         formats = ", ".join(TEXT_FORMATS)
-        rest = f"a data file must end in {formats} (or these with .gz, .zst), .parquet or .arrow"
+        rest = f"a data file must end in {formats} (or these with .gz, .zst, .bz2), .parquet or .arrow"
         return [f"{place(*where)} is {source.path!r}: {rest}"]
     elif source.path.startswith((".", "/")) and not path.is_dir():
         return [f"{place(*where)} is {source.path!r}: no such folder (looked in {Path.cwd()})"]
-    unused = ", ".join(sorted({"name", "revision"} & source.model_fields_set))
+    unused = ", ".join(sorted({"revision", *(() if path.is_dir() else ("name",))} & source.model_fields_set))
     if unused and (source.path == BUILTIN_SOURCE or path.exists()):
         return [f"{place(*where)}: {unused} would be ignored: {source.path} is not on the Hub; take it out"]
     is_file = data_format(source.path) and source.split != "train"  # which is what the Hub's library calls a file

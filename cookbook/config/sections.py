@@ -27,7 +27,7 @@ from cookbook.system.registry import Section
 BUILTIN_SOURCE = "python-stdlib"
 TEXT_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".md")
 BINARY_FORMATS = (".parquet", ".arrow")
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = (".gz", ".zst", ".bz2")
 """Suffixes of compressed files, which are of text formats."""
 ALL_LINEAR = "all-linear"
 
@@ -197,18 +197,23 @@ def data_format(name: str) -> str | None:
     return path.suffix if path.suffix in (*TEXT_FORMATS, *BINARY_FORMATS) else None
 
 
+def is_pattern(name: str) -> bool:
+    """Return whether a source is a pattern of file names, as `*.jsonl`, and no file or folder."""
+    return any(letter in name for letter in "*?[") and not Path(name).exists()
+
+
 TextPart = Literal["system", "content", "reasoning", "tool_calls", "tool_results", "tools", "name", "generation_prompt"]
 """A part of a chat that a template may write otherwise than the row has it."""
 
 
 class Source(Section):
     path: PathText
-    """`python-stdlib`, a data file (.jsonl, .json, .csv, .tsv, .txt, .md, each also .gz or .zst; .parquet, .arrow), a
-    local folder of such files or of `save_to_disk`, or a Hub dataset name."""
+    """`python-stdlib`, a data file (.jsonl, .json, .csv, .tsv, .txt, .md, each also .gz, .zst or .bz2; .parquet,
+    .arrow), a pattern of them (`data/*.jsonl`), a folder of them or of `save_to_disk`, or a Hub dataset name."""
     split: Split = "train"
-    """Split on the Hub; sub-folder or file prefix in a folder; `train` or `test` of python-stdlib."""
+    """Split on the Hub; sub-folder or part of file names in a folder; `train` or `test` of python-stdlib."""
     name: NameInDataset | None = None
-    """Configuration (subset) of a Hub dataset."""
+    """Configuration (subset) of a Hub dataset, or of a folder."""
     revision: Revision | None = None
     """Commit, tag or branch on the Hub."""
     max_rows: int | None = Field(default=None, gt=0)

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import BUILTIN_SOURCE, data_format
+from cookbook.config.sections import BUILTIN_SOURCE, data_format, is_pattern
 from cookbook.system.secrets import may_have_secret
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def wanted(recipe: Recipe | None) -> list[HubRepo]:
         key = "model.name_or_path"
         repos.append(HubRepo(key=key, name=model.name_or_path, revision=model.revision, repo_type="model"))
     for key, source in recipe.data.sources:
-        is_local = Path(source.path).exists() or data_format(source.path)
+        is_local = Path(source.path).exists() or data_format(source.path) or is_pattern(source.path)
         if source.path != BUILTIN_SOURCE and not is_local and source.path not in {repo.name for repo in repos}:
             repos.append(HubRepo(key=key, name=source.path, revision=source.revision, repo_type="dataset"))
     return repos

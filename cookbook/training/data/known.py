@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 from cookbook.config import plugins
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
-from cookbook.rows import json_text, messages, row_checks, row_columns, row_kinds
+from cookbook.rows import doubts, json_text, messages, row_checks, row_columns, row_kinds, suggestions
 from cookbook.system import lock, registry
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder
@@ -28,7 +28,7 @@ from cookbook.training.data.sources import local_files
 from cookbook.training.data.stdlib import python_files
 
 Item = TypeVar("Item")
-KEPT = ("kind", "num_dropped", "place", "renamed", "unread", "fingerprint")
+KEPT = ("kind", "num_dropped", "place", "renamed", "unread", "untold", "fingerprint")
 NOT_OF_ROWS = {
     *("max_length", "too_long", "packing", "streaming", "shuffle_rows"),
     *("chat_template", "template_date", "accept", "special_tokens"),
@@ -95,7 +95,10 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
         return None
     if data.streaming or None in content:
         return None
-    readers = [Path(str(module.__file__)) for module in (json_text, messages, row_checks, row_columns, row_kinds)]
+    readers = [
+        Path(str(module.__file__))
+        for module in (doubts, json_text, messages, row_checks, row_columns, row_kinds, suggestions)
+    ]
     code = [*sorted(Path(__file__).parent.glob("*.py")), *readers]
     made_from = [
         content,

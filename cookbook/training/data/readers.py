@@ -1,5 +1,6 @@
 """Data files: each format -> raw rows with their places, one at a time."""
 
+import bz2
 import csv
 import gzip
 import io
@@ -55,6 +56,8 @@ def file_rows(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
 def _open_file(path: Path) -> io.BufferedReader:
     if path.suffix == ".gz":
         return io.BufferedReader(gzip.open(path))  # type: ignore[type-var]
+    if path.suffix == ".bz2":
+        return io.BufferedReader(bz2.open(path))  # type: ignore[type-var]
     if path.suffix == ".zst":
         import pyarrow
 
@@ -156,6 +159,7 @@ def _first_item(decoder: json.JSONDecoder, rest: str, text: io.TextIOWrapper) ->
 def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iterator[tuple[str, Any]]:
     """Rows of cells under a line of column names; an empty cell is null."""
     csv.field_size_limit(MAX_ROW_BYTES)
+    delimiter = _delimiter_of(file, delimiter)
     # A cell that is not UTF-8 becomes a bad row and not the end of the file.
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
         lines = csv.reader(text, delimiter=delimiter, strict=True)
@@ -178,6 +182,19 @@ def _csv_rows(path: Path, file: io.BufferedReader, delimiter: str = ",") -> Iter
                     yield place, {name: cell or None for name, cell in zip_longest(names, cells, fillvalue="")}
         except csv.Error as error:
             raise RecipeError(f"{path}:{lines.line_num}: not readable as cells: {error}") from None
+
+
+def _delimiter_of(file: io.BufferedReader, usual: str) -> str:
+    """The delimiter under which the line of names has most columns: the usual one, or one that other programs write."""
+    head = file.peek(READ_CHARACTERS).decode("utf-8-sig", errors="replace")
+
+    def num_columns(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader(io.StringIO(head, newline=""), delimiter=delimiter), []))
+        except csv.Error:
+            return 0
+
+    return max((usual, ",", ";", "\t"), key=num_columns)  # the first of those that are equal
 
 
 def _escaped_byte(cell: str) -> str:

@@ -1,11 +1,16 @@
 """Sources of rows: a file, a folder, the Hub or python-stdlib -> raw rows with their places, one at a time."""
 
+import glob
 import json
+import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format
+import yaml
+
+from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format, is_pattern
 from cookbook.rows.doubts import NUM_LOOKED_AT
 from cookbook.rows.row_checks import with_messages
 from cookbook.system.files import RecipeError, first_line
@@ -18,15 +23,13 @@ from cookbook.training.data.readers import (
     unread_columns,
 )
 
-OTHER_SPLITS = ("test", "val", "eval", "dev")
 ARROW_FILES = (".arrow",)
 TEXT_FILES = tuple(text + end for text in (".txt", ".md") for end in ("", *COMPRESSIONS))
-FOLDER_FORMATS = (
+ROW_FORMATS = (
     (".jsonl", ".parquet"),
     ARROW_FILES,
     (".json", ".csv", ".tsv"),
     tuple(table + end for table in (".jsonl", ".json", ".csv", ".tsv") for end in COMPRESSIONS),
-    TEXT_FILES,
 )
 """Endings of files that are read together; of the folder's, the first group."""
 
@@ -60,32 +63,128 @@ def local_files(source: Source) -> list[Path]:
     """The files of a local source, in reading order; empty for the Hub and python-stdlib.
 
     Raises:
-        RecipeError: a folder without a file of the split.
+        RecipeError: a folder without a file of the split or the configuration, or a pattern that no data file fits.
     """
     path = Path(source.path)
     if path.is_dir():
-        return _files_of_split(path, source.split)
+        return _files_of_folder(path, source.split, source.name)[0]
+    if is_pattern(source.path):
+        return _files_of_pattern(source.path)
     return [path] if data_format(source.path) else []
 
 
-def _files_of_split(folder: Path, split: str) -> list[Path]:
-    # Of several formats in one folder the first is read: a README beside the data is no row.
-    suffixes = next(
-        (endings for endings in FOLDER_FORMATS if _data_files(folder / split, endings) or _data_files(folder, endings)),
-        (),
-    )
-    files = _data_files(folder, suffixes)
-    is_text = suffixes == TEXT_FILES  # whose names are titles
-    of_split = [] if is_text else [path for path in files if path.name.startswith(split)]
-    if chosen := _data_files(folder / split, suffixes) or of_split:
-        return chosen
-    foreign = [] if is_text else [path for path in files if path.name.lower().startswith(OTHER_SPLITS)]
-    if split == "train" and files and not foreign:
-        return files
-    hint = f"; it has {', '.join(file.name for file in files[:5])}" if files else ""
+def _files_of_pattern(pattern: str) -> list[Path]:
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if data_format(name)]
+    if not files:
+        raise RecipeError(f"{pattern}: no data file fits this pattern (looked in {Path.cwd()})")
+    return files
+
+
+def _files_of_folder(folder: Path, split: str, name: str | None) -> tuple[list[Path], set[Path]]:
+    """The files of a split in a folder, and those of other splits.
+
+    The folder may be a data set of the Hub, or what `save_to_disk` wrote.
+    """
+    described = _described_files(folder, name)
+    if described is not None:
+        splits = described
+        if chosen := splits.get(_as_datasets(split), []):
+            return chosen, {path for paths in splits.values() for path in paths} - {*chosen}
+    elif name is not None:
+        if not (folder / name).is_dir():
+            inner = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "none"
+            raise RecipeError(f"{folder}: no configuration and no folder {name!r}; its folders: {inner}")
+        folder = folder / name
+    # Of several formats in one folder the first is read, and texts last: a README beside the data is no row.
+    places = (folder / split, folder)
+    endings = next((some for some in ROW_FORMATS if any(_data_files(place, some) for place in places)), None)
+    files = _data_files(folder, endings or TEXT_FILES)
+    if endings is None and (below := _below(folder)):
+        endings = next(some for some in ROW_FORMATS if any(path.name.endswith(some) for path in below))
+        files = [path for path in below if path.name.endswith(endings)]
+    others: set[Path] = set()
+    if endings is None:  # texts, whose names are titles
+        files = _data_files(folder / split, TEXT_FILES) or (files if split == "train" else [])
+    else:
+        files, others = _of_split(folder, split, files, endings)
+    if files:
+        return files, others
+    seen = sorted(others) or _data_files(folder, endings or TEXT_FILES)
+    hint = f"; it has {', '.join(str(path.relative_to(folder)) for path in seen[:5])}" if seen else ""
     raise RecipeError(
         f"{folder}: no folder {split}/ and no file {split}*.jsonl or {split}*.parquet for split {split!r}{hint}"
     )
+
+
+def _of_split(folder: Path, split: str, files: list[Path], endings: tuple[str, ...]) -> tuple[list[Path], set[Path]]:
+    """The files of a split among files of rows of one format, and all those of other splits."""
+    split_of = {} if endings == ARROW_FILES else _splits_by_name(folder)
+    others = {path for path, name in split_of.items() if name != _as_datasets(split)}
+    chosen = _data_files(folder / split, endings)
+    chosen = chosen or [path for path in files if path in split_of and path not in others]
+    if _as_datasets(split) not in ("train", "validation", "test"):  # a name of the user's own
+        chosen = chosen or [path for path in files if path.name.startswith(split)]
+    if not chosen and split == "train" and others.isdisjoint(files):
+        chosen = files
+    tops = sorted({path.relative_to(folder).parts[0] for path in chosen if path.parent != folder})
+    if len(tops) > 1:
+        raise RecipeError(
+            f"{folder}: files of rows lie in the folders {', '.join(tops)}; choose one with name, as in"
+            f" {{path: {folder}, name: {tops[0]}}}, or list several as sources"
+        )
+    return chosen, others - {*chosen}
+
+
+def _as_datasets(split: str) -> str:
+    """The name that `datasets` gives a split, for which it has several words."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    return next((str(name) for name, words in SPLIT_KEYWORDS.items() if split in words), split)
+
+
+def _splits_by_name(folder: Path) -> dict[Path, str]:
+    """The split that `datasets` finds in the name of each file; those in which it finds none are left out."""
+    from datasets.data_files import DEFAULT_PATTERNS_ALL, DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    try:
+        patterns = get_data_patterns(str(folder))
+        found = {} if patterns == DEFAULT_PATTERNS_ALL else DataFilesDict.from_patterns(patterns, str(folder))
+    except (EmptyDatasetError, FileNotFoundError):
+        found = {}
+    at = Path(os.path.abspath(folder))
+    return {folder / Path(name).relative_to(at): split for split, names in found.items() for name in names}
+
+
+def _described_files(folder: Path, name: str | None) -> dict[str, list[Path]] | None:
+    """The files of each split of a configuration as the folder's README describes them; None if it describes none."""
+    readme = folder / "README.md"
+    if not readme.is_file() or not readme.read_bytes().startswith(b"---"):
+        return None
+    from datasets.data_files import DataFilesDict, sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme).data)
+        chosen = name or configs.get_default_config_name() or (next(iter(configs)) if len(configs) == 1 else None)
+        if not configs or (name is not None and name not in configs):
+            return None
+        if chosen is None:
+            raise RecipeError(
+                f"{folder}: its README.md has the configurations {', '.join(configs)}; choose one with name, as in"
+                f" {{path: {folder}, name: {next(iter(configs))}}}"
+            )
+        config = configs[chosen]
+        if "data_files" not in config:
+            return None
+        base = folder / config.get("data_dir", "")
+        found = DataFilesDict.from_patterns(sanitize_patterns(config["data_files"]), base_path=str(base))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        return None  # a card of another kind, or of files that are not here
+    split_files = {split: [Path(name) for name in names] for split, names in found.items()}
+    return {split: sorted(path for path in paths if data_format(path.name)) for split, paths in split_files.items()}
 
 
 def unread_note(source: Source) -> str | None:
@@ -95,10 +194,9 @@ def unread_note(source: Source) -> str | None:
     folder = Path(source.path)
     if not folder.is_dir():
         return None
-    read = set(local_files(source))
+    read, others = _files_of_folder(folder, source.split, source.name)
     beside = {path for place in {folder / source.split, *(path.parent for path in read)} for path in _visible(place)}
-    others = tuple(split for split in OTHER_SPLITS if not source.split.startswith(split))
-    left = sorted(path.name for path in beside - read if _has_rows(path) and not path.name.lower().startswith(others))
+    left = sorted(path.name for path in beside - {*read} - others if _has_rows(path))
     if not left:
         return None
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -108,8 +206,13 @@ def unread_note(source: Source) -> str | None:
 
 def _has_rows(path: Path) -> bool:
     is_cache = path.suffix in ARROW_FILES and (path.parent / "state.json").is_file()  # of `datasets`
-    endings = (ending for group in FOLDER_FORMATS if group != TEXT_FILES for ending in group if ending != ".json")
-    return path.name.endswith(tuple(endings)) and not is_cache
+    return path.name.endswith(tuple(end for group in ROW_FORMATS for end in group if end != ".json")) and not is_cache
+
+
+def _below(folder: Path) -> list[Path]:
+    """The visible files of rows in the sub-folders, sorted."""
+    paths = (path for path in folder.rglob("*") if path.name.endswith(tuple(chain(*ROW_FORMATS))) and path.is_file())
+    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _visible(folder: Path) -> list[Path]:
