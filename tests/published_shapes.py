@@ -452,3 +452,132 @@ PUBLISHED: dict[str, Shape] = {
         rows=shapes(topic="How do two numbers add up?", input=f"[|Human|] {Q}\n[|AI|] {A}\n[|Human|] "), asks="topic"
     ),
 }
+
+CALLED = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+RECENT: dict[str, Shape] = {
+    "Dolci Instruct SFT": Shape(
+        rows=shapes(
+            id="x",
+            messages=[
+                {
+                    "role": "system",
+                    "content": "Be brief.",
+                    "functions": json.dumps([PLAIN_TOOL]),
+                    "function_calls": None,
+                },
+                USER | {"functions": None, "function_calls": None},
+                {"role": "assistant", "content": None, "functions": None, "function_calls": "add(a=2)"},
+                {"role": "environment", "content": "4", "functions": None, "function_calls": None},
+                SAID | {"functions": None, "function_calls": None},
+            ],
+            source="x",
+        ),
+        asks=r"`functions` is not read.*ignore: \[messages.functions\]",
+    ),
+    "OpenThoughts Agent": Shape(
+        rows=shapes(
+            conversations=chat(),
+            agent="terminus-2",
+            model="m",
+            model_provider="p",
+            date="2026-04-18",
+            task="t",
+            episode="episode-1",
+            run_id="r",
+            trial_name="n",
+            result=None,
+            verifier_output=None,
+        ),
+        trains=FOUR,
+    ),
+    "When2Call, preferences": Shape(
+        rows=shapes(tools=[json.dumps(PLAIN_TOOL)], messages=[USER], chosen_response=SAID, rejected_response=WORSE),
+        asks="no assistant turn",
+    ),
+    "OpenThoughts 3": Shape(
+        rows=shapes(difficulty=7, source="x", domain="math", conversations=[HUMAN, GPT]), trains=FOUR
+    ),
+    "Nemotron code": Shape(
+        rows=shapes(
+            input=Q,
+            output=A,
+            category="code",
+            license="cc",
+            reasoning="on",
+            generator="m",
+            version="v1",
+            system_prompt="Be brief.",
+        ),
+        asks="`reasoning` is not read",
+        may=FOUR,
+    ),
+    "ToolMind, rectified": Shape(
+        rows=shapes(
+            messages=json.dumps(
+                [
+                    USER,
+                    {"role": "reasoning", "content": f"<think>{R}</think>"},
+                    {"role": "answer", "content": f"<answer>{A}</answer>"},
+                ]
+            ),
+            split="x",
+        ),
+        asks="wrong role: message 2 has 'reasoning'",
+    ),
+    "Hermes agent traces": Shape(
+        rows=shapes(
+            id="x",
+            conversations=[HUMAN, GPT],
+            tools=json.dumps([TOOL]),
+            category="x",
+            subcategory="y",
+            task="Add the numbers",
+        ),
+        trains=FOUR,
+    ),
+    "SWE-rebench OpenHands": Shape(
+        rows=shapes(
+            trajectory_id="x",
+            instance_id="y",
+            repo="a/b",
+            trajectory=[
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "c", "type": "function", "function": CALL}],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "c"},
+                SAID,
+            ],
+            tools=[TOOL],
+            model_patch="diff --git a/x b/x and more words",
+            exit_status="submit",
+            resolved=1,
+        ),
+        asks=r"\{messages: trajectory, tools: tools\}",
+        may=[*sft(CALLED), *FOUR],
+    ),
+    "Opus reasoning": Shape(
+        rows=shapes(
+            id="x", problem=Q, thinking=R, solution=A, difficulty="hard", category="math", timestamp="2026", hash="ab"
+        ),
+        asks="`thinking` is not read.*reasoning_content",
+        may=[*FOUR, *REASONED],
+    ),
+    "ReasonSet": Shape(
+        rows=shapes(problem=Q, working_out=R, provided_solution=A), asks="working_out", may=[*FOUR, *sft(R), *REASONED]
+    ),
+    "When2Call, updated": Shape(
+        rows=shapes(prompt=[USER], answer=A, conversations=chat(), text=f"{Q} {A}"), asks="conversations", may=FOUR
+    ),
+    "Nemotron Cascade": Shape(
+        rows=[
+            {"messages": chat(), "category": "swe", "source": "x", "generator": "m", "thinking": True},
+            {"messages": chat(), "category": "swe", "source": "x", "generator": "m", "thinking": False},
+        ],
+        asks="`thinking`",
+        may=FOUR,
+    ),
+}
+"""Of 2025 and 2026."""

