@@ -44,7 +44,7 @@ def shapes(**columns: Any) -> list[Row]:
 
 
 def sft(*stretches: str) -> list[str]:
-    """Of ChatML."""
+    """Stretches of ChatML with these texts."""
     return [f"{text}<|im_end|>" for text in stretches]
 
 
@@ -580,4 +580,4 @@ RECENT: dict[str, Shape] = {
         may=FOUR,
     ),
 }
-"""Of 2025 and 2026."""
+"""Data sets of 2025 and 2026."""

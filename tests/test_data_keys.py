@@ -767,8 +767,10 @@ def test_a_text_does_not_answer_a_conversation_that_ends_with_an_answer(tmp_path
 def test_reasoning_beside_an_answer_is_asked_about(tmp_path, column):
     """In some sets it is a switch or a category."""
     raw = {"question": "q", column: "Two and two.", "answer": "a"}
-    with pytest.raises(RecipeError, match=f"`{column}` is not read: .*name it in data.columns as reasoning_content"):
+    with pytest.raises(RecipeError, match=f"`{column}` is not read: .*data.columns: .*reasoning_content: {column}"):
         read(tmp_path, raw)
+    with pytest.raises(RecipeError, match=f"`{column}` is not read: .*name it in data.columns as reasoning_content"):
+        read(tmp_path, raw | {column: "on"})
     named = {"user": "question", "reasoning_content": column, "assistant": "answer"}
     expected = [{"user": "q", "reasoning_content": "Two and two.", "assistant": "a"}]
     assert read(tmp_path, raw, columns=named).rows == expected

@@ -221,12 +221,11 @@ def _read(source: Source, task: Task | None) -> tuple[Task, Source, Rows]:
             source = source.model_copy(update={"columns": ways[0].columns})
             known = rename(first_rows[0], ways[0].columns)
         elif ways:
-            found = ", ".join(map(ascii, first_rows[0]))[:200]
             choices = (f"  --columns {shlex.quote(in_flow(way.columns))}" for way in ways)
             which = "which columns are to be trained on? Their names do not say it. Call init again with"
-            one = "this, if it is what you mean" if len(ways) == 1 else "one of these"
-            more = ", or with others of " + found
-            raise RecipeError("\n".join([f"{source.path}: {which} {one}{more}:", *choices]))
+            which += " this, if it is what you mean" if len(ways) == 1 else " one of these"
+            others = ", ".join(map(ascii, first_rows[0]))[:200]
+            raise RecipeError("\n".join([f"{source.path}: {which}, or with others of {others}:", *choices]))
     names = kinds_of(known) if known else set()
     fitting = [name for name in TASKS if names.intersection(Objective.of(name=name).rows)]
     usual: Task = "cpt" if names == {"text"} else fitting[0] if fitting else "sft"

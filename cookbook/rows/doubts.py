@@ -1,4 +1,4 @@
-"""What stands beside rows that are read and may be meant: found by value and place, whatever it is called. No torch.
+"""Doubts about rows: values beside those that are read which may be meant, by value and place. No torch.
 
 A name that is known is read or refused by `cookbook.rows.row_columns` and `cookbook.rows.messages`; here, what nothing
 reads becomes a question to the user if it looks like a mark of rows or messages without loss, an answer, tools, or the
@@ -23,7 +23,7 @@ of numbers."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 """What pandas calls the numbers of a table's rows."""
 MIN_WORDS = 5
-"""Of an unread column, on average, that may be an answer though its name says nothing."""
+"""Average of an unread column that may be an answer though its name says nothing."""
 
 
 class _Flags:
@@ -66,7 +66,7 @@ class _Flags:
 
 
 class Doubts:
-    """What may be meant in the rows of a source and is not read."""
+    """Values in the rows of a source that are not read and may be meant."""
 
     def __init__(self, *, is_chosen: bool) -> None:
         """
@@ -118,7 +118,7 @@ class Doubts:
         )
 
     def questions(self, unseen: Collection[str] = ()) -> list[str]:
-        """What the user has to say, each with the ways out.
+        """Questions to the user, each with the ways out.
 
         Args:
             unseen: columns that later rows have and were not read of them.

@@ -44,11 +44,11 @@ def suggestions(row: Row, names: Sequence[str]) -> list[Suggestion]:
         return _suggest(row, ways, are_named=True)
     for name in names:
         kind = kinds()[name]
-        found = [choice for choice in islice(_choices(row, kind), MAX_TRIED) if _is_good(row, kind, choice)]
-        if named := [one for one in found if all(is_name_of(one[key], kind, key) for key in kind.keys)]:
-            return _suggest(row, [*named, *(one for one in found if one not in named)], are_named=len(found) == 1)
-        if found:
-            return _suggest(row, found, are_named=False)
+        ways = [choice for choice in islice(_choices(row, kind), MAX_TRIED) if _is_good(row, kind, choice)]
+        named = [way for way in ways if all(is_name_of(way[key], kind, key) for key in kind.keys)]
+        if ways:
+            others = [way for way in ways if way not in named]
+            return _suggest(row, [*named, *others], are_named=bool(named) and len(ways) == 1)
     return []
 
 

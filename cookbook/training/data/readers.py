@@ -288,7 +288,8 @@ def _table_rows(path: Path, source: Source) -> Iterator[Any]:
         columns = known_columns(schema, source)
         if twice := [name for name, count in Counter(columns).items() if count > 1]:
             raise RecipeError(f"{path}: two columns are called {twice[0]!r}")
-        names = schema.names if len({*schema.names}) == len(schema.names) else columns
+        names = [name for name in schema.names if name not in (source.ignore or ())]
+        names = names if len({*names}) == len(names) else columns
         first = _slices(batches_of(names), 0, NUM_LOOKED_AT)
         yield from arrow_rows(first, _slices(batches_of(columns), NUM_LOOKED_AT), columns, source)
 

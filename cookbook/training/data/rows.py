@@ -15,7 +15,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
 from cookbook.rows.doubts import Doubts
 from cookbook.rows.json_text import NO_JSON, BadRow, from_json
-from cookbook.rows.messages import IN_MESSAGES, REASONING_KEYS, unread_keys, unread_of_answers
+from cookbook.rows.messages import IN_MESSAGES, unread_keys, unread_of_answers
 from cookbook.rows.row_checks import (
     FOR_TEMPLATE,
     are_messages,
@@ -410,7 +410,11 @@ class _Reader:
             else:
                 other = reading.columns.get(OTHER_NAMES.get(column, ""))
                 why = f"the row has `{self._columns.get(other, other)}` too" if other else meant[column]
-                if column in REASONING_KEYS and "reasoning_content" in reading.kind.other_keys and is_prose(value):
+                if (
+                    meant[column] == MEANT["reasoning"]
+                    and "reasoning_content" in reading.kind.other_keys
+                    and is_prose(value)
+                ):
                     columns = in_flow(reading.columns | {"reasoning_content": column})
                     why = f"if it is the answer's reasoning, write data.columns: {columns}"
             seen = f"it is {kind_in_words(value)}; {why}. To pass it over: data.ignore: [{column}]"
@@ -440,7 +444,7 @@ class _Reader:
         """The lines of a recipe that may make a bad row a good one; empty if its columns are not the problem."""
         if not isinstance(raw, dict) or self.source.columns or bad.reason not in ("missing keys", "wrong role"):
             return ""
-        ways = [one.columns for one in suggestions(raw, self.objective.rows)]
+        ways = [way.columns for way in suggestions(raw, self.objective.rows)]
         ways = [columns for columns in ways if bad.reason != "wrong role" or "role" in columns]
         if not ways:
             return ""

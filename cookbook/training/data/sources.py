@@ -148,11 +148,11 @@ def _splits_by_name(folder: Path) -> dict[Path, str]:
 
     try:
         patterns = get_data_patterns(str(folder))
-        found = {} if patterns == DEFAULT_PATTERNS_ALL else DataFilesDict.from_patterns(patterns, str(folder))
+        by_split = {} if patterns == DEFAULT_PATTERNS_ALL else DataFilesDict.from_patterns(patterns, str(folder))
     except (EmptyDatasetError, FileNotFoundError):
-        found = {}
+        by_split = {}
     at = Path(os.path.abspath(folder))
-    return {folder / Path(name).relative_to(at): split for split, names in found.items() for name in names}
+    return {folder / Path(name).relative_to(at): split for split, names in by_split.items() for name in names}
 
 
 def _described_files(folder: Path, name: str | None) -> dict[str, list[Path]] | None:
@@ -178,13 +178,12 @@ def _described_files(folder: Path, name: str | None) -> dict[str, list[Path]] | 
         if "data_files" not in config:
             return None
         base = folder / config.get("data_dir", "")
-        found = DataFilesDict.from_patterns(sanitize_patterns(config["data_files"]), base_path=str(base))
+        by_split = DataFilesDict.from_patterns(sanitize_patterns(config["data_files"]), base_path=str(base))
     except (OSError, ValueError, yaml.YAMLError) as error:
         if isinstance(error, RecipeError):
             raise
         return None  # a card of another kind, or of files that are not here
-    split_files = {split: [Path(name) for name in names] for split, names in found.items()}
-    return {split: sorted(path for path in paths if data_format(path.name)) for split, paths in split_files.items()}
+    return {split: sorted(Path(name) for name in names if data_format(name)) for split, names in by_split.items()}
 
 
 def unread_note(source: Source) -> str | None:
@@ -269,4 +268,6 @@ def _hub_rows(source: Source, streaming: bool, unread: set[str]) -> Iterator[Any
         return (batch for table in parts for batch in table.to_batches())
 
     rest = tables.select_columns(columns) if names else tables
+    if names and source.ignore:
+        tables = tables.select_columns([name for name in names if name not in source.ignore])
     yield from arrow_rows(batches(tables.take(NUM_LOOKED_AT)), batches(rest.skip(NUM_LOOKED_AT)), columns, source)
