@@ -20,8 +20,9 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError
 from cookbook.training.data import arrow
+from cookbook.training.data.passes import Passes
 from cookbook.training.data.readers import ROWS_PER_READ, file_rows
-from cookbook.training.data.rows import BadRows, Rows, read_rows, row_blocks
+from cookbook.training.data.rows import BadRows, Rows, read_rows
 
 SFT = Objective.of(name="sft")
 
@@ -179,7 +180,7 @@ def streamed(path, streaming):
         return fingerprint(path)
     data = DataSection(train=[Source(path=str(path))], streaming=True, shuffle_rows=11)
     bad_rows = BadRows()
-    blocks = [part for parts in row_blocks(data, SFT, bad_rows) for part in parts]
+    blocks = [part for parts in Passes(data, SFT).blocks(bad_rows) for part in parts]
     bad_rows.stop_if("error")
     assert len(blocks) > 1
     return Rows(kind=blocks[0].kind, rows=[row for part in blocks for row in part.rows]).fingerprint

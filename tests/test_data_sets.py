@@ -68,8 +68,8 @@ def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_p
         "data.train: dropped 1 row: missing keys",
         f"data.train: 1 of 3 rows (33.3%) {long}",
         # Twice the end of "a" and of "b", which nothing but a first token precedes; once the "y", cut before its end.
-        f"data.train: an epoch has 5 samples: {one} 4 samples (80 % of the trained tokens), "
-        f"{two} 1 samples (20 % of the trained tokens)",
+        f"data.train: an epoch has 5 samples: {one} 4 samples (80% of them, 80% of the trained tokens), "
+        f"{two} 1 samples (20% of them, 20% of the trained tokens)",
         "data.eval.y: dropped 1 row: missing keys",
         f"data.eval.y: 1 of 1 rows (100.0%) {long}",
     ]
@@ -89,6 +89,32 @@ def test_one_source_has_the_texts_and_the_place_it_always_had(tmp_path):
     assert list(rows.texts()) == ["a", "b"] and rows.train[0].where(1) == "data.train: row 2"
     other = read_data(DataSection(train=text_file(tmp_path / "y.jsonl", "a", "c")), SFT)
     assert rows.fingerprint != other.fingerprint
+
+
+def test_a_number_of_rows_of_each_source_is_used_in_an_epoch_and_others_in_the_next(tmp_path, tokenizer):
+    one, two = (text_file(tmp_path / f"{name}.jsonl", *words(5, start)) for name, start in (("one", 0), ("two", 5)))
+    data = DataSection(train=[{"path": one, "rows_per_epoch": 2}, {"path": two, "rows_per_epoch": 7}], max_length=8)
+    sets = prepare(data, tokenizer, tmp_path / "cache")
+    assert f"{one} 2 samples (22% of them, 22% of the trained tokens), {two} 7 samples (78%" in sets.notes[-1]
+    order = [text for (text,) in shown(stream_steps(sets.train, 45, size=1), tokenizer)]
+    used = [Counter(order[i : i + 9]) for i in range(0, 45, 9)]
+    for epoch in used:
+        assert sum(epoch[text] for text in words(5)) == 2 and sum(epoch.values()) == 9
+    assert sum(used, Counter()) == Counter(dict.fromkeys(words(5), 2) | dict.fromkeys(words(5, 5), 7))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"train": [{"path": "a.jsonl", "weight": 1, "rows_per_epoch": 2}]}, "weight 1 and rows_per_epoch 2 are both"),
+        ({"train": "a.jsonl", "eval": {"x": {"path": "b.jsonl", "rows_per_epoch": 2}}}, "rows_per_epoch of 'b.jsonl'"),
+        ({"train": [{"path": "a.jsonl", "rows_per_epoch": 2}, "b.jsonl"], "streaming": True}, "'b.jsonl' is missing"),
+        ({"train": {"path": "a.jsonl", "weight": 2}, "streaming": True}, "write rows_per_epoch for each source"),
+    ],
+)
+def test_a_number_of_rows_that_would_not_be_used_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        DataSection.model_validate(settings)
 
 
 # Holdout.
@@ -184,6 +210,43 @@ def test_stream_is_the_blocks_of_its_sources_permuted_one_pass_after_the_other(t
     assert [step.epoch for step in steps[:4]] == [0, 0, 0, 1] and steps[-1].epoch == 3
     assert Counter(order[:10]) == Counter(order[10:20]) and order[:10] != order[10:20]
     assert steps_per_epoch(stream, 3) is None
+
+
+def slow_mixture(sources, counts, num_samples, seed=5):
+    """A stream of so many rows of each source a pass, in blocks of 4, each permuted; sources begin again at the end."""
+    turns, order, epoch = [itertools.cycle(source) for source in sources], [], 0
+    while len(order) < num_samples:
+        taken = [0] * len(sources)
+        for block, end in enumerate(range(4, sum(counts) + 4, 4)):
+            samples = []
+            for i, count in enumerate(counts):
+                upto = count * min(end, sum(counts)) // sum(counts)
+                samples += itertools.islice(turns[i], upto - taken[i])
+                taken[i] = upto
+            order += [samples[i] for i in np.random.RandomState([seed, epoch, block]).permutation(len(samples))]
+        assert taken == counts
+        epoch += 1
+    return order[:num_samples]
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 7, 8, 9, 20, 41])
+def test_a_streamed_mixture_takes_so_many_rows_of_each_source_and_resumes_exactly(tmp_path, tokenizer, consumed):
+    sources = words(7), words(3, start=7)
+    paths = [text_file(tmp_path / f"{i}.jsonl", *texts) for i, texts in enumerate(sources)]
+    mixed = [{"path": path, "rows_per_epoch": count} for path, count in zip(paths, (3, 5), strict=True)]
+    stream = stream_of(mixed, tokenizer)
+    steps = stream_steps(stream, 6, consumed=consumed)
+    order = slow_mixture(sources, [3, 5], consumed + 18)[consumed:]
+    assert shown(steps, tokenizer) == [sorted(order[i : i + 3]) for i in range(0, 18, 3)]
+    assert [step.epoch for step in steps] == [(consumed + 3 * i - 1) // 8 for i in range(1, 7)]
+    again = stream_of(mixed, tokenizer).windows(
+        seed=5, global_batch_size=3, num_samples_consumed=consumed + 3, digest=steps[0].stream_digest
+    )
+    assert next(again).digest == steps[1].stream_digest
+    assert stream.fingerprint(tmp_path / "cache") != stream_of(paths, tokenizer).fingerprint(tmp_path / "cache")
+    data = DataSection(train=mixed, streaming=True, max_length=8)
+    notes = prepare(data, tokenizer, None).notes
+    assert notes == [f"data.train: an epoch has 8 rows: {paths[0]} 3 (38%), {paths[1]} 5 (62%)"]
 
 
 @pytest.mark.parametrize("consumed", [1, 3, 4, 9, 10, 12, 25, 30, 47])

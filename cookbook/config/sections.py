@@ -225,10 +225,16 @@ class Source(Section):
     weight: float | None = Field(default=None, gt=0, le=1000, allow_inf_nan=False)
     """data.train only: how often an epoch uses each row. 2 uses it twice; 0.25 uses a quarter of the rows, and another
     quarter in the next epoch. Default: 1."""
+    rows_per_epoch: int | None = Field(default=None, gt=0, le=10**12)
+    """data.train only, instead of weight: how many rows an epoch uses; the next epoch goes on after them, and begins
+    again at the end. With streaming, of all sources or none: then they are read in turn, in these proportions."""
 
     @model_validator(mode="after")
     def _ignores_what_it_does_not_read(self):
         _refuse_both(self.columns, self.ignore)
+        if self.weight is not None and self.rows_per_epoch is not None:
+            both = f"weight {self.weight:g} and rows_per_epoch {self.rows_per_epoch}"
+            raise ValueError(f"{both} are both given; keep one")
         return self
 
 
@@ -352,6 +358,11 @@ class DataSection(Section):
             shared.model_fields_set.difference_update(given)
         return shared
 
+    @property
+    def is_streamed_mixture(self) -> bool:
+        """Whether a pass of a stream is a number of rows of each source, and not all rows."""
+        return self.streaming and self.train[0].rows_per_epoch is not None
+
     @model_validator(mode="after")
     def _keys_of_streaming(self):
         if "shuffle_rows" in self.model_fields_set and not self.streaming:
@@ -364,10 +375,19 @@ class DataSection(Section):
             )
         weighted = [source.path for source in self.train if source.weight is not None]
         if self.streaming and weighted:
-            raise ValueError(f"weight of {weighted[0]!r} does not go with streaming, which reads source after source")
-        weighted = [source.path for source in self.eval.values() if source.weight is not None]
-        if weighted:
-            raise ValueError(f"weight of {weighted[0]!r} would be ignored in data.eval; take it out")
+            raise ValueError(
+                f"weight of {weighted[0]!r} does not go with streaming, which does not know how many rows there are;"
+                " write rows_per_epoch for each source"
+            )
+        uncounted = [source.path for source in self.train if source.rows_per_epoch is None]
+        if self.streaming and 0 < len(uncounted) < len(self.train):
+            raise ValueError(
+                f"rows_per_epoch of {uncounted[0]!r} is missing; with streaming, all sources have it or none"
+            )
+        for key in ("weight", "rows_per_epoch"):
+            weighted = [source.path for source in self.eval.values() if getattr(source, key) is not None]
+            if weighted:
+                raise ValueError(f"{key} of {weighted[0]!r} would be ignored in data.eval; take it out")
         if self.holdout and "holdout" in self.eval:
             raise ValueError("eval has a set named 'holdout', the name of the rows that data.holdout takes; rename it")
         return self

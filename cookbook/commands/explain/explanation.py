@@ -237,6 +237,7 @@ def _what(recipe: Recipe, document: Document) -> Section:
 def _name(data: Source) -> str:
     rows = f", first {data.max_rows:,} rows" if data.max_rows else ""
     weight = f" x {data.weight:g}" if data.weight is not None else ""
+    weight += f", {data.rows_per_epoch:,} rows an epoch" if data.rows_per_epoch else ""
     split = "" if data_format(data.path) else f" ({data.split})"
     return f"{data.path}{split}{rows}{weight}"
 

@@ -6,13 +6,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any, Literal
 
 from cookbook.config.objectives import Objective
-from cookbook.config.sections import DataSection, Source
+from cookbook.config.sections import Source
 from cookbook.rows.doubts import Doubts
 from cookbook.rows.json_text import NO_JSON, BadRow, from_json
 from cookbook.rows.messages import IN_MESSAGES, unread_keys, unread_of_answers
@@ -109,6 +108,13 @@ class BadRows:
         if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{place}: {bad}")
 
+    def move_to(self, other: "BadRows") -> None:
+        """Count these in `other`, and no longer here."""
+        other.num_by_reason += self.num_by_reason
+        other.shown += self.shown[: MAX_SHOWN - len(other.shown)]
+        other.num_good += self.num_good
+        self.num_by_reason, self.shown, self.num_good = Counter(), [], 0
+
     def mistakes(self) -> list[str]:
         """The first bad rows, or one if all rows are bad for one reason, and what may help."""
         shown, count = self.shown, self.num_by_reason.total()
@@ -140,8 +146,8 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
         RecipeError: bad rows under on_bad_row "error", no row left, rows of a kind that the objective does not train
             on, a source that cannot be read, or a name in its columns or ignore that no row has.
     """
-    bad_rows, reader = BadRows(), _Reader(source, objective)
-    rows = list(_good_rows(reader, bad_rows))
+    bad_rows, reader = BadRows(), Reader(source, objective)
+    rows = list(good_rows(reader, bad_rows))
     mistakes: list[str] = []
     with gathered(mistakes):
         bad_rows.stop_if(on_bad_row)
@@ -159,33 +165,6 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
         unread=reader.unread,
         untold=reader.untold,
     )
-
-
-def row_blocks(data: DataSection, objective: Objective, bad_rows: BadRows) -> Iterator[list[Rows]]:
-    """One pass over data.train, in order, in blocks of data.shuffle_rows good rows (the last may have fewer), each as
-    one `Rows` per source in it. Holds one block in memory.
-
-    Raises:
-        RecipeError: as `read_rows`, when the block with the bad row is full or the pass ends.
-    """
-    parts: list[Rows] = []
-    room = data.shuffle_rows
-    for i, source in enumerate(data.train):
-        reader, number = _Reader(source, objective), 1
-        good, place = _good_rows(reader, bad_rows, streaming=True), place_of("data.train", data.train, i)
-        while rows := list(islice(good, room)):
-            numbers = range(number, number + len(rows))
-            part = Rows(kind=reader.kind, rows=rows, place=place, numbers=numbers)
-            parts.append(replace(part, renamed=reader.renamed, unread=reader.unread, untold=reader.untold))
-            room, number = room - len(rows), number + len(rows)
-            reader.ask()
-            if not room:
-                bad_rows.stop_if(data.on_bad_row)
-                yield parts
-                parts, room = [], data.shuffle_rows
-    bad_rows.stop_if(data.on_bad_row)
-    if parts:
-        yield parts
 
 
 def place_of(key: str, sources: Sequence[Source], i: int) -> str:
@@ -213,7 +192,7 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def _good_rows(reader: "_Reader", bad_rows: BadRows, *, streaming: bool = False) -> Iterator[dict[str, Any]]:
+def good_rows(reader: "Reader", bad_rows: BadRows, *, streaming: bool = False) -> Iterator[dict[str, Any]]:
     num_good = 0
     for place, raw in raw_rows(reader.source, streaming=streaming, unread=reader.in_schema):
         try:
@@ -247,7 +226,7 @@ class _Shape:
     """Unread columns that had no value so far."""
 
 
-class _Reader:
+class Reader:
     """Reads the rows of a source; the first good one decides their kind."""
 
     def __init__(self, source: Source, objective: Objective) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source, eval_key
 from cookbook.system.files import RecipeError, gathered, refuse
-from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_blocks, row_bytes, texts
+from cookbook.training.data.passes import Passes
+from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_bytes, texts
 from cookbook.training.data.sources import unread_note
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import Remark, TokenSet, cached_tokens, ids_beyond
@@ -97,7 +98,7 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
 
     if data.streaming:
         bad_rows = BadRows()
-        train = next(row_blocks(data, objective, bad_rows), [])
+        train = next(Passes(data, objective).blocks(bad_rows), [])
         if not train:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
     else:
@@ -172,10 +173,20 @@ def tokenize_data(
     train: TokenSet | Stream
     if data.streaming:
         train = Stream(data=data, objective=objective, tokenizer=tokenizer, num_embeddings=num_embeddings)
+        if data.is_streamed_mixture:
+            counts = [source.rows_per_epoch or 0 for source in data.train]
+            shares = (
+                f"{source.path} {count:,} ({count / sum(counts):.0%})"
+                for source, count in zip(data.train, counts, strict=True)
+            )
+            notes.append(f"data.train: an epoch has {sum(counts):,} rows: {', '.join(shares)}")
     else:
         train = _tokens_of(rows.train, "data.train", tokenizer, data, objective, cache, notes)
         mistakes += ids_beyond(train, num_embeddings, tokenizer, "data.train")
-        weights = tuple(source.weight or 1.0 for source in data.train)
+        weights = tuple(
+            source.rows_per_epoch / len(part.rows) if source.rows_per_epoch else source.weight or 1.0
+            for source, part in zip(data.train, rows.train, strict=True)
+        )
         if any(weight != 1 for weight in weights):
             train = replace(train, weights=weights)
         if len(weights) > 1 or train.weights:
@@ -274,7 +285,8 @@ def _shares_note(tokens: TokenSet, data: DataSection) -> str:
         for end, size, count in zip(ends, tokens.part_sizes, num_samples, strict=True)
     ]
     shares = (
-        f"{source.path} {count:,} samples ({100 * tokens_of_source / sum(trained):.0f} % of the trained tokens)"
+        f"{source.path} {count:,} samples ({count / sum(num_samples):.0%} of them,"
+        f" {tokens_of_source / sum(trained):.0%} of the trained tokens)"
         for source, count, tokens_of_source in zip(data.train, num_samples, trained, strict=True)
     )
     return f"an epoch has {sum(num_samples):,} samples: {', '.join(shares)}"

@@ -17,7 +17,8 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training.data.ahead import Prefetcher
 from cookbook.training.data.encode import TextKeys
-from cookbook.training.data.rows import BadRows, row_blocks
+from cookbook.training.data.passes import Passes
+from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import local_files
 from cookbook.training.data.tokens import Remark, TokenSet, ids_beyond, take, tokenize, tokenizer_fingerprint
 
@@ -74,7 +75,9 @@ class Stream:
         sources = []
         for source in self.data.train:
             content = [digests[path] for path in local_files(source)]
-            sources.append([content, source.model_dump(mode="json", exclude={"path"} if content else None)])
+            left_out = {"path"} if content else set()
+            left_out |= {"rows_per_epoch"} if source.rows_per_epoch is None else set()
+            sources.append([content, source.model_dump(mode="json", exclude=left_out)])
         text = json.dumps([words, sources, tokenizer_fingerprint(self.tokenizer)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -85,7 +88,8 @@ class Stream:
             RecipeError: as `windows`.
         """
         bad_rows = BadRows()
-        block, num_dropped = next(self._blocks(bad_rows, self.first_pass), (None, None))
+        passes = Passes(self.data, self.objective)
+        block, num_dropped = next(self._blocks(passes, bad_rows, self.first_pass), (None, None))
         if block is None or num_dropped is None:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
         self._count(block, num_dropped)
@@ -96,8 +100,8 @@ class Stream:
     ) -> Iterator[Window]:
         """The steps, without end; their epoch is the number of passes completed before that of their last sample.
 
-        To resume after `num_samples_consumed` samples, the rows before are read and tokenized again (one pass at most),
-        since the number of samples in them is not known otherwise.
+        To resume after `num_samples_consumed` samples, the rows before are read and tokenized again (one pass at most;
+        of a mixture all passes), since the number of samples in them is not known otherwise.
 
         Args:
             digest: of the window that ended there, to detect changed rows.
@@ -116,10 +120,11 @@ class Stream:
     def _samples(self, seed: int, num_skipped: int, expected: str | None) -> Iterator[tuple[int, TokenSet, int, str]]:
         """Samples as (pass, block, index in the block, digest of the pass up to that block)."""
         epoch, num_consumed = 0, num_skipped
+        passes = Passes(self.data, self.objective)
         while True:
             num_samples, bad_rows, digest = 0, BadRows(), ""
             ends: list[tuple[int, str]] = []  # samples and digest up to the end of each block
-            with Prefetcher(self._blocks(bad_rows, self.first_pass if epoch == 0 else PassCounts())) as blocks:
+            with Prefetcher(self._blocks(passes, bad_rows, self.first_pass if epoch == 0 else PassCounts())) as blocks:
                 for number, (block, num_dropped) in enumerate(blocks):
                     num_samples += len(block)
                     digest = hashlib.sha256((digest + block.fingerprint).encode()).hexdigest()
@@ -139,6 +144,9 @@ class Stream:
                 raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
             if epoch == 0:
                 self.first_pass.num_dropped = bad_rows.num_by_reason  # with bad rows after the last block
+            if self.data.is_streamed_mixture:  # of which no pass has the rows of another
+                num_consumed, epoch = num_consumed - num_samples, epoch + 1
+                continue
             if expected is not None:
                 self._compare(ends, (num_consumed - 1) % num_samples + 1, expected)
                 expected = None
@@ -163,10 +171,10 @@ class Stream:
             before = self.first_pass.remarks.get(remark.words, remark._replace(num_rows=0))
             self.first_pass.remarks[remark.words] = before._replace(num_rows=before.num_rows + remark.num_rows)
 
-    def _blocks(self, bad_rows: BadRows, counts: PassCounts) -> Iterator[tuple[TokenSet, Counter[str]]]:
-        """One pass over the sources: blocks, and the rows dropped up to the end of each."""
+    def _blocks(self, passes: Passes, bad_rows: BadRows, counts: PassCounts) -> Iterator[tuple[TokenSet, Counter[str]]]:
+        """The next pass over the sources: blocks, and the rows dropped up to the end of each."""
         data = self.data
-        for parts in row_blocks(data, self.objective, bad_rows):
+        for parts in passes.blocks(bad_rows):
             counts.reading |= {part.place: part.notes for part in parts}
             block = tokenize(
                 parts,
