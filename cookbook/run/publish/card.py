@@ -97,6 +97,7 @@ def _describe_source(source: Source) -> str:
         words.append(f"revision {source.revision}" if source.revision else "no revision pinned")
     words += [f"the first {source.max_rows:,} rows"] if source.max_rows else []
     words += [f"weight {source.weight:g}"] if source.weight else []
+    words += [f"{source.rows_per_epoch:,} rows an epoch"] if source.rows_per_epoch else []
     return ", ".join(words)
 
 
