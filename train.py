@@ -25,7 +25,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.run import shortage
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan, check, describe_batch
-from cookbook.system import faults, lock, optional, signals, status, versions, watchdog
+from cookbook.system import faults, lock, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports, quiet_libraries
@@ -56,12 +56,9 @@ def main() -> int:
         refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
-        optional.use(recipe.model.kernels or ())
         if arguments.dry_run:
             if world.rank == 0:
                 say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
-                for note in versions.notes():
-                    say(note)
             return 0
         watching = start_watch(recipe, world)
         try:
@@ -248,7 +245,7 @@ def train_step(
     lr = schedule.learning_rate(*recipe.in_schedule(progress.step, run.inputs.max_steps), peak, recipe.schedule)
     # No scheduler object: one that accelerate prepares advances once per process, and is state to save.
     set_learning_rate(engine.optimizer, lr)
-    engine.begin_step(progress.step + 1, recipe.seed)
+    engine.begin_step(progress.step + 1)
     objective = recipe.objective
     count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)

@@ -61,9 +61,8 @@ padded rows of uneven length, without dropout. A number is the largest error of 
   largest error of all.
 - Plan: `yes` if `cookbook plan` forecasts the model under `fsdp2` in bf16, from its traced layers.
 
-Windows and the tokens that sparse attention selects are fewer than a row's. Dropout, where a configuration has it,
-depends on the number of processes, which a run notes at its start. Cells were filled at different times, some by older
-code.
+Windows and the tokens that sparse attention selects are fewer than a row's. Cells were filled at different times, some
+by older code.
 
 ## Trained
 

@@ -44,8 +44,14 @@ TABLES = (
         "distill": "distill",
         "smoothed": "smoothed",
     },
+    {
+        "lora_dropout": "LoRA, dropout",
+        "lora_dropout_packed": "the same, packed",
+        "dropout": "a model's dropout",
+        "noise": "noise",
+    },
 )
-"""Columns of each table of the page, one of optimizers, rows and adapters, one of objectives."""
+"""Columns of each table of the page: of optimizers, rows and adapters, of objectives, and of what is drawn."""
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsandbytes")
 
 

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from cookbook.facts.tiny_types import LARGEST, small_values
 from cookbook.training.checkpoint.write_model import saved_buffers
-from cookbook.training.models.structure import random_parts
+from cookbook.training.models.sample_draws import drawn_parts
 
 DEFAULTS = {
     "gemma4_assistant": {
@@ -33,7 +33,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     """A small configuration that has all kinds of layers of this architecture."""
     written = default_config(model_type).to_dict()
     config = AutoConfig.for_model(model_type, **small_values(written))
-    for key in random_parts(config):
+    for key in drawn_parts(config):
         setattr(config, key, 0.0)
     config.pad_token_id, config.eos_token_id, config.bos_token_id = 0, 2, 1
     return config

@@ -7,10 +7,12 @@ any strategy should: losses, gradient norms, rates and weights.
 import json
 import math
 import statistics
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -64,6 +66,12 @@ class Setup:
     steps: int = 20
     adapter: Path | None = None
     """peft's folder with the first weights of a LoRA."""
+    dropout: float = 0.0
+    """On the adapter's input."""
+    noise: float = 0.0
+    """NEFTune's alpha."""
+    seed: int = 42
+    """Gives the order of the rows, and what is drawn."""
 
 
 @dataclass
@@ -95,6 +103,8 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
 
         model = PeftModel.from_pretrained(model, str(setup.adapter), is_trainable=True, autocast_adapter_dtype=False)
         model = model.double()
+    drawn = {"place": 0}
+    draw_by_hand(model, setup, drawn)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = optimizer_of(setup, list(trained.values()))
     divisor = number_of(samples, setup)
@@ -105,7 +115,9 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
             group["lr"] = rate
         optimizer.zero_grad()
         total = 0.0
-        for (answers, is_good), reference in zip(samples, references, strict=True):
+        order = np.random.RandomState([setup.seed, step]).permutation(len(samples)).tolist()
+        for i, ((answers, is_good), reference) in enumerate(zip(samples, references, strict=True)):
+            drawn["place"] = step * len(samples) + order.index(i)
             loss = loss_of(model, answers, is_good, reference, setup) / divisor
             loss.backward()
             total += loss.item()
@@ -114,6 +126,55 @@ def train(setup: Setup) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
         optimizer.step()
         steps.append({"loss": total, "grad_norm": norm, "learning_rate": rate})
     return steps, {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def mixed(words: np.ndarray) -> np.ndarray:
+    """MurmurHash3.cpp, fmix32, of words in 64 bits."""
+    words = words ^ words >> 16
+    words = words * 0x85EBCA6B % 2**32
+    words = words ^ words >> 13
+    words = words * 0xC2B2AE35 % 2**32
+    return words ^ words >> 16
+
+
+def draws_of(seed: int, place: int, sequence: int, length: int, layer: str, width: int) -> np.ndarray:
+    """Whole numbers below 65,536 for each token and feature, (length, width), as docs/recipes.md has them."""
+    step, word = 0x9E3779B9, np.zeros(1, np.uint64)
+    for value in (seed % 2**32, seed >> 32, place % 2**32, place >> 32, sequence):
+        word = mixed(((word ^ np.uint64(value)) + step) % 2**32)
+    tokens = mixed((word + np.arange(length, dtype=np.uint64) * step) % 2**32)
+    pairs = np.arange(1, (width + 1) // 2 + 1, dtype=np.uint64)
+    features = mixed((pairs * step + mixed(np.uint64(zlib.crc32(layer.encode())))) % 2**32)
+    words = mixed((tokens[:, None] + features) % 2**32)
+    halves = np.stack([words % 2**16, words >> 16], -1).reshape(length, -1)[:, :width]
+    return (halves + 2**15) % 2**16
+
+
+def draw_by_hand(model: Any, setup: Setup, now: dict[str, int]) -> None:
+    """Drop the input of each adapted layer, and disturb the embeddings, for the sample that `now` has."""
+    of_drop = round(setup.dropout * 2**16)
+
+    class Dropped(torch.nn.Module):
+        def __init__(self, layer: str) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            drawn = draws_of(setup.seed, now["place"], 0, *hidden.shape[1:2], self.layer, hidden.shape[2])
+            return hidden * torch.from_numpy(drawn >= of_drop) / (1 - of_drop / 2**16)
+
+    for name, layer in model.named_modules():
+        if of_drop and hasattr(layer, "lora_dropout"):
+            layer.lora_dropout["default"] = Dropped(name.removeprefix("base_model.model."))
+
+    def disturb(_: Any, __: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        _, length, width = embeddings.shape
+        drawn = draws_of(setup.seed, now["place"], 0, length, "neftune", width).astype(np.float64)
+        even = torch.from_numpy((drawn + 0.5) / 2**15 - 1)
+        return embeddings + even * setup.noise / math.sqrt(length * width)
+
+    if setup.noise:
+        model.get_input_embeddings().register_forward_hook(disturb)
 
 
 def number_of(samples: list[tuple[list[Answer], Any]], setup: Setup) -> float:

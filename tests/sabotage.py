@@ -658,10 +658,10 @@ def clock_set_back() -> None:
 
     right, now = Engine.begin_step, time.time
 
-    def begin_step(self, number, seed):
+    def begin_step(self, number):
         if number == 5:
             time.time = lambda: now() - 3600
-        return right(self, number, seed)
+        return right(self, number)
 
     Engine.begin_step = begin_step
 
@@ -688,10 +688,10 @@ def bytes_on_the_wire() -> None:
 
     right = Engine.begin_step
 
-    def begin_step(self, number, seed):
+    def begin_step(self, number):
         time.sleep(0.05)  # until the receivers have acknowledged all
         print(f"SENT {number} {self.world.rank} {sent()} {self.num_parameters} {self.num_trained}", flush=True)
-        return right(self, number, seed)
+        return right(self, number)
 
     Engine.begin_step = begin_step
 
@@ -711,7 +711,7 @@ def messages_of_a_step() -> None:
         """Number of elements in a tensor, or in a list of them."""
         return sum(map(numel, shape)) if shape and isinstance(shape[0], list) else torch.Size(shape).numel()
 
-    def begin_step(self, number, seed):
+    def begin_step(self, number):
         if number == 4:
             running.stop()
             events = running.profiler.kineto_results.events()
@@ -721,7 +721,7 @@ def messages_of_a_step() -> None:
                 if event.name().startswith(("c10d::", "gloo:"))
             ]
             print("CALLS", self.world.rank, json.dumps(calls), flush=True)
-        found = right(self, number, seed)
+        found = right(self, number)
         if number == 3:
             running.start()
         return found
@@ -737,9 +737,9 @@ def bytes_and_positions() -> None:
     begin, forward = Engine.begin_step, Engine._forward
     positions = 0
 
-    def begin_step(self, number, seed):
+    def begin_step(self, number):
         print(f"POSITIONS {number} {self.world.rank} {positions}", flush=True)
-        return begin(self, number, seed)
+        return begin(self, number)
 
     def counted(self, function, batch):
         nonlocal positions
@@ -755,11 +755,11 @@ def sizes_of_buckets() -> None:
 
     right = Engine.begin_step
 
-    def begin_step(self, number, seed):
+    def begin_step(self, number):
         if number == 3 and self.is_main:
             buckets = self.model.reducer._get_zeros_like_grad_buckets()
             print("BUCKETS", *[bucket.buffer().numel() for bucket in buckets], flush=True)
-        return right(self, number, seed)
+        return right(self, number)
 
     Engine.begin_step = begin_step
 

@@ -7,6 +7,7 @@ python -m pytest -q tests/test_engine_step.py
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def steps(engine: Engine, tokens: TokenSet, numbers: range) -> list:
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
     count, found = sum(len(batch["targets"]) for batch in batches), []
     for number in numbers:
-        engine.begin_step(number, seed=0)
+        engine.begin_step(number)
         found.append(engine.step(engine.gradients(OBJECTIVE.compute, batches, count), 7.0))
     return found
 
@@ -239,3 +240,17 @@ def test_what_should_be_off_and_is_on_is_a_difference_too(book, monkeypatch, ask
     with pytest.raises(RuntimeError, match=r"single\.yaml is not what runs:\n  something: asked for") as error:
         engine.assert_in_force()
     assert str(error.value).count("\n") == 1
+
+
+def test_a_step_that_draws_numbers_of_its_own_is_refused(book):
+    """A model's dropout that is not drawn for the tokens, as before `draws` were told of it."""
+
+    engine, tokens = engine_of(new_model(), 0.0), samples()
+    batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
+
+    def noisy(model, batch):
+        found = OBJECTIVE.compute(model, batch)
+        return replace(found, loss_sum=found.loss_sum * (1 + 1e-3 * torch.rand(())))
+
+    with pytest.raises(RecipeError, match="the first step drew random numbers of its own"):
+        engine.gradients(noisy, batches, 10)

@@ -34,6 +34,8 @@ QLORA = LORA | {"adapter.name": "qlora"}
 MUON = {"optim.name": "muon", "optim.learning_rate": "3e-3"}
 ADAMW_8BIT = {"optim.name": "adamw_8bit", "optim.learning_rate": "3e-3"}
 PACKED = {"data.packing": "true"}
+DROPOUT = {"adapter.dropout": "0.1"}
+NOISE = {"model.neftune_alpha": "10"}
 
 # Blocks of 256 values share a scale, and lie elsewhere in a flat partition or a shard: 1.6e-4 and 3.2e-4 were measured.
 EIGHT_BIT_LOSS, EIGHT_BIT_NORM = 5e-4, 1e-3
@@ -59,6 +61,11 @@ COLUMNS = {
     "distill": (None, DISTRIBUTED),
     "smoothed": ({"objective": "{name: sft, label_smoothing: 0.2}"}, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
+    "lora_dropout": (LORA | DROPOUT, DISTRIBUTED),
+    "lora_dropout_packed": (LORA | DROPOUT | PACKED, DISTRIBUTED),
+    # Of the models with dropout in their own code none is served by stages.
+    "dropout": (None, [name for name in DISTRIBUTED if not name.startswith("pp")]),
+    "noise": (NOISE, DISTRIBUTED),
 }
 # One of each engine and each dimension of a mesh; the others differ by a stage, by offload, by sizes. fsdp2_tp has its
 # packed rows in tests/test_gpu_matrix.py.
@@ -81,6 +88,10 @@ CHOSEN = {
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
     "smoothed": ("fsdp2", "zero3", "tp", "pp"),
     "muon": ("fsdp2", "zero2", "zero3", "pp"),
+    "lora_dropout": ("zero3", "tp"),
+    "lora_dropout_packed": ("fsdp2", "ddp_sp", "pp", "tp"),
+    "dropout": ("ddp_sp", "fsdp2", "tp"),
+    "noise": ("fsdp1", "zero2", "pp_fsdp2"),
 }
 CASES = [
     pytest.param(column, strategy, marks=() if strategy in CHOSEN[column] else pytest.mark.thorough)
@@ -91,7 +102,8 @@ CASES = [
 
 def test_what_is_not_compared_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(ROOT)
-    cells = [(column, name) for column, (_, found) in COLUMNS.items() for name in DISTRIBUTED if name not in found]
+    columns = [(column, found) for column, (_, found) in COLUMNS.items() if column != "dropout"]
+    cells = [(column, name) for column, found in columns for name in DISTRIBUTED if name not in found]
     assert ("muon", "fsdp1") in cells
     for column, name in cells:
         words = ["check", str(lab.folder / "recipe.yaml"), "--strategy", name, "--processes", str(processes_of(name))]
@@ -223,10 +235,24 @@ def distillation(lab: Lab, strategy: str) -> dict[str, str]:
     return {"objective": f"{{name: distill, {keys}}}"}
 
 
+def dropping(lab: Lab) -> str:
+    """A tiny Phi-3 that drops values of its embeddings and of what its layers add to them."""
+    folder = Path(folder_of(lab, "phi3"))
+    copy = folder.with_name("dropping")
+    with FileLock(f"{copy}.lock"):
+        if not copy.exists():
+            shutil.copytree(folder, copy)
+            config = json.loads((copy / "config.json").read_text()) | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+            (copy / "config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
 def settings_of(lab: Lab, column: str, strategy: str) -> dict[str, str]:
     settings = COLUMNS[column][0]
     if column == "distill":
         settings = distillation(lab, strategy)
+    if column == "dropout":
+        settings = {"model": f"{{name_or_path: {dropping(lab)}}}", "optim.learning_rate": "0.01"}
     return settings_for(strategy, preferences(lab, column) if settings is None else settings)
 
 

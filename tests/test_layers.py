@@ -25,6 +25,7 @@ ROOMS = re.findall(r"^(\w+)  +", str(cookbook.__doc__), re.MULTILINE)
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE]
 DOOR = "cookbook.run.forecasts"
 WITH_TORCH = {
+    "cookbook.config.draws": "the hash that draws, on the host and on the device",
     "cookbook.config.objectives.forward": "the passes over a model that objectives share",
     "cookbook.config.optim.eight_bits": "AdamW's states in 8 bits",
     "cookbook.config.optim.groups": "parameter groups, and the class of each optimizer",
@@ -233,8 +234,8 @@ def test_what_a_run_changes_in_its_process_would_be_found():
     """At the start of a run and of a command, where nobody else's process is meant."""
     start = "from cookbook.system import imports, signals\nimports.quiet_libraries()\nsignals.install()\n"
     others = "imports.quiet_deepspeed()\ntorch.compile = print\nwith imports.imports():\n    pass\n"
-    assert changed_by(start) == ["hidden modules", "loggers", "finders", "signals"]
-    found = {"hidden modules", "loggers", "finders", "signals", "torch.compile", "environment", "garbage collector"}
+    assert changed_by(start) == ["hidden modules", "loggers", "signals"]
+    found = {"hidden modules", "loggers", "signals", "torch.compile", "environment", "garbage collector"}
     assert set(changed_by(start + others)) == found
 
 

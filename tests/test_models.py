@@ -21,7 +21,8 @@ from cookbook.training.models.experts import PRODUCTS, autocast_products
 from cookbook.training.models.language_model import load_config, load_model
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.model_source import new_model, resolve_model, weights_digest
-from cookbook.training.models.structure import LogitTransform, random_parts
+from cookbook.training.models.sample_draws import drawn_parts
+from cookbook.training.models.structure import LogitTransform
 from cookbook.training.models.tokenizer_files import load_tokenizer, train_tokenizer
 from tests.turns import TRAINED, others_by_turn
 
@@ -436,9 +437,9 @@ def test_a_blob_of_the_hub_s_cache_is_read_and_not_believed_by_its_name(tmp_path
 
 
 def test_dropout_of_a_configuration_is_found():
-    assert random_parts(LlamaConfig(**SIZES)) == {}
-    assert random_parts(LlamaConfig(**SIZES, attention_dropout=0.1)) == {"attention_dropout": 0.1}
-    assert random_parts(AutoConfig.for_model("gpt2")).keys() == {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
+    assert drawn_parts(LlamaConfig(**SIZES)) == {}
+    assert drawn_parts(LlamaConfig(**SIZES, attention_dropout=0.1)) == {"attention_dropout": 0.1}
+    assert drawn_parts(AutoConfig.for_model("gpt2")).keys() == {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "gpt_neo", "mamba"])

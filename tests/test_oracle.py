@@ -178,6 +178,8 @@ CASES: dict[str, dict[str, Any]] = {
     "classify, packed": {"objective": "classify", "optimizer": "sgd", "peak": 0.01, "clip": 0.5, "packing": True},
     "regress, of chats without an answer": {"objective": "regress", "optimizer": "sgd", "peak": 2e-4, "clip": 0.5},
     "sft, lora": {"adapter": True, "peak": 5e-3, "clip": 0.5, "weight_decay": 0.1},
+    "sft, lora, dropout, packed": {"adapter": True, "peak": 5e-3, "clip": 0.5, "dropout": 0.1, "packing": True},
+    "sft, noise": {"optimizer": "sgd", "peak": 0.1, "noise": 10.0, "clip": 0.5},
 }
 OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
 
@@ -231,7 +233,7 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
     schedule |= {"scale_lr": "linear", "base_batch_size": NUM_ROWS // times} if times > 1 else {}
     schedule |= {"min_learning_rate": setup.least} if setup.least else {}
     sections: dict[str, Any] = {
-        "model": {"name_or_path": str(setup.model)},
+        "model": {"name_or_path": str(setup.model), "neftune_alpha": setup.noise},
         "data": {"train": str(setup.rows), "max_length": 512, "packing": case.get("packing", False)},
         "objective": objective,
         "optim": optim | {"max_grad_norm": setup.clip},
@@ -239,11 +241,20 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
         "batch": {"global_batch_size": NUM_ROWS * (GROUP if setup.objective == "grpo" else 1), "micro_batch_size": 2},
     }
     if "adapter" in case:
-        sections["adapter"] = {"name": "lora", "rank": 4, "alpha": 8}
-    return {name: json.dumps(section) for name, section in sections.items()} | {"run.max_steps": str(setup.steps)}
+        sections["adapter"] = {"name": "lora", "rank": 4, "alpha": 8, "dropout": setup.dropout}
+    return {name: json.dumps(section) for name, section in sections.items()} | {
+        "run.max_steps": str(setup.steps),
+        "seed": str(setup.seed),
+    }
 
 
-CORE = ("sft, tied, clipped, warm-up, decay", "sft, lora", "dpo, smoothed, packed", "grpo, of a constant, whole ratios")
+CORE = (
+    "sft, tied, clipped, warm-up, decay",
+    "sft, lora, dropout, packed",
+    "sft, noise",
+    "dpo, smoothed, packed",
+    "grpo, of a constant, whole ratios",
+)
 """Run by `make test`: the only runs there whose every step is compared with what is not ours."""
 
 

@@ -531,8 +531,6 @@ def recipe_with(packing: str, model: Path, others: dict[str, str] | None = None)
 NOT_PACKABLE = [
     ("llama4_text", {}, "layers of chunked_attention"),
     ("deepseek_v32", {}, "layers of indexed_attention"),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
-    ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
     ("bloom", {}, "code of its own"),
 ]
 

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cookbook.config.mesh import Mesh
-from cookbook.start.launchers import World
-from cookbook.training.engine import Engine
 from cookbook.training.engine.state import _distance, _holders
 from tests.curves import SGD, Lab, distance
 from tests.test_equivalence import SGD_LOSS, SGD_NORM
@@ -31,18 +28,6 @@ def test_the_distances_of_a_mesh_by_hand():
     ranks = torch.arange(8).view(2, 2, 2)
     assert [_distance(ranks, dim) for dim in range(3)] == [4, 2, 1]
     assert _distance(torch.tensor([1, 3, 5]), 0) == 2 and _distance(torch.tensor([[5]]), 1) == 1
-
-
-def test_the_processes_of_a_tensor_parallel_group_draw_alike_and_no_others():
-    engine, drawn = Engine.__new__(Engine), []
-    engine.mesh = Mesh(replicate=2, tensor=2)
-    for rank in range(4):
-        engine.world = World(rank=rank, local_rank=rank, num_processes=4, num_local=4, is_launched=True)
-        engine.begin_step(3, 7)
-        drawn.append(torch.rand(4).tolist())
-    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
-    engine.begin_step(4, 7)
-    assert torch.rand(4).tolist() not in drawn, "each step drops the same values"
 
 
 @pytest.mark.slow

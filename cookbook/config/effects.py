@@ -8,7 +8,7 @@ NEVER_THE_CURVE = (
     "batch.micro_batch_tokens",
 )
 """Keys of speed and memory. Which sums are made together changes the last bits of each; docs/equivalence.md."""
-ONLY_ROUNDING = ("model.compile", "model.kernels", "model.liger_kernels", "run.deterministic")
+ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
 """Other kernels for the same mathematics."""
 ONLY_THE_RUN = (
     "data.eval",
@@ -35,7 +35,6 @@ ONLY_THE_RUN = (
     "run.save_in_background",
     "run.saves_per_epoch",
     "run.stop_after_steps",
-    "run.strict_versions",
     "run.trackers",
 )
 """What is written and measured on the way, key by key: one that is in no list, as a new one, may change the curve."""

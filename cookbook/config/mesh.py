@@ -80,6 +80,10 @@ class Mesh:
         """Which part of each row a rank sees."""
         return self.token_parallel_rank(rank) % self.sequence
 
+    def tensor_rank(self, rank: int) -> int:
+        """Which part of each matrix a rank has."""
+        return rank % self.tensor
+
     def length_multiple(self, max_length: int) -> int:
         """The number of tokens that the length of each row is a multiple of."""
         planned = math.gcd(PLANNED_LENGTHS, max_length) if self.tensor > 1 else 1  # no row passes max_length

@@ -102,12 +102,6 @@ def _new_tokens(tokens: list[str] | None) -> list[str] | None:
     return tokens
 
 
-def _packages(names: list[str] | None) -> list[str] | None:
-    if wrong := [name for name in names or () if not name.isidentifier() or (names or []).count(name) > 1]:
-        raise ValueError(f"has {wrong[0]!r}; write each package once, as Python imports it: [fla, causal_conv1d]")
-    return names
-
-
 class Auto(int):
     """What takes least memory, 1 or true, until `cookbook launch` has found what is best for this machine."""
 
@@ -143,16 +137,14 @@ class ModelSection(OneOf):
     outputs of matrix products and attention, and recomputes only the cheap operations between them. `offload` is true,
     with the inputs of the layers in host memory until then; on a CPU they are there anyway. auto: `cookbook launch`
     takes false, selective or true, as the forecast ranks those that this machine holds; true without a GPU."""
+    neftune_alpha: float = Field(default=0.0, ge=0, le=10**6)
+    """NEFTune: in training, noise on the embeddings, uniform within alpha / sqrt(tokens x features) of each sample
+    (Jain et al. 2023, arXiv 2310.05914); 5 to 15 are usual. Drawn for each token of a sample."""
     compile: bool = False
     """torch.compile for each layer. Changes speed and the last bits, and takes seconds to minutes at the start."""
     liger_kernels: bool = False
     """Liger's fused Triton kernels for norms, rotary embedding and MLP. Refused on GPUs, where the only run with them
     failed (docs/on_gpu.md); skipped, with a note, without one."""
-
-    kernels: Annotated[list[str] | None, AfterValidator(_packages)] = None
-    """Packages whose functions transformers may take in the place of its own, as they are imported: [fla,
-    causal_conv1d]. It does not find others, installed or not. Their versions and digests are recorded, and a run
-    resumes with others only by consent (run.allow_changes: [model.kernels])."""
 
     @property
     def recompute(self) -> Literal[False, True, "selective"]:
@@ -412,7 +404,7 @@ class AdapterSection(Section):
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout on the adapter's input. Above 0 the curve depends on the number of processes."""
+    """Dropout on the adapter's input, drawn for each token of a sample: the same under every strategy."""
     targets: Annotated[
         list[str], BeforeValidator(_list_of_targets, json_schema_input_type=Literal["all-linear"] | list[str])
     ] = [ALL_LINEAR]
@@ -559,9 +551,6 @@ class RunSection(OneOf):
     """Keys that may differ from the recipe of the checkpoint, such as optim.learning_rate."""
     stop_after_steps: int | None = Field(default=None, gt=0)
     """Stop after N steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
-    strict_versions: bool = False
-    """Refuse versions of torch, accelerate, deepspeed, transformers, datasets and peft that the project's tests have
-    not run with. By default a line and run.json say so."""
     skip_nonfinite_steps: int = Field(default=0, ge=0)
     """Maximum number of steps to skip because a loss or gradient is not finite; one more ends the run."""
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)

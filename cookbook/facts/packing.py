@@ -31,9 +31,6 @@ LAYERS = frozenset(
 """Kinds of layers that keep samples apart, in a model type that can be packed. Of the others that transformers 5.23
 has, most choose keys or blocks of them by what they find in the whole row."""
 
-ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
-"""Keys of a configuration."""
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -121,9 +118,6 @@ def packing_problem(config: Any) -> str | None:
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     if foreign:
         return f"it has layers of {', '.join(foreign)}"
-    for key in ATTENTION_DROPOUT:
-        if getattr(config, key, 0.0):
-            return f"its {key} {getattr(config, key)} is not in the packed attention"
     unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
     return why_not(config.model_type, look_up(config.model_type).packed, unknown)
 

@@ -33,7 +33,7 @@ from cookbook.facts.score_head import ScoreHead, head_note, head_wanted
 from cookbook.run.publish import model_folder
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
-from cookbook.system import lock, optional
+from cookbook.system import lock
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.checkpoint import resume
@@ -46,11 +46,11 @@ from cookbook.training.data.sets import RowSets, TokenSets, tokenize_data
 from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
-from cookbook.training.models import language_model, model_source, tokenizer_files
+from cookbook.training.models import language_model, model_source, sample_draws, tokenizer_files
 from cookbook.training.models.efficiency import check_layers, kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.stateful_layers import stateful_layers
-from cookbook.training.models.structure import comparison_notes, layer_mistakes, random_parts
+from cookbook.training.models.structure import comparison_notes, layer_mistakes
 
 if TYPE_CHECKING:
     from cookbook.run.teacher import Teacher
@@ -233,9 +233,7 @@ def load_inputs(
     notes += kernel_notes(recipe.model, config)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     notes += slow_kernel_notes(packing.settle(recipe), config, capability)
-    if drawn := random_parts(config):
-        keys = ", ".join(f"{key} {value:g}" for key, value in drawn.items())
-        notes.append(f"{config.model_type} has {keys}: what is drawn, and so the curve, depends on processes")
+    notes += sample_draws.notes(config, is_compiled=recipe.model.compile)
     if recipe.run.deterministic and torch.cuda.is_available() and num_experts(config) > 1:
         why = "torch counts the tokens of experts with torch.histc, which has no deterministic kernel on a GPU"
         raise RecipeError([f"run.deterministic is true, and {config.model_type} has experts: {why}; set it to false"])
@@ -337,14 +335,11 @@ def _check_auto(recipe: Recipe, engine: Engine) -> None:
         engine.close()
         of_each = "; ".join(f"rank {texts.index(text)} has {text}" for text in sorted({*texts}, key=texts.index))
         raise RecipeError(f"machines differ: {of_each}; write these keys with --set, the same on each machine")
-    if len(set(engine.collectives.gather_texts(optional.digest()))) > 1:
-        engine.close()
-        raise RecipeError(f"machines differ: the packages of {optional.KEY} have other versions or contents on some")
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """SHA-256 of "data", "model", and what there is of "teacher", "adapter", "plugins" and "kernels". Rank 0 reads
-    the files, which may be large.
+    """SHA-256 of "data", "model", and what there is of "teacher", "adapter" and "plugins". Computed by rank 0, of large
+    files.
 
     Raises:
         RecipeError: on every rank: an adapter to begin with that was trained on another model.
@@ -359,8 +354,6 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
             digests["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
             digests["plugins"] = plugins.digest(recipe.plugins)
-        if recipe.model.kernels:
-            digests["kernels"] = optional.digest()
     digests = json.loads(engine.collectives.broadcast_text(json.dumps(digests)))
     if recipe.adapter is not None:
         base_model.check_base(recipe.adapter, digests["model"])
@@ -387,9 +380,8 @@ def ask_teacher(
 
 def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
-    model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None)
-    if problem := optional.problem():
-        raise RecipeError(problem)
+    is_drawn = has_draws(recipe, inputs.config)
+    model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None, has_draws=is_drawn)
     if recipe.adapter is not None:
         rows, first = inputs.new_rows, None
         if rows:
@@ -397,11 +389,24 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
 
             first = first_rows(inputs.folder, inputs.config, rows[0])
         insertion.add_adapter(model, recipe.adapter, seed=recipe.seed, new_rows=rows, first=first)
+    if is_drawn:
+        mesh = engine.mesh
+        sample_draws.draw_for_tokens(
+            model, recipe.model.neftune_alpha, mesh.tensor_rank(engine.world.rank), mesh.tensor
+        )
     optimizer = build_optimizer(model, recipe.optim, recipe.compute_precision)
     engine.prepare(model, optimizer, counts_beside=recipe.optim.counts_beside)
 
 
-def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool) -> PreTrainedModel:
+def has_draws(recipe: Recipe, config: PreTrainedConfig) -> bool:
+    """Return whether something is drawn in training: by an adapter, for embeddings, or by the model's own code."""
+    is_asked = recipe.model.neftune_alpha > 0 or (recipe.adapter is not None and recipe.adapter.dropout > 0)
+    return is_asked or bool(sample_draws.drawn_by_model(config))
+
+
+def load_model(
+    folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool, has_draws: bool = False
+) -> PreTrainedModel:
     """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
     quantization = insertion.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
     packed = each_weight(insertion.packing(quantization)) if quantization else contextlib.nullcontext()
@@ -413,6 +418,7 @@ def load_model(folder: str, recipe: Recipe, engine: Engine, *, has_adapter: bool
             dtype=engine.frozen_dtype if has_adapter else torch.float32,
             sequence_mesh=engine.sequence_mesh,
             fp8=recipe.mixed_precision == "fp8",
+            has_draws=has_draws,
             **engine.load_options(is_quantized=bool(quantization)),
             **quantization,
         )
@@ -449,6 +455,7 @@ def make_run(
         sequence_size=engine.mesh.sequence,
         sequence_rank=engine.mesh.sequence_rank(engine.world.rank),
         shares_samples=recipe.objective.shares_samples,
+        draw_seed=recipe.seed if has_draws(recipe, inputs.config) else None,
     )
     data = inputs.data
     if recipe.objective.needs_reference:

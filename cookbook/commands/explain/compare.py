@@ -160,8 +160,6 @@ def _strategy_differences(left: Strategy, right: Strategy) -> list[Difference]:
 
 def _caveats(left: Explanation, right: Explanation) -> list[str]:
     caveats = []
-    if any(run.recipe.adapter is not None and run.recipe.adapter.dropout for run in (left, right)):
-        caveats.append("adapter.dropout is above 0: what is dropped depends on processes and micro-batches")
     is_zero = [run.strategy.kind == "zero" for run in (left, right)]
     if left.recipe.mixed_precision == "fp16" and is_zero[0] != is_zero[1]:
         caveats.append("fp16: each engine skips other steps until its loss scale has settled")

@@ -11,7 +11,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-INPUTS = ("input_ids", "targets", "target_positions", "position_ids", "lengths", "offsets")
+INPUTS = (
+    "input_ids",
+    "targets",
+    "target_positions",
+    "position_ids",
+    "lengths",
+    "offsets",
+    "draw_words",
+    "token_lengths",
+)
 BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
 """What a batch may have for each target, beside `targets`."""
 

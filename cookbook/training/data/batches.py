@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cookbook.config import draws
 from cookbook.config.objectives.forward import BY_TARGET
 from cookbook.system.files import RecipeError
 from cookbook.training.data.stream import Stream, Window
@@ -47,6 +48,8 @@ class Layout:
     sequence_rank: int = 0
     shares_samples: bool = False
     """True if these ranks share the samples of a micro-batch too, as the objective allows."""
+    draw_seed: int | None = None
+    """Seed of what is drawn for each token in training; None if nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,13 @@ def _micro_batches_of_rank(lengths: np.ndarray, shares: Sequence[Sequence[int]],
 
 
 def collate(
-    tokens: TokenSet, samples: Sequence[int] | np.ndarray, pad_id: int, *, packing: bool = False, multiple: int = 1
+    tokens: TokenSet,
+    samples: Sequence[int] | np.ndarray,
+    pad_id: int,
+    *,
+    packing: bool = False,
+    multiple: int = 1,
+    drawn: tuple[int, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Collate samples into a micro-batch. It needs no attention mask: rows are padded on the right, where causal
     attention does not look, and in a packed row `lengths` separates the sequences.
@@ -205,6 +214,7 @@ def collate(
 
     Args:
         multiple: T is padded to a multiple of it; in a packed row the padding is a sequence of its own.
+        drawn: the seed of what is drawn, and the place of each sample in the order of the data.
 
     Returns:
         `input_ids` (B, T) int64, a row for each sequence, padded on the right; packed (1, T), one after the other.
@@ -221,6 +231,8 @@ def collate(
         `reference_logps` (S,) float64, if the token set has them; (0,) without samples.
         `old_logps` and `token_reference_logps` (L,) float64, `teacher_tokens` (L, k) int32 and `teacher_logps`
         (L, 1 + k) float32, if the token set has them.
+        `draw_words` and `token_lengths` (B, T) int32, if something is drawn: `draws.token_words`, and the tokens of the
+            sequence of each.
     """
     sequences = _sequences(tokens, samples)
     inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
@@ -247,6 +259,16 @@ def collate(
         arrays["offsets"] = np.cumsum([0, *map(len, inputs)], dtype=np.int32)
         owners = np.searchsorted(arrays["offsets"][1:], positions, side="right")
     arrays["target_sequences"] = owners
+    if drawn is not None:
+        seed, places = drawn
+        of_sequences = [(place, i) for place in places for i in range(tokens.group_size)]
+        fill = [np.zeros(len(ids), np.int32) for ids in inputs[len(of_sequences) :]]  # rows of padding draw anything
+        words = [
+            draws.token_words(seed, place, i, len(ids)) for (place, i), ids in zip(of_sequences, inputs, strict=False)
+        ]
+        arrays["draw_words"] = _stack([*words, *fill], 0, packing, multiple).astype(np.int32)
+        lengths = [np.full(len(ids), len(ids)) for ids in inputs]
+        arrays["token_lengths"] = _stack(lengths, 1, packing, multiple).astype(np.int32)
     if tokens.values is not None:
         arrays["values"] = tokens.values[np.asarray(samples, dtype=np.int64)]
     if tokens.reference_logps is not None:
@@ -260,8 +282,18 @@ def collate(
     return batch | ({"lengths": tuple(map(len, inputs))} if packing else {})
 
 
-def _collate(tokens: TokenSet, samples: Sequence[int] | np.ndarray, layout: Layout) -> dict[str, Any]:
-    batch = collate(tokens, samples, layout.pad_id, packing=layout.packing, multiple=layout.length_multiple)
+def _collate(
+    tokens: TokenSet, samples: Sequence[int] | np.ndarray, layout: Layout, places: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """See `collate` and `sequence_part`.
+
+    Args:
+        places: of the samples in the order of the data, in training.
+    """
+    drawn = None if layout.draw_seed is None or places is None else (layout.draw_seed, places)
+    batch = collate(
+        tokens, samples, layout.pad_id, packing=layout.packing, multiple=layout.length_multiple, drawn=drawn
+    )
     if layout.sequence_size == 1:
         return batch
     group_size = tokens.group_size if layout.shares_samples else None
@@ -284,7 +316,8 @@ def sequence_part(batch: dict[str, Any], size: int, rank: int, *, group_size: in
     row, column = batch["target_positions"] // length, batch["target_positions"] % length - begin
     mine = (column >= 0) & (column < width)
     positions = batch.get("position_ids", torch.arange(length)[None])
-    part = {"input_ids": batch["input_ids"][:, begin : begin + width].contiguous()}
+    by_token = [name for name in ("input_ids", "draw_words", "token_lengths") if name in batch]
+    part: dict[str, Any] = {name: batch[name][:, begin : begin + width].contiguous() for name in by_token}
     part["position_ids"] = positions[:, begin : begin + width].contiguous()
     part["target_positions"] = (row * width + column)[mine]
     part |= {name: batch[name][mine] for name in ("targets", "target_sequences", *BY_TARGET) if name in batch}
@@ -345,13 +378,17 @@ def train_steps(
         windows = train.windows(**position, digest=stream_digest)
     else:
         windows = _epoch_windows(train, **position)
+    place = num_samples_consumed
     for tokens, window, epoch, digest in windows:
         lengths = tokens.lengths.reshape(-1, tokens.group_size)[window]
         shares = balance_over_ranks(lengths.sum(1).tolist(), layout.num_ranks)
-        samples = [window[positions] for positions in _micro_batches_of_rank(lengths, shares, layout)]
+        micro_batches = _micro_batches_of_rank(lengths, shares, layout)
         yield StepBatch(
-            micro_batches=[_collate(tokens, mine, layout) for mine in samples],
-            sample_numbers=[mine.tolist() for mine in samples],
+            micro_batches=[
+                _collate(tokens, window[mine], layout, places=[place + position for position in mine])
+                for mine in micro_batches
+            ],
+            sample_numbers=[window[mine].tolist() for mine in micro_batches],
             num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
             num_tokens=int(lengths.sum()),
             num_samples=len(window),
@@ -359,6 +396,7 @@ def train_steps(
             epoch=epoch,
             stream_digest=digest,
         )
+        place += len(window)
 
 
 def _epoch_windows(

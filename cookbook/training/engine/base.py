@@ -27,6 +27,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan
 from cookbook.system import faults
+from cookbook.system.files import RecipeError
 from cookbook.system.step_phases import PHASE
 from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
@@ -267,7 +268,10 @@ class Engine:
             self._losses.append(loss.detach())
             return loss
 
+        before = None if self._are_reached else self._generators()
         self._accumulate(scaled_loss, micro_batches)
+        if before is not None:
+            self._assert_none_drawn(before)
         return {name: total / count for name, total in totals.items()}
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
@@ -325,13 +329,30 @@ class Engine:
     def _of_any_rank(self, names: set[str]) -> set[str]:
         return {name for text in self.collectives.gather_texts(json.dumps(sorted(names))) for name in json.loads(text)}
 
-    def begin_step(self, number: int, seed: int) -> None:
-        """Seed dropout from step and rank alone, so that a checkpoint needs no random state; alike in a tensor-parallel
-        group.
+    def _generators(self) -> list[torch.Tensor]:
+        """States of torch's random generators of this process."""
+        on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    def _assert_none_drawn(self, before: list[torch.Tensor]) -> None:
+        """Check that the first step drew no number but those of `draws`. What a process draws from its own generator
+        depends on the strategy, and on where a run was resumed.
+
+        Raises:
+            RecipeError: on every rank, after the process group has ended.
         """
+        if self.collectives.all_true(all(map(torch.equal, before, self._generators()))):
+            return
+        self.close()
+        raise RecipeError(
+            "model, objective: the first step drew random numbers of its own, beside dropout that is drawn for each"
+            " token, so that the curve would depend on processes and micro-batches; set what draws to 0 (in the model's"
+            " config.json, or in the code of the objective)"
+        )
+
+    def begin_step(self, number: int) -> None:
+        """Name the step to faults, heartbeat and checks."""
         self.current_step = number
-        sequence = np.random.SeedSequence([seed, number, self.world.rank // self.mesh.tensor])
-        torch.manual_seed(int(sequence.generate_state(1)[0]))
 
     def step(self, shares: dict[str, torch.Tensor], *values: float) -> StepResult:
         """Clip, update the weights and clear the gradients. If the global gradient norm is not finite, the weights stay

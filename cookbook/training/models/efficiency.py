@@ -29,6 +29,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.packing import why_split
 from cookbook.system.files import RecipeError, first_line, refuse
+from cookbook.training.models import sample_draws
 from cookbook.training.models.mixers import is_kept_apart, replayed
 
 MOST_COMPILATIONS = 64
@@ -38,12 +39,15 @@ limit of 8 is a guard against code that is compiled for each call; beyond it lay
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"}
 
 
-def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool = False) -> None:
+def save_activations(
+    model: PreTrainedModel, *, selective: bool, offload: bool = False, has_draws: bool = False
+) -> None:
     """Recompute each layer in the backward pass.
 
     Args:
         selective: all but matrix products and attention.
         offload: keep the inputs of layers on the GPU in pinned host memory until then.
+        has_draws: whether layers draw, which they do again.
 
     Raises:
         RecipeError: a transformers that is too old to offload.
@@ -52,6 +56,8 @@ def save_activations(model: PreTrainedModel, *, selective: bool, offload: bool =
     context: Any = _selective if selective else noop_context_fn
     if is_kept_apart(model):
         context = partial(replayed, context)
+    if has_draws:
+        context = partial(sample_draws.replayed, context)
     if context is not noop_context_fn:
         options["context_fn"] = context
     # transformers 5.23 renamed the method, which can offload since then.

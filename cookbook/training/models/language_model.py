@@ -18,6 +18,7 @@ from cookbook.facts.model_files import why_not
 from cookbook.facts.packing import packing_problem, short_window
 from cookbook.facts.score_head import auto_class, head_of, is_scored
 from cookbook.system.files import RecipeError, refuse
+from cookbook.training.models import sample_draws
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, patch_kernels, save_activations
 from cookbook.training.models.experts import autocast_products
@@ -79,6 +80,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     sequence_mesh: DeviceMesh | None = None,
     fp8: bool = False,
+    has_draws: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """Load a model with its loss inside (see `add_loss`), in training mode.
@@ -89,11 +91,15 @@ def load_model(
         dtype: float32 if an optimizer updates the weights; frozen weights may be smaller.
         sequence_mesh: the ranks that share the tokens of each row, if any.
         fp8: multiply in 8 bits in the layers, see `convert_layers`.
+        has_draws: whether layers will draw in training.
         options: further arguments of `from_pretrained`, from engine and adapter.
     """
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
     autocast_products()
+    config = open_options(name).get("config") or open_config(name)
+    if sample_draws.set_to_zero(config):
+        options["config"] = config
     model = open_language_model(name, dtype=dtype, **options)
     _allocate_meta_weights(model)
     model.config.use_cache = False
@@ -110,7 +116,7 @@ def load_model(
         convert_layers(model)
     if settings.gradient_checkpointing:
         offload = settings.gradient_checkpointing == "offload" and torch.cuda.is_available()
-        save_activations(model, selective=settings.recompute == "selective", offload=offload)
+        save_activations(model, selective=settings.recompute == "selective", offload=offload, has_draws=has_draws)
     if settings.compile:
         compile_layers(model)
     add_loss(model, sequence_mesh)

@@ -30,6 +30,7 @@ from cookbook.training.models.logits import (
     transformed,
 )
 from cookbook.training.models.mixers import packed_row
+from cookbook.training.models.sample_draws import drawn_row
 from cookbook.training.models.structure import LogitTransform, logit_transform
 
 LOGITS_BUDGET = 2**27
@@ -333,10 +334,11 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     `targets`, the most probable token at each of `target_positions`, (L,) int64. With a `function` of the logits there
     it returns its results. A model that scores sequences returns its scores there, (L, k) float32.
 
-    It takes `input_ids`, `targets` and `target_positions` of `collate` in data/batches.py, and for a packed row
-    `position_ids`, `lengths` and `offsets`; then samples attend only to themselves, and the model must have been loaded
-    for packing. There is no attention mask: causal attention never sees padding on the right. A micro-batch without
-    targets calls the head on zero rows, since the collectives of a sharded head must happen on every rank.
+    It takes `input_ids`, `targets` and `target_positions` of `collate` in data/batches.py, with `draw_words` and
+    `token_lengths` where something is drawn, and for a packed row `position_ids`, `lengths` and `offsets`; then samples
+    attend only to themselves, and the model must have been loaded for packing. There is no attention mask: causal
+    attention never sees padding on the right. A micro-batch without targets calls the head on zero rows, since the
+    collectives of a sharded head must happen on every rank.
 
     A stage of a pipeline runs the `chunk` of its layers that it is called with. Each but the first of all takes
     `hidden`, (B, T, hidden size), of the one before instead of embeddings; all but the last return that.
@@ -378,6 +380,8 @@ def _forward(
     position_ids: torch.Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
     offsets: torch.Tensor | None = None,
+    draw_words: torch.Tensor | None = None,
+    token_lengths: torch.Tensor | None = None,
     function: FunctionOfLogits | None = None,
     **unset: None,
 ) -> Any:
@@ -398,7 +402,7 @@ def _forward(
     stage = getattr(self, "_pp_stage", None)
     is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
     layers = contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last)
-    with layers, packed_row(lengths or ()):
+    with layers, packed_row(lengths or ()), drawn_row(draw_words, token_lengths):
         hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     if not is_last:
         return hidden

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cookbook.training.models.sample_draws import rows_of_parts
+
 _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("lengths", default=())
 
 
@@ -84,8 +86,11 @@ def _each_alone(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     arguments = dict(bound.arguments)
     arguments.pop("self")
     parts = {name: _split(value, lengths) for name, value in arguments.items()}
-    with packed_row(()):  # modules inside see one sample
-        return _join([forward(self, **{name: part[i] for name, part in parts.items()}) for i in range(len(lengths))])
+    results = []
+    for i, drawn in enumerate(rows_of_parts(lengths)):
+        with packed_row(()), drawn:  # modules inside see one sample
+            results.append(forward(self, **{name: part[i] for name, part in parts.items()}))
+    return _join(results)
 
 
 def _split(value: Any, lengths: tuple[int, ...]) -> list[Any]:

@@ -136,18 +136,6 @@ def scratch_config(sizes: ScratchModel, **tokens: int | None) -> PreTrainedConfi
     )
 
 
-def random_parts(config: PreTrainedConfig) -> dict[str, float]:
-    """Keys by which a model's forward draws random numbers in training, with their values."""
-    return {
-        key: value
-        for key, value in config.to_dict().items()
-        if key.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop", "jitter_noise"))
-        and not key.startswith(("classifier_", "summary_"))
-        and isinstance(value, float)
-        and value > 0
-    }
-
-
 def comparison_notes(config: PreTrainedConfig) -> list[str]:
     """A note for the user if no strategy was seen to train this model type as transformers computes it."""
     if look_up(config.model_type).transformers is not None:
