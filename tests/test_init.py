@@ -205,7 +205,7 @@ def test_rows_that_no_task_trains_on_name_the_objectives_that_do(model, capsys):
 def test_a_file_is_never_overwritten(model, capsys):
     Path(OUT).write_text("mine")
     assert main(["init", model(), write(CHATS), "--gpus", "1x8GB"]) == 2
-    assert f"--out is {OUT}, which exists" in capsys.readouterr().err and Path(OUT).read_text() == "mine"
+    assert f"{OUT}: exists, and is not overwritten" in capsys.readouterr().err and Path(OUT).read_text() == "mine"
 
 
 def test_mistakes_are_reported_together(book, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.shared.labels import read_label
+from cookbook.commands.shared.named_file import taken, write_named_file
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import RECIPES, Draft, Recipe, default_output_dir, parse_recipe
@@ -33,18 +34,17 @@ from cookbook.system import registry
 from cookbook.system.console import say, several
 from cookbook.system.files import (
     RecipeError,
-    cannot_write,
     dump_yaml,
     first_line,
     gathered,
     in_flow,
+    make_folder,
     read_document,
     refuse,
 )
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
-from cookbook.system.record_files import new_file
 from cookbook.system.shipped import located, own_folder, short
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
@@ -153,11 +153,8 @@ def init(
     data_keys = choose_data(request, folder)
     choice = choose(request, data_keys)
     text = recipe_text(request, choice, data_keys.notes | choice.notes)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        new_file(out, text)
-    except OSError as error:
-        raise RecipeError(cannot_write(out, error, "name another file with --out")) from None
+    make_folder(out.parent)
+    write_named_file(out, text)
     say(text)
     check([out], assignments=[])
     recipe = shlex.quote(str(out))
@@ -171,8 +168,8 @@ def _check_arguments(
 ) -> tuple[Machines, Source]:
     """The machines, and the source with the columns that the options name."""
     mistakes: list[str] = []
-    if out.exists():
-        mistakes.append(f"--out is {out}, which exists and is not overwritten; name a new file")
+    if in_the_way := taken(out):
+        mistakes += in_the_way
     elif out.suffix != ".yaml":
         mistakes.append(f"--out is {out}; a recipe ends in .yaml")
     machines = Machines(text="cpu")

@@ -12,12 +12,12 @@ from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
 from cookbook.commands.shared.arguments import positive
+from cookbook.commands.shared.named_file import taken, write_named_file
 from cookbook.config.foreign import Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
-from cookbook.system.files import Document, RecipeError, cannot_write, dump_yaml, gathered, read_document
-from cookbook.system.record_files import new_file
+from cookbook.system.files import Document, RecipeError, dump_yaml, gathered, make_folder, read_document, refuse
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
@@ -112,14 +112,10 @@ def convert(
 
 def _write(files: dict[Path, str]) -> None:
     """All of them or, if one is there already, none."""
-    if taken := [path for path in files if path.exists() or path.is_symlink()]:
-        raise RecipeError([f"{path}: exists, and is not overwritten; name another with --out" for path in taken])
+    refuse([mistake for path in files for mistake in taken(path)])
     for path, text in files.items():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new_file(path, text)
-        except OSError as error:
-            raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+        make_folder(path.parent)
+        write_named_file(path, text)
         say(f"{path}: written")
 
 

@@ -9,9 +9,9 @@ from cookbook.commands.report import pages
 from cookbook.commands.report.summary import summarize
 from cookbook.commands.shared.arguments import run_folder
 from cookbook.commands.shared.history import read_history
+from cookbook.commands.shared.named_file import write_named_file
 from cookbook.system.console import page, say
-from cookbook.system.files import RecipeError, cannot_write
-from cookbook.system.record_files import replace_file
+from cookbook.system.files import RecipeError
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
 
@@ -27,21 +27,13 @@ def report(
         (folder,), (run,) = folders, runs
         summary = summarize(run)
         say(page(f"SUMMARY of {folder}", *summary.items()))
-        return _write_page(out or folder / "report.html", pages.run_page(run, summary.items()))
-    if len(set(map(Path.resolve, folders))) < len(folders):
-        raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
-    rows = pages.differences(runs)
-    say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
-    return _write_page(out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs))
-
-
-def _write_page(path: Path, text: str) -> int:
-    try:
-        if path.exists() and not path.is_file():  # as /dev/stdout
-            path.write_text(text, encoding="utf-8")
-        else:
-            replace_file(path.resolve(), text)
-    except OSError as error:
-        raise RecipeError(cannot_write(path, error, "name another file with --out")) from None
+        path, text = out or folder / "report.html", pages.run_page(run, summary.items())
+    else:
+        if len(set(map(Path.resolve, folders))) < len(folders):
+            raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
+        rows = pages.differences(runs)
+        say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
+        path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs)
+    write_named_file(path, text, pages.BEGINNING)
     say(path)
     return 0

@@ -389,10 +389,19 @@ def _grid(charts: Iterable[str]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
+BEGINNING = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="cookbook report">"""
+"""How each page begins, by which `report` knows its own."""
+
+
 def _page(title: str, body: Iterable[str]) -> str:
     return "\n".join(
         (
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            BEGINNING,
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
             *body,
