@@ -3,9 +3,10 @@
 import re
 import sys
 from collections.abc import Sequence
-from io import TextIOWrapper
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO, TypeAlias
+
+from cookbook.system.secrets import masked
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,9 +33,9 @@ def console(file: TextIO | None = None) -> "Console":
 
 def shown(text: str) -> str:
     """A text of others, as of a row, an answer or a file's name, for a terminal: what would move its cursor, write its
-    clipboard or turn its lines around stands in Python's notation.
+    clipboard or turn its lines around stands in Python's notation, and secrets of the environment are masked.
     """
-    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], masked(text))
 
 
 def say(
@@ -58,8 +59,8 @@ def say(
 def show_all_letters() -> None:
     """Make stdout and stderr write letters that their encoding lacks, as of a path, in Python's notation."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+            reconfigure(errors="backslashreplace")
 
 
 def can_show(text: str, encoding: str | None) -> bool:

@@ -12,7 +12,9 @@ import threading
 import time
 from _thread import start_new_thread
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
+
+from cookbook.system.secrets import MaskedStream
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped, start it again."""
@@ -54,25 +56,19 @@ def install() -> None:
     sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
 
 
-class _Lasting:
+class _Lasting(MaskedStream):
     """A stream that ignores write errors: after Ctrl-C in `cookbook launch | tee log`, on a closed terminal or a full
     disk the run must still save.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            super().write(text)
         return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def defer() -> None:

@@ -18,6 +18,7 @@ from cookbook.system import signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, RUN, read_json, read_lines, replace_file
+from cookbook.system.secrets import masked_values
 
 FILE = "status.json"
 EXPORTING = "export"
@@ -190,8 +191,9 @@ class Status:
 
 def _replace(folder: Path, record: dict[str, Any]) -> None:
     """Writes atomically; a failure is printed, so that a full disk neither ends a run nor hides why it ends."""
+    reason = masked_values(record.get("reason"))  # perhaps a library's text
     try:
-        replace_file(folder / FILE, json.dumps(record, indent=2) + "\n", flush=True)
+        replace_file(folder / FILE, json.dumps(record | {"reason": reason}, indent=2) + "\n", flush=True)
     except OSError as error:
         say(f"{folder / FILE} could not be written: {error}", file=sys.stderr)
 

@@ -39,6 +39,7 @@ from cookbook.system.console import say
 from cookbook.system.hang_guard import DUMP, HangGuard
 from cookbook.system.hang_report import PHASES, Record, hang_report, moment
 from cookbook.system.record_files import read_json, replace_file
+from cookbook.system.secrets import masked
 
 GRACE_SECONDS = 5.0
 """Extra time for other ranks to write their files; at most a quarter of the timeout."""
@@ -203,7 +204,7 @@ class Watch:
 
     def _report(self, stuck: dict[int, Record], beats: dict[int, Record]) -> None:
         """Prints the report, and writes it to the output folder if that is this run's."""
-        text = hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds)
+        text = masked(hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds))
         _say(f"\n{text}\n")
         place = self.folder
         if self._claim("hang: " + text.splitlines()[1].removesuffix(".")):

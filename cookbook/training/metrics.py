@@ -25,6 +25,7 @@ from cookbook.system.machine import allocator_settings
 from cookbook.system.monitor import Monitor
 from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
+from cookbook.system.secrets import masked_values
 from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.tensor_files import why_no_file
 
@@ -227,7 +228,7 @@ class RunLog:
     def event(self, what: str, step: int, **details: Any) -> None:
         """Append to events.jsonl, which keeps the events of all starts; from any thread. A full disk loses one."""
         if self.is_main:
-            line = {"event": what, "step": step, "time": time.time(), **details}
+            line = {"event": what, "step": step, "time": time.time(), **masked_values(details)}
             with contextlib.suppress(OSError), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -253,7 +254,7 @@ class RunLog:
 
     def write_record(self, name: str, record: dict[str, Any]) -> None:
         """Write a JSON file in the output folder."""
-        self.write_text(name, json.dumps(record, indent=2) + "\n")
+        self.write_text(name, json.dumps(masked_values(record), indent=2) + "\n")
 
     def end_monitor(self) -> None:
         """Measure the hardware no longer."""

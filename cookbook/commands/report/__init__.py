@@ -12,6 +12,7 @@ from cookbook.commands.shared.history import read_history
 from cookbook.commands.shared.named_file import write_named_file
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError
+from cookbook.system.secrets import masked
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
 
@@ -34,6 +35,6 @@ def report(
         rows = pages.differences(runs)
         say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs)
-    write_named_file(path, text, pages.BEGINNING)
+    write_named_file(path, masked(text), pages.BEGINNING)
     say(path)
     return 0

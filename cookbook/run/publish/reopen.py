@@ -30,6 +30,7 @@ from cookbook.facts.model_files import values_of
 from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
+from cookbook.system.secrets import mask_streams
 from cookbook.training.adapters.adapter_files import in_whole, module_roots
 from cookbook.training.adapters.base_model import Base
 from cookbook.training.adapters.peft_folder import name_in_file
@@ -292,6 +293,7 @@ def _compare_logits(logits: torch.Tensor, reference: torch.Tensor) -> str:
 
 
 def main() -> int:
+    mask_streams()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     export, model_files, checkpoint, dtype = sys.argv[1:]
