@@ -13,7 +13,8 @@ from cookbook.commands.shared.arguments import positive, run_folder, which_run
 from cookbook.commands.shared.history import state_of
 from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
-from cookbook.system.record_files import METRICS, RUN, parse_lines, read_json
+from cookbook.system.record_files import METRICS, RUN, parse_lines
+from cookbook.system.record_forms import Line, Record, damage, read_form
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
@@ -73,7 +74,7 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
     lines = _last_lines(folder / METRICS)
     steps = [line for line in lines if line.get("loss") is not None]
     evaluations = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
-    step, last_step = lines[-1]["step"] if lines else 0, read_json(folder / RUN).get("max_steps")
+    step, last_step = lines[-1]["step"] if lines else 0, read_form(folder / RUN, Record)[0].get("max_steps")
     speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
     seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
     left = ""
@@ -94,7 +95,7 @@ def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
 
 def _details(folder: Path) -> str:
     """The header of a run, and the numbers of its last step."""
-    header, lines = read_json(folder / RUN).get("header", {}), _last_lines(folder / METRICS)
+    header, lines = read_form(folder / RUN, Record)[0].get("header", {}), _last_lines(folder / METRICS)
     last: dict[str, Any] = next((line for line in reversed(lines) if line.get("loss") is not None), {})
     numbers = "  ".join(words for words, _ in step_words(last))
     return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), indent=0)
@@ -108,4 +109,4 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
         # A long run's file has hundreds of megabytes, and the table needs the last steps only.
         file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().splitlines()
-    return parse_lines(lines)  # the first may be cut, and is then left out
+    return [line for line in parse_lines(lines) if damage(line, Line) is None]  # the first may be cut, too

@@ -12,6 +12,7 @@ from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB, find_gpu, in_gib
+from cookbook.system.record_forms import OfRank
 from cookbook.system.step_phases import PARTS, in_words
 
 GROUPS = {
@@ -46,7 +47,7 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
     say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps), *_compiled(run)))
-    profiles = read_ranks(folder / "profile", "phases")
+    profiles = read_ranks(folder / "profile", OfRank)
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
         say(in_words(record, title))
@@ -82,8 +83,9 @@ def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _compiled(run: History) -> Iterator[tuple[str, ...]]:
     """Yield rows on what torch's compiler made of the layers, after the first steps of the last start."""
     for event in [event for event in run.events if event["event"] == "compiled"][-1:]:
-        broken = f"{event['graph_breaks']} graph breaks, {event['given_up']} calls given up"
-        yield "compiled", f"{event['graphs']} graphs", f"{broken}, {event['recompilations']} recompilations"
+        counts = {key: event.get(key) for key in ("graphs", "graph_breaks", "given_up", "recompilations")}
+        broken = f"{counts['graph_breaks']} graph breaks, {counts['given_up']} calls given up"
+        yield "compiled", f"{counts['graphs']} graphs", f"{broken}, {counts['recompilations']} recompilations"
         yield from (("", "", why) for why in event.get("reasons", []))
 
 
@@ -195,7 +197,7 @@ def _of_padding(profiles: list[dict[str, Any]], step: float, run: History) -> It
         if packing.get("can_pack"):
             yield Advice(what=f"{what}: set data.packing: true", gain=gain, about="about")
         else:
-            way = f"{packing['why']}; a smaller batch.micro_batch_size pads less"
+            way = f"{packing.get('why')}; a smaller batch.micro_batch_size pads less"
             yield Advice(what=f"{what}: {way}", gain=gain)
 
 

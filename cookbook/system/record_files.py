@@ -63,25 +63,25 @@ def new_file(path: Path, text: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if it is missing or damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes()) if path.is_file() else None  # to open a pipe waits without end
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def read_lines(path: Path, number: str = "step") -> list[dict[str, Any]]:
+def read_lines(path: Path, number: str | None = "step") -> list[dict[str, Any]]:
     """`parse_lines` of a file; none if it is missing."""
     try:
-        return parse_lines(path.read_bytes().splitlines(), number)
+        return parse_lines(path.read_bytes().splitlines(), number) if path.is_file() else []
     except OSError:
         return []
 
 
-def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, Any]]:
+def parse_lines(lines: Iterable[bytes], number: str | None = "step") -> list[dict[str, Any]]:
     """The objects of JSON lines; one that is not whole, as the last of a running run may be, is left out.
 
     Args:
-        number: what every line must have.
+        number: what every line must have; None: anything.
     """
     values = []
     for line in lines:
@@ -89,7 +89,7 @@ def parse_lines(lines: Iterable[bytes], number: str = "step") -> list[dict[str, 
             value = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict) and isinstance(value.get(number), int | float):
+        if isinstance(value, dict) and (number is None or isinstance(value.get(number), int | float)):
             values.append(value)
     return values
 

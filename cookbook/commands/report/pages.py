@@ -151,7 +151,8 @@ def _memory(run: History) -> Iterator[str]:
         ends = [measured[who][0][0], measured[who][-1][0]]
         areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
         line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
-        title = f"GPU memory in use, GiB, by minutes, over the forecast of {run.record['forecast']['moment']}"
+        moment = run.record["forecast"].get("moment", "a step")
+        title = f"GPU memory in use, GiB, by minutes, over the forecast of {moment}"
         yield _chart(title, [*areas, line], has_legend=True, number="m")
 
 

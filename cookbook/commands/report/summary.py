@@ -15,7 +15,8 @@ def summarize(run: History) -> dict[str, str]:
     steps, evaluations, record = run.steps, run.evaluations, run.record
     first, last = steps[0], steps[-1]
     tail = steps[-10:]
-    is_measured = "step_seconds" in first  # on simulated GPUs there is nothing to measure
+    # On simulated GPUs there is nothing to measure.
+    is_measured = all({"step_seconds", "tokens_per_second"} <= line.keys() for line in steps)
     rows = {
         "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
         f" (mean of the last {len(tail)} steps)"
@@ -41,7 +42,8 @@ def summarize(run: History) -> dict[str, str]:
         rows["end"] = ends[-1]
     if is_measured:
         rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
-    rows["peak memory"] = f"{max(line['peak_memory_gib'] for line in steps):.2f} GiB (largest process)"
+    if peaks := [line["peak_memory_gib"] for line in steps if line.get("peak_memory_gib") is not None]:
+        rows["peak memory"] = f"{max(peaks):.2f} GiB (largest process)"
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"

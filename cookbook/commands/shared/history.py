@@ -1,6 +1,7 @@
 """Files that a run has written so far, read from its folder while it runs or afterwards."""
 
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import psutil
 
 from cookbook.commands.shared.arguments import which_run
 from cookbook.system import status
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError, flatten, read_document
-from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES, read_json, read_lines
+from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES
+from cookbook.system.record_forms import Event, Form, Line, Measured, Record, Sample, read_form, read_lines_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,35 +60,44 @@ def read_history(folder: Path) -> History:
     if not path.is_file():
         raise RecipeError(f"{path}: no such file; {which_run(folder)}")
     recipe = folder / "recipe.yaml"
+    record, note = read_form(folder / RUN, Record)
+    notes = [note]
+
+    def lines_of(file: Path, form: type[Form]) -> list[dict[str, Any]]:
+        lines, note = read_lines_of(file, form)
+        notes.append(note)
+        return lines
+
+    measured = [line for file in sorted(folder.glob("monitor*.jsonl")) for line in lines_of(file, Measured)]
     history = History(
         folder=folder,
-        lines=read_lines(path),
-        events=read_lines(folder / EVENTS),
-        record=read_json(folder / RUN),
+        lines=lines_of(path, Line),
+        events=lines_of(folder / EVENTS, Event),
+        record=record,
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
         state=state_of(folder)[0],
-        samples=read_lines(folder / SAMPLES),
-        monitor=sorted(
-            (line for file in sorted(folder.glob("monitor*.jsonl")) for line in read_lines(file, "time")),
-            key=lambda line: line["time"],
-        ),
+        samples=lines_of(folder / SAMPLES, Sample),
+        monitor=sorted(measured, key=lambda line: line["time"]),
     )
+    for note in filter(None, notes):
+        say(note, file=sys.stderr)
     if not history.steps:
         raise RecipeError(f"{path}: no training step in it; the run ended before its first")
     return history
 
 
-def read_ranks(folder: Path, key: str) -> list[dict[str, Any]]:
-    """The records of the files rank_R.json that have this key, by rank."""
-    records = [read_json(path) for path in folder.glob("rank_*.json")]
-    return sorted((record for record in records if key in record), key=lambda record: record["rank"])
+def read_ranks(folder: Path, form: type[Form]) -> list[dict[str, Any]]:
+    """The records of the files rank_R.json of this form, by rank."""
+    records = [read_form(path, form)[0] for path in folder.glob("rank_*.json")]
+    return sorted(filter(None, records), key=lambda record: record["rank"])
 
 
 def state_of(folder: Path) -> tuple[str, bool]:
     """The state of a run, with its reason, and whether it has ended."""
     record = status.read(folder)
     if record is None:
-        return "starting", False
+        is_damaged = (folder / status.FILE).exists()
+        return f"unknown: {status.FILE} is damaged" if is_damaged else "starting", is_damaged
     state, reason = record["state"], record.get("reason")
     is_here = record.get("host") == socket.gethostname() and record.get("pid") is not None
     if not status.has_ended(record):
