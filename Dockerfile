@@ -3,8 +3,10 @@
 #   docker build -t cookbook .                                             for CPUs
 #   docker build -t cookbook --build-arg BASE=CUDA_IMAGE .                 for GPUs: Debian or Ubuntu with CUDA's toolkit
 #   docker run --rm cookbook make quickstart
-#   docker run --rm --gpus all --shm-size 8g -v "$PWD/outputs:/app/outputs" cookbook \
+#   docker run --rm --gpus all --shm-size 8g -v cookbook_outputs:/app/outputs cookbook \
 #     cookbook launch recipes/quickstart.yaml --strategy zero3
+# A new volume belongs to the image's user, 10001. A folder of this machine in its place must be one that this user may
+# write: sudo install -d -o 10001 outputs. BASE by digest (NAME@sha256:...) is the same image each time.
 ARG BASE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE}

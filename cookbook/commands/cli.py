@@ -43,6 +43,7 @@ from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
 from cookbook.config.foreign import as_assignment
+from cookbook.system import signals
 from cookbook.system.console import say, show_all_letters, shown
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
@@ -53,12 +54,18 @@ UNWRITABLE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command. Returns its exit code: 0, or 2 for what the user can fix in a file or on the command line."""
+    """Runs one command. Returns its exit code: 0; 2 for what the user can fix in a file or on the command line; 75 if
+    a scheduler's signal ended it.
+    """
     code = 0
     show_all_letters()
     try:
         try:
-            code = app(arguments, prog_name="cookbook")
+            with signals.end_command():
+                code = app(arguments, prog_name="cookbook")
+        except signals.Ended:
+            say(f"{signals.requested()}: ended; write the command again", file=sys.stderr)
+            return signals.EXIT_CODE
         except SystemExit as end:  # as typer always ends
             code = int(end.code or 0)
         sys.stdout.flush()

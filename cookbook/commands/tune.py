@@ -17,7 +17,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
 from cookbook.start.run_plan import default_num_processes, launch_command, load_pair, load_single
-from cookbook.system import signals
+from cookbook.system import signals, status
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
@@ -175,6 +175,9 @@ def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[st
         command = launch_command(str(path), strategy, num_processes=count, assignments=words)
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
         code = run_command(command, threads | dict(os.environ), Path(folder) / "run")
+        record = status.read(Path(folder) / "run")
+        if code == signals.EXIT_CODE and (record is None or record.get("reason") in signals.REASONS):
+            raise signals.Ended(code)  # by a signal, and not after its steps
         if code not in (0, signals.EXIT_CODE):
             return None
         return _speed(Path(folder) / "run/metrics.jsonl")

@@ -13,11 +13,12 @@ if __name__ == "__main__":
         main()
     except Exception as error:
         sys.path.append(str(Path(__file__).parents[2]))
-        from cookbook.system.status import has_noted_exit
+        from cookbook.system.status import has_noted_exit, note_killed
 
         # Of several processes torchrun's ChildFailedError, of one CalledProcessError. A signal has a negative code.
-        codes = [failure.exitcode for failure in getattr(error, "failures", {}).values()]
-        codes.append(getattr(error, "returncode", 1))
-        if has_noted_exit() and min(codes) > 0:
+        codes = {rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()}
+        codes = codes or {0: getattr(error, "returncode", 1)}
+        note_killed(codes)
+        if has_noted_exit() and min(codes.values()) > 0:
             sys.exit(1)
         raise

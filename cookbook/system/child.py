@@ -36,6 +36,7 @@ def run_child(command: list[str], environment: dict[str, str], output_dir: Path)
         child = _Child(command, environment | {status.EXIT_FILE: str(note)})
         code = child.wait()
         noted = note.read_text() if note.is_file() else ""
+        status.add_killed(output_dir, note, before)
     if noted == str(USERS_MISTAKE):  # refused, perhaps since another run has that folder, whose status it is
         return USERS_MISTAKE
     after = status.read(output_dir)

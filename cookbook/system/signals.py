@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
+from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO, cast
 
@@ -19,6 +20,8 @@ from cookbook.system.secrets import MaskedStream
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped, start it again."""
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+"""Those that a command gets, too, which Ctrl-C ends by itself."""
 PARENT_GONE = "parent gone"
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, after which dlopen may wait for a lock
 PR_SET_PDEATHSIG = 1
@@ -54,6 +57,23 @@ def install() -> None:
         signal.signal(number, _handle)
     sys.unraisablehook = _end_again
     sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
+
+
+@contextlib.contextmanager
+def end_command() -> Iterator[None]:
+    """Has SIGTERM and SIGUSR1 end a command by `Ended`, so that what it has begun is removed or marked as stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.signal(number, _handle) for number in OF_SCHEDULERS}
+    hook, sys.unraisablehook = sys.unraisablehook, _end_again
+    try:
+        yield
+    finally:
+        if not _is_ending:  # else a second signal would interrupt the end
+            sys.unraisablehook = hook
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
 
 
 class _Lasting(MaskedStream):

@@ -6,9 +6,11 @@ Exit codes do not show whether to restart a run: torchrun always exits with 1 an
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import psutil
 from cookbook.system import signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
-from cookbook.system.record_files import METRICS, RUN, read_json, read_lines, replace_file
+from cookbook.system.record_files import METRICS, RUN, read_lines, replace_file
+from cookbook.system.record_forms import State, read_form
 from cookbook.system.secrets import masked_values
 
 FILE = "status.json"
@@ -27,6 +30,8 @@ MAX_FAILURES = 3
 """Consecutive failures after the same step, beyond which a start is refused."""
 EXIT_FILE = "COOKBOOK_EXIT_FILE"
 """Environment variable with the file through which `note_exit` passes a code to `cookbook launch`."""
+KILLED = ".killed"
+"""Ending of a file beside `EXIT_FILE`, with the ranks that a signal has killed."""
 STEP_FILE = "COOKBOOK_STEP_FILE"
 """Environment variable with the file to which `cookbook launch` writes the step after which a run stopped,
 for scripts that start it again."""
@@ -38,8 +43,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     Keys: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`, `checkpoint`, `pid`, `host`,
     `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock shows which it is.
     """
-    record = read_json(folder / FILE)
-    return record if isinstance(record.get("state"), str) else None
+    return read_form(folder / FILE, State)[0] or None
 
 
 def launch_id() -> str:
@@ -280,6 +284,33 @@ def note_exit(code: int) -> int:
     except OSError:
         return code
     return 0 if code == signals.EXIT_CODE else code
+
+
+def note_killed(codes: Mapping[int, int]) -> None:
+    """Passes the ranks that a signal has killed to `cookbook launch`; the launcher asks a run to stop by SIGTERM.
+
+    Args:
+        codes: exit codes by rank, negative for a signal.
+    """
+    killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
+    if killed and (path := os.environ.get(EXIT_FILE)):
+        words = (f"rank {rank} was ended by {name}" for rank, name in killed.items())
+        Path(f"{path}{KILLED}").write_text(", ".join(words), encoding="utf-8")
+
+
+def add_killed(folder: Path, note: Path, before: dict[str, Any] | None) -> None:
+    """Marks a run as failed for the ranks that were killed, if the launcher noted some and the run had begun.
+
+    Args:
+        note: the file that `EXIT_FILE` named.
+        before: the record before the launcher was started.
+    """
+    path, record = Path(f"{note}{KILLED}"), read(folder)
+    if not path.is_file() or record is None or record == before or record["state"] not in ("running", "failed"):
+        return
+    others = f"; {record['reason']}" if record.get("reason") else ""
+    reason = path.read_text(encoding="utf-8") + others
+    _replace(folder, record | {"state": "failed", "exit_code": 1, "reason": reason})
 
 
 def has_noted_exit() -> bool:

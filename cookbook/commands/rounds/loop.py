@@ -24,7 +24,7 @@ from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import ROUNDS, read_json, replace_file
-from cookbook.system.signals import EXIT_CODE
+from cookbook.system.signals import EXIT_CODE, Ended
 from cookbook.system.status import Status
 
 
@@ -62,6 +62,9 @@ def rounds(
                     write_samples(current, model, how)
                 except RecipeError as error:
                     status.end("failed", exit_code=2, reason=str(error))
+                    raise
+                except (Ended, KeyboardInterrupt):
+                    status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {number} was sampled")
                     raise
             say(_in_words(current), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
