@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """Runs one command. Ctrl-C while it is imported ends quietly too."""
     try:
-        from cookbook.system.secrets import mask_streams
+        from cookbook.system.masking import mask_streams
 
         mask_streams()
         from cookbook.commands.cli import main

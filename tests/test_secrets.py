@@ -17,7 +17,7 @@ from curves import write_chats
 
 from cookbook.system import status
 from cookbook.system.console import page, say
-from cookbook.system.secrets import masked
+from cookbook.system.masking import masked
 from cookbook.training.metrics import RunLog
 
 PASSWORD, TOKEN = "s3cr:t/pw%21", "hf_canaryXq7Lk2"
@@ -82,8 +82,8 @@ def test_what_we_say_and_keep_of_an_error_has_no_secret(environment, tmp_path: P
 LIBRARY = """
 import logging, sys, warnings
 sys.path.insert(0, sys.argv[1])
-from cookbook.system import secrets, signals
-signals.install() if sys.argv[2] == "run" else secrets.mask_streams()
+from cookbook.system import masking, signals
+signals.install() if sys.argv[2] == "run" else masking.mask_streams()
 text = "http://bob:" + sys.argv[3] + "@host failed"
 logging.basicConfig()
 logging.getLogger("library").warning(text)

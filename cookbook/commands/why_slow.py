@@ -74,7 +74,7 @@ def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     total = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
     for name, share in time_shares.items():
         yield name, f"{share:.1%}", f"{share * total / len(steps):.3f} s a step"
-    yield "tokens/s", f"{sum(line['num_tokens'] for line in steps) / total:,.0f}", "with all pauses"
+    yield "tokens/s", f"{sum(line.get('num_tokens', 0) for line in steps) / total:,.0f}", "with all pauses"
     mfu = [line["mfu"] for line in steps if "mfu" in line]
     if mfu:
         yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
@@ -176,7 +176,7 @@ def _of_micro_batches(steps: list[dict[str, Any]], step: float, run: History) ->
     times = fits[-1]
     gain = step * (1 - expected["high"] / taken) * (1 - 1 / times)
     if gain > WORTH:
-        tokens = mean(line["num_tokens"] for line in steps) / accumulation / run.record["strategy"]["processes"]
+        tokens = mean(line.get("num_tokens", 0) for line in steps) / accumulation / run.record["strategy"]["processes"]
         what = f"a step has {accumulation} micro-batches of some {tokens:,.0f} tokens, and GPU memory is free:"
         what = f"{what} raise batch.micro_batch_size {micro} to {micro * times}, which changes no result"
         yield Advice(what=f"{what} (at most {in_gib(times * most)} GiB by the forecast)", gain=gain)

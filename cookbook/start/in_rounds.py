@@ -11,7 +11,7 @@ from cookbook.config.reward_functions import is_model, reward_functions
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import Strategy
 from cookbook.rows.row_kinds import RowKind, kinds
-from cookbook.system.secrets import LOCAL_HOSTS, may_have_secret
+from cookbook.system.masking import LOCAL_HOSTS, may_have_secret
 
 KEY = "VLLM_API_KEY"
 """The variable of the key that a server of vLLM asks for."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from cookbook.system.secrets import masked
+from cookbook.system.masking import masked
 
 if TYPE_CHECKING:
     from rich.console import Console

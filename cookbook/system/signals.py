@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO, cast
 
-from cookbook.system.secrets import MaskedStream
+from cookbook.system.masking import MaskedStream
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped, start it again."""
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 OF_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
-"""Those that a command gets, too, which Ctrl-C ends by itself."""
+"""Signals of schedulers. Ctrl-C, which is none, ends a command by itself."""
 PARENT_GONE = "parent gone"
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, after which dlopen may wait for a lock
 PR_SET_PDEATHSIG = 1

@@ -19,9 +19,9 @@ import psutil
 from cookbook.system import signals
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
+from cookbook.system.masking import masked_values
 from cookbook.system.record_files import METRICS, RUN, read_lines, replace_file
 from cookbook.system.record_forms import State, read_form
-from cookbook.system.secrets import masked_values
 
 FILE = "status.json"
 EXPORTING = "export"

@@ -38,8 +38,8 @@ from cookbook.system import faults, lock
 from cookbook.system.console import say
 from cookbook.system.hang_guard import DUMP, HangGuard
 from cookbook.system.hang_report import PHASES, Record, hang_report, moment
+from cookbook.system.masking import masked
 from cookbook.system.record_files import read_json, replace_file
-from cookbook.system.secrets import masked
 
 GRACE_SECONDS = 5.0
 """Extra time for other ranks to write their files; at most a quarter of the timeout."""

@@ -22,10 +22,10 @@ from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import allocator_settings
+from cookbook.system.masking import masked_values
 from cookbook.system.monitor import Monitor
 from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, SAMPLES, replace_file
 from cookbook.system.screen import Screen
-from cookbook.system.secrets import masked_values
 from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.tensor_files import why_no_file
 

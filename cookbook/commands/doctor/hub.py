@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 from cookbook.commands.doctor.finding import Finding, failure, ok, warning
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BUILTIN_SOURCE, data_format, is_pattern
-from cookbook.system.secrets import may_have_secret
+from cookbook.system.masking import may_have_secret
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError

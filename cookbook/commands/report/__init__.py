@@ -12,7 +12,7 @@ from cookbook.commands.shared.history import read_history
 from cookbook.commands.shared.named_file import write_named_file
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError
-from cookbook.system.secrets import masked
+from cookbook.system.masking import masked
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
 

@@ -38,7 +38,7 @@ from cookbook.system.console import say
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
-from cookbook.system.secrets import may_have_secret
+from cookbook.system.masking import may_have_secret
 from cookbook.system.signals import die_with_parent
 from cookbook.training.adapters.base_model import BASE_RECORD
 from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS

@@ -30,7 +30,7 @@ from cookbook.facts.model_files import values_of
 from cookbook.facts.score_head import auto_class, is_scored
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
-from cookbook.system.secrets import mask_streams
+from cookbook.system.masking import mask_streams
 from cookbook.training.adapters.adapter_files import in_whole, module_roots
 from cookbook.training.adapters.base_model import Base
 from cookbook.training.adapters.peft_folder import name_in_file
