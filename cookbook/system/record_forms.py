@@ -179,7 +179,7 @@ class OfRank(Form):
 
 
 def damage(values: Any, form: type[Form]) -> str | None:
-    """What keeps values from being of a form; None if nothing does."""
+    """Describe why values are not of a form; None if they are."""
     try:
         form.model_validate(values)
     except ValidationError as error:
