@@ -1345,6 +1345,7 @@ TRAINS_OTHERWISE = {
     "packed rows in a batch": (
         AXOLOTL, "a batch of axolotl counts packed rows of up to 4096 tokens, 32768 a step, and here samples."
         " Write batch.micro_batch_tokens: 8192"),
+    "rows in their order": (f"{AUTOMODEL}dataloader: {{shuffle: false}}\n", "dataloader.shuffle is false"),
     "the rows of KTO in their order": (
         "{model_name_or_path: m, dataset_name: d, loss_type: kto}",
         "not in the file, where TRL has train_sampling_strategy 'sequential'"),

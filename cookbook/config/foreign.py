@@ -150,8 +150,11 @@ class Project:
         return values == "any" or any(type(value) is type(passed) and value == passed for passed in values)
 
     def is_default(self, path: str, value: Any) -> bool:
-        """True if the value is what holds without the key: by the schema or, where that has none, an empty one."""
+        """True if the value is what holds without the key: by the schema or, where that has none, an empty one. Where
+        `passes` has the key, its values are the only ones that ask for nothing."""
         own = self.fields.get(path)
+        if path in self.passes:
+            return False
         key = self.entry(path)
         is_known = own is not None and own.default and not (key is not None and key.is_of_method)
         default = own.default[0] if own is not None and is_known else None
@@ -198,7 +201,7 @@ class Project:
         """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
         for path, default in self.schema_defaults(objective).items():
             key = self.entry(path)
-            if path in given or key is None or key.cost not in ("refuse", "changes"):
+            if default is None or path in given or key is None or key.cost not in ("refuse", "changes"):
                 continue
             if key.ours is not None or key.is_of_method:
                 continue
