@@ -25,7 +25,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.run import shortage
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan, check, describe_batch
-from cookbook.system import faults, lock, signals, status, watchdog
+from cookbook.system import faults, lock, optional, signals, status, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports, quiet_libraries
@@ -56,6 +56,7 @@ def main() -> int:
         refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
         recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
+        optional.use(recipe.model.kernels or ())
         if arguments.dry_run:
             if world.rank == 0:
                 say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")

@@ -8,7 +8,7 @@ NEVER_THE_CURVE = (
     "batch.micro_batch_tokens",
 )
 """Keys of speed and memory. Which sums are made together changes the last bits of each; docs/equivalence.md."""
-ONLY_ROUNDING = ("model.compile", "model.liger_kernels", "run.deterministic")
+ONLY_ROUNDING = ("model.compile", "model.kernels", "model.liger_kernels", "run.deterministic")
 """Other kernels for the same mathematics."""
 ONLY_THE_RUN = (
     "data.eval",

@@ -102,6 +102,12 @@ def _new_tokens(tokens: list[str] | None) -> list[str] | None:
     return tokens
 
 
+def _packages(names: list[str] | None) -> list[str] | None:
+    if wrong := [name for name in names or () if not name.isidentifier() or (names or []).count(name) > 1]:
+        raise ValueError(f"has {wrong[0]!r}; write each package once, as Python imports it: [fla, causal_conv1d]")
+    return names
+
+
 class Auto(int):
     """What takes least memory, 1 or true, until `cookbook launch` has found what is best for this machine."""
 
@@ -145,6 +151,11 @@ class ModelSection(OneOf):
     liger_kernels: bool = False
     """Liger's fused Triton kernels for norms, rotary embedding and MLP. Refused on GPUs, where the only run with them
     failed (docs/on_gpu.md); skipped, with a note, without one."""
+
+    kernels: Annotated[list[str] | None, AfterValidator(_packages)] = None
+    """Packages whose functions transformers may take in the place of its own, as they are imported: [fla,
+    causal_conv1d]. It does not find others, installed or not. Their versions and digests are recorded, and a run
+    resumes with others only by consent (run.allow_changes: [model.kernels])."""
 
     @property
     def recompute(self) -> Literal[False, True, "selective"]:

@@ -13,7 +13,7 @@ from cookbook.run import forecasts, shortage
 from cookbook.run.publish import export_folder, model_folder
 from cookbook.run.stages import Run
 from cookbook.start.run_plan import describe_batch
-from cookbook.system import signals
+from cookbook.system import optional, signals
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import num_cores
@@ -120,6 +120,9 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
         log.event("out_of_memory", step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
     log.event("start", step, **started, resumed_from=record["resumed_from"])
+    if unused := optional.unused():
+        why = f"since {optional.KEY} does not name them"
+        notes.append(f"installed, and not used, {why}: {', '.join(unused)}; the curve is that without them")
     for line in notes:
         log.say(line)
     if engine.is_main:
@@ -149,6 +152,8 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record = metrics.environment_record(engine.device)
     if run.recipe.plugins:
         record["plugins"] = plugins.record(run.recipe.plugins)
+    if kernels := optional.record():
+        record["kernels"] = kernels
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     if expected is not None:

@@ -33,7 +33,7 @@ from cookbook.facts.score_head import ScoreHead, head_note, head_wanted
 from cookbook.run.publish import model_folder
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
-from cookbook.system import lock
+from cookbook.system import lock, optional
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.checkpoint import resume
@@ -335,11 +335,14 @@ def _check_auto(recipe: Recipe, engine: Engine) -> None:
         engine.close()
         of_each = "; ".join(f"rank {texts.index(text)} has {text}" for text in sorted({*texts}, key=texts.index))
         raise RecipeError(f"machines differ: {of_each}; write these keys with --set, the same on each machine")
+    if len(set(engine.collectives.gather_texts(optional.digest()))) > 1:
+        engine.close()
+        raise RecipeError(f"machines differ: the packages of {optional.KEY} have other versions or contents on some")
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """SHA-256 of "data", "model", and what there is of "teacher", "adapter" and "plugins". Computed by rank 0, of large
-    files.
+    """SHA-256 of "data", "model", and what there is of "teacher", "adapter", "plugins" and "kernels". Rank 0 reads
+    the files, which may be large.
 
     Raises:
         RecipeError: on every rank: an adapter to begin with that was trained on another model.
@@ -354,6 +357,8 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
             digests["adapter"] = adapter_files.weights_digest(recipe.adapter, cache=cache)
         if recipe.plugins:
             digests["plugins"] = plugins.digest(recipe.plugins)
+        if recipe.model.kernels:
+            digests["kernels"] = optional.digest()
     digests = json.loads(engine.collectives.broadcast_text(json.dumps(digests)))
     if recipe.adapter is not None:
         base_model.check_base(recipe.adapter, digests["model"])
@@ -382,6 +387,8 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
     """Load model and adapter, build the optimizer, and wrap them in the engine."""
     is_drawn = has_draws(recipe, inputs.config)
     model = load_model(inputs.folder, recipe, engine, has_adapter=recipe.adapter is not None, has_draws=is_drawn)
+    if problem := optional.problem():
+        raise RecipeError(problem)
     if recipe.adapter is not None:
         rows, first = inputs.new_rows, None
         if rows:

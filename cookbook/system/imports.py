@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
+from cookbook.system import optional
+
 
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
@@ -34,6 +36,7 @@ def quiet_libraries() -> None:
     # transformers would import it wherever it is installed: 0.2 s, and lines of warnings. What else the process imports
     # does not find it either, until `show_torchao`; plugins do.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
+    optional.hide()
     # Imported by peft and transformers, it warns in each process without a GPU that a kernel could not be fetched.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

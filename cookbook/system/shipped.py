@@ -64,6 +64,12 @@ def pip_install(group: str) -> str:
     return f"pip install {' '.join(groups[group])}"
 
 
+def requirements() -> list[str]:
+    """Lines of requirements.txt: a package with its version each."""
+    lines = (HOME / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
 def in_repository() -> bool:
     """Return whether the current folder is the repository's, whose Makefile no package has."""
     ours, here = HOME / "Makefile", Path("Makefile")

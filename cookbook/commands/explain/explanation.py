@@ -226,6 +226,7 @@ def _what(recipe: Recipe, document: Document) -> Section:
         "gradient_checkpointing": f"{what} computed again in the backward pass{where}",
         "compile": "compiled",
         "liger_kernels": "Liger kernels",
+        "kernels": f"with functions of {', '.join(model.kernels or ())}",
     }
     switched_on = {f"model.{key}": words for key, words in layers.items() if getattr(model, key)}
     if switched_on:

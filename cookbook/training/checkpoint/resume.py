@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Keys, or prefixes of keys, by what a change means for a resumed run. Of all others those may change that leave the
 # curve as it is (see `effect_of`).
 LENGTH = ("run.max_steps", "run.num_epochs", "run.early_stopping_", "rounds.num_rounds")
-WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", *LENGTH)
+KERNELS = "model.kernels"
+WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", KERNELS, *LENGTH)
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {
     "data.": "data",
@@ -42,7 +43,8 @@ def choose(
     """The checkpoint to resume from; None to start from step 0. Every rank must call.
 
     Args:
-        made_from: fingerprints of "data", "model", "teacher", "adapter" and "plugins", see `stages.take_fingerprints`.
+        made_from: fingerprints of "data", "model", "teacher", "adapter", "plugins" and "kernels", see
+            `stages.take_fingerprints`.
         collectives: a `cookbook.training.engine.collectives.Collectives`.
         is_restarted: the launcher restarted the run after a failure; it then resumes, whatever `run.resume` is. Rank 0
             knows.
@@ -144,9 +146,18 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
         f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with; put back what it was, or write"
         " run.resume: never to start over"
         for what in same
-        if not same[what]
+        if not same[what] and what != "kernels"
     ]
-    notes = []
+    notes: list[str] = []
+
+    def ask_consent(key: str, change: str) -> None:
+        if any(key == allowed or key.startswith(allowed + ".") for allowed in recipe.run.allow_changes):
+            notes.append(f"{change}, as run.allow_changes allows")
+        else:
+            mistakes.append(f"{change}; change it back, or consent: run.allow_changes: [{key}]")
+
+    if "kernels" in state["made_from"] and not same.get("kernels", True):
+        ask_consent(KERNELS, f"{KERNELS} has packages of other versions or contents than when the checkpoint was made")
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key), now.get(key)
         rule = rule_of(key)
@@ -157,10 +168,8 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
         change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
         if rule != "with_consent":
             mistakes.append(f"{change}; change it back, or write run.resume: never to start over")
-        elif any(key == allowed or key.startswith(allowed + ".") for allowed in recipe.run.allow_changes):
-            notes.append(f"{change}, as run.allow_changes allows")
         else:
-            mistakes.append(f"{change}; change it back, or consent: run.allow_changes: [{key}]")
+            ask_consent(key, change)
     return mistakes, notes
 
 

@@ -1,6 +1,7 @@
 """Layers that carry a state along a row, found by what they do with two samples in a row of a small model."""
 
 import importlib.metadata
+import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.facts.model_types import look_up
 from cookbook.facts.tiny_types import LARGEST, fixed_sizes, small_default
+from cookbook.system import optional
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.attention import Lengths, Segments, attend
 from cookbook.training.models.mixers import keep_apart, packed_row
@@ -54,7 +56,8 @@ def try_two_samples(config: PreTrainedConfig) -> Trial:
     the model with these layers kept apart."""
     why = ""
     # Seeded, since some weights are drawn by transformers; the random state of the run stays as it is.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+    device = _device()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), device:
         for shrink in (fixed_sizes, small_default):
             try:
                 torch.manual_seed(0)
@@ -65,6 +68,12 @@ def try_two_samples(config: PreTrainedConfig) -> Trial:
             except Exception as error:  # any of a configuration's checks or a model's own code
                 why = why or f"{type(error).__name__}: {first_line(error)}"
     return Trial(frozenset(), f"no small model of it can be tried: {why}")
+
+
+def _device() -> torch.device:
+    """Where the small model lies: on the CPU, and with packages of `model.kernels`, which may need it, on the GPU."""
+    is_on_gpu = optional.is_used() and torch.cuda.is_available()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_on_gpu else torch.device("cpu")
 
 
 def _small_model(small: PreTrainedConfig, config: PreTrainedConfig) -> PreTrainedModel:
