@@ -25,7 +25,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.run import shortage
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan, check, describe_batch
-from cookbook.system import faults, lock, optional, signals, status, watchdog
+from cookbook.system import faults, lock, optional, signals, status, versions, watchdog
 from cookbook.system.console import say, shown
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports, quiet_libraries
@@ -60,6 +60,8 @@ def main() -> int:
         if arguments.dry_run:
             if world.rank == 0:
                 say(f"{arguments.recipe}: fine under {strategy.path}; {describe_batch(recipe, plan)}")
+                for note in versions.notes():
+                    say(note)
             return 0
         watching = start_watch(recipe, world)
         try:

@@ -35,6 +35,7 @@ ONLY_THE_RUN = (
     "run.save_in_background",
     "run.saves_per_epoch",
     "run.stop_after_steps",
+    "run.strict_versions",
     "run.trackers",
 )
 """What is written and measured on the way, key by key: one that is in no list, as a new one, may change the curve."""

@@ -562,6 +562,9 @@ class RunSection(OneOf):
     """Keys that may differ from the recipe of the checkpoint, such as optim.learning_rate."""
     stop_after_steps: int | None = Field(default=None, gt=0)
     """Stop after N steps of this start, with a checkpoint and exit code 75; the schedule is not shortened."""
+    strict_versions: bool = False
+    """Refuse versions of torch, accelerate, deepspeed, transformers, datasets and peft that the project's tests have
+    not run with. By default a line and run.json say so."""
     skip_nonfinite_steps: int = Field(default=0, ge=0)
     """Maximum number of steps to skip because a loss or gradient is not finite; one more ends the run."""
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)

@@ -13,7 +13,7 @@ from cookbook.run import forecasts, shortage
 from cookbook.run.publish import export_folder, model_folder
 from cookbook.run.stages import Run
 from cookbook.start.run_plan import describe_batch
-from cookbook.system import optional, signals
+from cookbook.system import optional, signals, versions
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
 from cookbook.system.machine import num_cores
@@ -152,6 +152,8 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record = metrics.environment_record(engine.device)
     if run.recipe.plugins:
         record["plugins"] = plugins.record(run.recipe.plugins)
+    if untested := versions.untested():
+        record["untested"] = untested
     if kernels := optional.record():
         record["kernels"] = kernels
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()

@@ -22,7 +22,7 @@ from cookbook.start.claims import owned
 from cookbook.start.hosts import Hosts
 from cookbook.start.launchers import Launcher, World
 from cookbook.start.refusals import refusals
-from cookbook.system import machine
+from cookbook.system import machine, versions
 from cookbook.system.console import several
 from cookbook.system.files import gathered, refuse
 from cookbook.system.machine import CPU_PROCESSES, num_cores
@@ -120,6 +120,13 @@ def _read_strategy(pair: Pair) -> Pair:
     return pair
 
 
+def _check_versions(pair: Pair) -> Pair:
+    """Refuse versions that were not tested, if the recipe says so."""
+    if pair.recipe is not None and pair.recipe.run.strict_versions:
+        pair.mistakes = pair.mistakes + versions.mistakes()
+    return pair
+
+
 def _fill_in_width(pair: Pair) -> Pair:
     """Fill in the strategy's sizes that follow from the model's width, where its files tell that."""
     if pair.mistakes or pair.recipe is None or pair.strategy is None:
@@ -182,6 +189,7 @@ def _add_notes(pair: Pair) -> Pair:
     assert recipe is not None and strategy is not None
     max_steps = recipe.run.max_steps and recipe.in_schedule(0, recipe.run.max_steps)[1]
     pair.notes += [
+        *versions.notes(),
         *launchers.strategy_note(pair.launcher, strategy.path, recipe.strategy),
         *launchers.shortage_note(recipe.run.on_out_of_memory),
         *strategy.notes,
@@ -191,7 +199,7 @@ def _add_notes(pair: Pair) -> Pair:
     return pair
 
 
-PAIR: tuple[Step, ...] = (draft_recipe, _read_strategy, _fill_in_width)
+PAIR: tuple[Step, ...] = (draft_recipe, _read_strategy, _check_versions, _fill_in_width)
 """The way of a file to a recipe with its strategy."""
 RUN: tuple[Step, ...] = (*PAIR, _fit_to_machine, _refuse_mistakes, _add_notes, _settle_sizes)
 """The way of a file to a run, in a process that a launcher has started."""

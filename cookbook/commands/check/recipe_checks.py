@@ -22,6 +22,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.start import run_plan
 from cookbook.start.in_rounds import KEY, sampler_host
+from cookbook.system import versions
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
@@ -51,6 +52,8 @@ def check(
         with gathered(mistakes):
             load_strategy(path)
             say(short(f"{path}: fine"))
+    for note in versions.notes():
+        say(f"warning: {note}")
     if mistakes:
         sys.stdout.flush()
         raise RecipeError(mistakes)

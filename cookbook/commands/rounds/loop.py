@@ -19,7 +19,7 @@ from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.start import run_plan
 from cookbook.start.in_rounds import kind_of_samples
-from cookbook.system import lock
+from cookbook.system import lock, versions
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
@@ -37,6 +37,8 @@ def rounds(
 ) -> int:
     """Sample answers, score them, train on them; for N rounds."""
     recipe, asked = check(path, strategy, processes, assignments)
+    for note in versions.notes():
+        say(note)
     assert recipe.rounds is not None
     output_dir = Path(recipe.run.output_dir)
     # Two commands in one folder would each sample and train the same rounds.
