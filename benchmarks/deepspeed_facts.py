@@ -9,7 +9,7 @@ import inspect
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from deepspeed.ops.adam import FusedAdam
@@ -46,12 +46,16 @@ def plain_defaults(function: Any) -> dict[str, Any]:
 
 
 def fields(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
-    """The fields of a model by the names that DeepSpeed prints, each with its other name, bounds and default."""
+    """The fields of a model by their aliases, each with its other name, its least value, its default, and whether it
+    may be null.
+    """
     described = {}
     for name, field in model.model_fields.items():
         facts: dict[str, Any] = {"field": name} if field.alias else {}
+        if type(None) in get_args(field.annotation):
+            facts["null"] = True
         for bound in field.metadata:
-            facts |= {key: getattr(bound, key) for key in ("gt", "ge", "le") if hasattr(bound, key)}
+            facts |= {key: getattr(bound, key) for key in ("gt", "ge") if hasattr(bound, key)}
         if isinstance(field.default, bool | int | float):
             facts["default"] = json.loads(json.dumps(field.default))
         described[field.alias or name] = facts

@@ -878,7 +878,7 @@ STRATEGY_MISTAKES = {
         JSON,
         '"auto",\n    "overlap',
         '"half",\n    "overlap',
-        ":14: zero_optimization.zero_hpz_partition_size is 'half'; use auto (the processes of a machine) or ...",
+        ":14: zero_optimization.zero_hpz_partition_size is 'half'; write a whole number, or auto",
     ),
     "stage 4": ("zero3", JSON, '"stage": 3', '"stage": 4', ":13: zero_optimization.stage is 4; use 1, 2 or 3"),
     "stage true": (
@@ -949,14 +949,14 @@ STRATEGY_MISTAKES = {
         JSON,
         "200000000",
         "NaN",
-        r":16: zero_optimization.reduce_bucket_size is nan; write a whole number of elements, or auto",
+        r":16: zero_optimization.reduce_bucket_size is nan; write a whole number, or auto",
     ),
     "negative": (
         "zero3",
         JSON,
         "200000000",
         "-1",
-        ":16: zero_optimization.reduce_bucket_size is -1; write 1 or more elements",
+        ":16: zero_optimization.reduce_bucket_size is -1; write 1 or more",
     ),
     "null": (
         "zero3",

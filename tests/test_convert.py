@@ -449,6 +449,62 @@ def test_what_a_json_leaves_to_the_training_is_named_where_no_file_has_it(folder
     assert (schedule.warmup_steps, schedule.warmup) == (7, "log")
 
 
+FP16 = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n"
+STEPS = json.dumps({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9, "total_num_steps": 77}}})
+TWO_FILES = {
+    "precision of accelerate": ("bf16: true\n", FP16, "mixed_precision", "bf16", ("'fp16'", "bf16 is true")),
+    "precision of a JSON": (
+        "bf16: true\n",
+        '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}',
+        "mixed_precision",
+        "bf16",
+        ("fp16.enabled", "bf16"),
+    ),
+    "length": ("num_train_epochs: 3\n", STEPS, "run.num_epochs", 3, ("total_num_steps is 77", "run.num_epochs 3")),
+    "warm-up": ("warmup_steps: 7\n", STEPS, "schedule.warmup_steps", 7, ("warmup_num_steps is 9", "warmup_steps is 7")),
+    "no warm-up": ("warmup_steps: 0\n", STEPS, "schedule.warmup_steps", 0, ("warmup_num_steps is 9", "is 0 already")),
+    "betas": (
+        "adam_beta1: 0.8\n",
+        '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "lr": "auto"}}, "zero_optimization": {"stage": 2}}',
+        "optim.betas",
+        (0.8, 0.999),
+        ("betas is", "adam_beta1 is 0.8"),
+    ),
+    "batch": (
+        "per_device_train_batch_size: 4\n",
+        '{"train_batch_size": 64}',
+        "batch.global_batch_size",
+        8,
+        ("train_batch_size is 64", "4 x accumulation 1 x 2"),
+    ),
+}
+SCRIPT = """\
+model_name_or_path: some/model
+dataset_name: some/data
+max_length: 512
+output_dir: out
+learning_rate: 1.0e-5
+lr_scheduler_type: linear
+"""
+
+
+@pytest.mark.parametrize("case", TWO_FILES)
+def test_two_files_that_contradict_each_other_are_shown_with_both_values(folder, capsys, case):
+    more, other, key, value, said = TWO_FILES[case]
+    lines = {line.partition(":")[0]: line for line in more.splitlines()}
+    kept = {"per_device_train_batch_size": "per_device_train_batch_size: 2", "num_train_epochs": "num_train_epochs: 1"}
+    (folder / "trl.yaml").write_text(SCRIPT + "".join(f"{line}\n" for line in (kept | lines).values()))
+    name = "other.json" if other.startswith("{") else "other.yaml"
+    (folder / name).write_text(other)
+    main(["convert", "trl.yaml", name, "--from", "trl", "--processes", "2", "--out", "recipes/mine.yaml"])
+    written: Any = yaml.safe_load(Path("recipes/mine.yaml").read_text())
+    for name in key.split("."):
+        written = written[name]
+    assert (tuple(written) if isinstance(written, list) else written) == value
+    printed = capsys.readouterr().out
+    assert any(all(text in line for text in said) for line in printed.splitlines()), printed
+
+
 NEW = {
     "zero1 with offload": (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
@@ -1401,7 +1457,7 @@ def test_precision_and_length_of_a_training_come_before_those_of_its_distributio
     assert recipe["mixed_precision"] == "bf16" and recipe["run"]["num_epochs"] == 2
     assert "max_steps" not in recipe["run"]
     printed = capsys.readouterr().out
-    assert "mixed_precision is 'fp16': left out; mixed_precision is bf16, from file.yaml:1: bf16 is true" in printed
+    assert "mixed_precision is 'fp16': mixed_precision is 'bf16' already, from file.yaml:1: bf16 is true" in printed
     assert "the rate ends at step 100 there" in printed
 
 

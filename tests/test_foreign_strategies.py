@@ -4,6 +4,7 @@ python -m pytest -q tests/test_foreign_strategies.py
 """
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -25,11 +26,12 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import ADAM_W_MODE_DEFAULT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from benchmarks import deepspeed_facts
 from cookbook.commands.cli import main
 from cookbook.config.accelerate_yaml import FsdpBlock
+from cookbook.config.deepspeed_json import OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule, learning_rate
 from cookbook.config.strategy import load_strategy
@@ -147,6 +149,23 @@ PAGES: dict[str, dict[str, Any]] = {
         },
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
+    },
+    "zero3 by the names of fields": {
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 0,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "max_live_parameters": 0,
+            "max_reuse_distance": 0,
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
     },
 }
 
@@ -457,6 +476,53 @@ def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
     return json.loads(json.dumps({key: value for key, value in fields.items() if type(value) in (bool, int, float)}))
 
 
+FIELDS = [
+    (block, alias, field)
+    for block, fields in deepspeed_facts.facts()["blocks"].items()
+    for alias, field in fields.items()
+]
+
+
+def json_of(block: str, key: str, value: Any) -> dict[str, Any]:
+    """A JSON with one key in one block; the blocks for offload lie in that of ZeRO."""
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    *_, last = block.split(".")
+    if last == "zero_optimization":
+        return {last: zero | {key: value}}
+    if last == "fp16":
+        return {last: {key: value}, "zero_optimization": zero}
+    return {"zero_optimization": zero | {last: {"device": "nvme", "nvme_path": "swap"} | {key: value}}}
+
+
+@pytest.mark.parametrize(("block", "alias", "field"), FIELDS, ids=[f"{block}.{alias}" for block, alias, _ in FIELDS])
+def test_a_value_that_deepspeed_takes_is_no_unknown_key(block: str, alias: str, field: dict[str, Any], tmp_path: Path):
+    """By each of its names, with its default, its least value, and null where that is the default."""
+    values = [field[bound] + (bound == "gt") for bound in ("gt", "ge") if bound in field]
+    values += [field[key] for key in ("default",) if key in field] + [None] * field.get("null", False)
+    for name, value in itertools.product({alias, field.get("field", alias)}, values):
+        deepspeed_facts.BLOCKS[block](**{name: value})  # DeepSpeed takes it
+        try:
+            load_strategy(with_json(tmp_path, json_of(block, name, value)))
+        except RecipeError as error:
+            said = "\n".join(error.mistakes)
+            assert "unknown key" not in said and "is empty" not in said and "or more" not in said, said
+
+
+BOUND = [
+    (kind.block, alias)
+    for kind in (ZeroBlock, OffloadOptimizerBlock, OffloadParamBlock)
+    for alias in kind.model_fields
+    if {"ge", "gt"} & deepspeed_facts.facts()["blocks"][kind.block].get(alias, {}).keys()
+]
+
+
+@pytest.mark.parametrize(("block", "key"), BOUND)
+def test_a_value_below_deepspeed_s_bound_is_refused(block: str, key: str, tmp_path: Path):
+    with pytest.raises(ValidationError):
+        deepspeed_facts.BLOCKS[block](**{key: -1})
+    assert any(f"{key} is -1" in mistake for mistake in mistakes_of(with_json(tmp_path, json_of(block, key, -1))))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_path: Path):
     on_cpu = defaults_of(DeepSpeedZeroOffloadOptimizerConfig) | {"device": "cpu"}
@@ -576,7 +642,7 @@ def scheduler_of(**params: Any) -> dict[str, Any]:
 
 
 SILENT: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "the warm-up": (scheduler_of(), [], "warmup_type is missing, so that DeepSpeed's default 'log' holds"),
+    "the warm-up": (scheduler_of(), [], "warmup_type is missing, so DeepSpeed's default 'log' holds"),
     "a word that nobody fills in": (scheduler_of(warmup_type="auto"), [], "DeepSpeed's default 'log' holds"),
     "a warm-up that is written": (scheduler_of(warmup_type="log"), [], "warmup_type is 'log', but the recipe's"),
     "the steps": (
@@ -587,22 +653,22 @@ SILENT: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "the peak": (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}},
         ["schedule.name=linear"],
-        "warmup_max_lr is missing, so that DeepSpeed's default 0.001 holds",
+        "warmup_max_lr is missing, so DeepSpeed's default 0.001 holds",
     ),
     "the end": (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}},
         ["schedule.name=cosine"],
-        "cos_min_ratio is missing, so that DeepSpeed's default 0.0001 holds",
+        "cos_min_ratio is missing, so DeepSpeed's default 0.0001 holds",
     ),
     "an optimizer": (
         {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
         ["optim.name=adamw", "optim.weight_decay=0.1"],
-        "weight_decay is missing, so that DeepSpeed's default 0.0 holds",
+        "weight_decay is missing, so DeepSpeed's default 0.0 holds",
     ),
     "an optimizer of torch": (
         {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
         ["optim.name=adamw", "optim.weight_decay=0.1"],
-        "weight_decay is missing, so that DeepSpeed's default 0.01 holds",
+        "weight_decay is missing, so DeepSpeed's default 0.01 holds",
     ),
 }
 
@@ -629,6 +695,47 @@ def test_what_json_has_not_is_said(text: str, hint: str, tmp_path: Path):
     path = with_json(tmp_path, PAGES["zero2"])
     (tmp_path / "page.json").write_text(text)
     assert hint in mistakes_of(path)[0]
+
+
+LOST = """distributed_type: DEEPSPEED
+deepspeed_config:
+zero_stage: 3
+gradient_accumulation_steps: 2
+offload_optimizer_device: cpu
+num_processes: 2
+"""
+"""As a page shows a file that has lost its indentation."""
+
+
+@pytest.mark.parametrize("text", [LOST, LOST.replace("deepspeed_config:\n", "")], ids=["empty section", "no section"])
+def test_keys_that_have_lost_their_section_are_read_as_its_keys(text: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("lost.yaml")
+    path.write_text(text)
+    keys = ["zero_stage", "offload_optimizer_device"]
+    (mistake, *more) = [line for line in mistakes_of(path) if "convert" not in line]
+    assert all(key in mistake for key in keys) and "indent them below it" in mistake
+    assert not any("zero_stage" in line for line in more)
+    assert main(["convert", "lost.yaml", "--out", "mine.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "zero_stage is" not in printed and "no counterpart" not in printed
+    whole = yaml.safe_load(text.replace("deepspeed_config:\n", ""))
+    block = {key: whole.pop(key) for key in (*keys, "gradient_accumulation_steps")}
+    Path("whole.yaml").write_text(yaml.dump(whole | {"deepspeed_config": block}))
+    assert main(["convert", "whole.yaml", "--out", "same.yaml"]) == 0
+    assert "strategy: mine\n" in capsys.readouterr().out  # the one that was written for the first file
+    written = load_strategy(Path("accelerate_configs/mine.yaml"))
+    assert (written.zero_stage, written.offload_optimizer) == (3, "cpu")
+
+
+@pytest.mark.parametrize("block", ["", "deepspeed_config: {deepspeed_config_file: nosuch.json}\n"])
+def test_deepspeed_without_a_stage_is_never_ddp(block: str, tmp_path: Path, capsys):
+    path = tmp_path / "bare.yaml"
+    path.write_text(f"distributed_type: DEEPSPEED\nnum_processes: 2\n{block}")
+    assert main(["convert", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"strategy: zero{DeepSpeedPlugin().zero_stage}\n" in printed
+    assert "which is accelerate's default" in printed
 
 
 MACHINES = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "127.0.0.1", "num_processes": 4}

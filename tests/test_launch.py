@@ -19,6 +19,7 @@ from cookbook.start import launchers
 from cookbook.start.launchers import (
     Launcher,
     World,
+    check_cpu,
     check_environment,
     read_world,
     strategy_in_force,
@@ -304,6 +305,20 @@ def test_the_strategy_in_force_and_what_is_said_about_it(launcher, world, path, 
     assert strategy_in_force(launcher, world, Path(ZERO3)) == Path(path)
     notes = strategy_note(launcher, path, ZERO3)
     assert notes == [] if note is None else len(notes) == 1 and note in notes[0]
+
+
+ON_CPU = Launcher(is_accelerate=True, config_file=ZERO3, flags=(("cpu", ""),))
+
+
+def test_the_flag_cpu_runs_one_process_whatever_the_file_has(book, monkeypatch):
+    """accelerate 1.15 takes its launcher for one process, and leaves DeepSpeed and FSDP out."""
+    assert strategy_in_force(ON_CPU, ALONE, Path(ZERO3)) == Path("accelerate_configs/single.yaml")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    single = load_strategy(Path("accelerate_configs/single.yaml"))
+    assert check_environment(single, ON_CPU, "bf16") == []
+    (refused,) = check_environment(single, Launcher(is_accelerate=True, config_file=ZERO3), "bf16")
+    assert "ACCELERATE_USE_CPU=True" in refused
+    assert check_cpu(ON_CPU, 0) == [] and "hide them" in check_cpu(ON_CPU, 2)[0]
 
 
 def test_accelerate_launch_without_a_file_is_refused():

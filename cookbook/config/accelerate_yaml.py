@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cookbook.config.deepspeed_json import Block, count_or_auto, integer, stage_number
+from cookbook.config.foreign import tables
 from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
 from cookbook.system.console import several
 from cookbook.system.files import Document, PathText, show
@@ -33,6 +34,8 @@ def _sharding_strategy(value: Any) -> Any:
 
 
 Device = Literal["none", "cpu", "nvme"]
+DEFAULT_STAGE = 2
+"""ZeRO's stage where accelerate 1.15 is told none (utils/dataclasses.py, `DeepSpeedPlugin`)."""
 
 
 class DeepspeedBlock(Block):
@@ -51,7 +54,7 @@ class DeepspeedBlock(Block):
         """The DeepSpeed configuration that these keys mean; empty where a file is named."""
         if self.deepspeed_config_file is not None:
             return {}
-        zero: dict[str, Any] = {"stage": self.zero_stage or 2}  # accelerate's default
+        zero: dict[str, Any] = {"stage": self.zero_stage or DEFAULT_STAGE}
         for block, device, path in (
             ("offload_optimizer", self.offload_optimizer_device, self.offload_optimizer_nvme_path),
             ("offload_param", self.offload_param_device, self.offload_param_nvme_path),
@@ -151,6 +154,36 @@ class AccelerateFile(Block):
     deepspeed_config: DeepspeedBlock | None = None
     fsdp_config: FsdpBlock | None = None
     parallelism_config: ParallelismBlock | None = None
+
+
+SECTIONS: dict[str, type[Block]] = {
+    "deepspeed_config": DeepspeedBlock,
+    "fsdp_config": FsdpBlock,
+    "parallelism_config": ParallelismBlock,
+}
+
+
+def indented(document: Document) -> tuple[Document, list[str]]:
+    """The document with the keys of a section that stand beside it, as on a page that lost its indentation, and a
+    mistake for each such section.
+    """
+    values, lines, mistakes = document.values, document.lines, []
+    for section, model in SECTIONS.items():
+        if not isinstance(values, dict) or values.get(section) is not None:
+            continue
+        prefix, known = f"{section}.", tables().projects["accelerate"]
+        own = {name.removeprefix(prefix) for name in (*known.keys, *known.passes) if name.startswith(prefix)}
+        own |= set(model.model_fields)
+        elsewhere = {*AccelerateFile.model_fields, *(() if section in values else (*known.keys, *known.passes))}
+        lost = [key for key in values if key in own - elsewhere]
+        if lost:
+            block = {key: values[key] for key in lost}
+            values = {key: value for key, value in values.items() if key not in lost} | {section: block}
+            lines = {(section, *path) if path and path[0] in lost else path: line for path, line in lines.items()}
+            names = f"{', '.join(lost)}, which {'belongs' if len(lost) == 1 else 'belong'} to it"
+            state = "is empty" if section in document.values else "is missing"
+            mistakes.append(f"{document.place(section)} {state}, and beside it are {names}; indent them below it")
+    return replace(document, values=values, lines=lines), mistakes
 
 
 USE_CPU = "take it out: a run uses all visible GPUs, else the CPU"

@@ -1,12 +1,13 @@
 """DeepSpeed's JSON: the keys that a strategy may write, and which of them contradict one another."""
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -22,14 +23,45 @@ def facts() -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(text))
 
 
-def with_defaults(document: Document) -> Document:
+def as_deepspeed_reads(document: Document) -> Document:
+    """The document with the names of keys that DeepSpeed prints, and with its defaults where it names a scheduler or an
+    optimizer.
+    """
+    if not isinstance(document.values, dict):
+        return document
+    return _with_defaults(_with_aliases(document))
+
+
+def _with_aliases(document: Document) -> Document:
+    """The document with aliases in the place of the names of fields, and without null where DeepSpeed takes it for the
+    default. An "auto" keeps its name, since accelerate fills in aliases only.
+    """
+    values, lines = copy.deepcopy(document.values), dict(document.lines)
+    for dotted, fields in facts()["blocks"].items():
+        path = tuple(dotted.split("."))
+        block: Any = values
+        for name in path:
+            block = block.get(name) if isinstance(block, dict) else None
+        if not isinstance(block, dict):
+            continue
+        for alias, field in fields.items():
+            name = field.get("field")
+            if name in block and alias not in block and block[name] != "auto":
+                block[alias] = block.pop(name)
+                lines = {(*path, alias) if at == (*path, name) else at: line for at, line in lines.items()}
+            if alias in block and block[alias] is None and field.get("null"):
+                del block[alias]
+    return replace(document, values=values, lines=lines)
+
+
+def _with_defaults(document: Document) -> Document:
     """The document with DeepSpeed's own defaults of the scheduler and the optimizer that it names.
 
     The defaults that are no counterpart of a recipe's key are left out.
     """
     values, assumed = document.values, set()
     for section, kinds in (("scheduler", "schedulers"), ("optimizer", "optimizers")):
-        written = values.get(section) if isinstance(values, dict) else None
+        written = values.get(section)
         params = (written.get("params") or {}) if isinstance(written, dict) else None
         if not isinstance(written, dict) or not isinstance(params, dict):
             continue
@@ -67,9 +99,6 @@ def stage_number(value: Any) -> Any:
     return integer(value, choices="1, 2 or 3")
 
 
-_group_or_auto = partial(count_or_auto, auto="the processes of a machine")
-
-
 BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
@@ -82,6 +111,9 @@ MAY_BE_AUTO = {*BY_HIDDEN_SIZE, "zero_hpz_partition_size"}
 class JsonBlock(Block):
     """A block of a DeepSpeed JSON: a key that is left out has DeepSpeed's default, and null is no value."""
 
+    block: ClassVar[str] = ""
+    """Its place in the JSON, by which its bounds are known."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _as_deepspeed_reads(cls, value: Any, field: ValidationInfo) -> Any:
@@ -90,61 +122,60 @@ class JsonBlock(Block):
             raise ValueError("is empty; write a value, or take the key out")
         if value == "auto" and not info.is_required() and field.field_name not in MAY_BE_AUTO:
             raise ValueError("is 'auto', and accelerate fills in none; take it out")
+        if "int" not in str(info.annotation) or value == "auto":
+            return value
         # 5e8, as DeepSpeed's own pages have it: pydantic makes an integer of a whole number there.
-        is_whole = isinstance(value, float) and value.is_integer() and "int" in str(info.annotation)
-        return int(value) if is_whole else value
-
-
-def _elements(value: Any, *, least: int = 1, auto: bool = False) -> Any:
-    if value is None or (auto and value == "auto"):
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        if type(value) is not int:
+            raise ValueError(f"is {show(value)}; write a whole number{', or auto' * (field.field_name in MAY_BE_AUTO)}")
+        bounds = facts()["blocks"].get(cls.block, {}).get(field.field_name, {})
+        least = bounds["gt"] + 1 if "gt" in bounds else bounds.get("ge", value)
+        if value < least:
+            raise ValueError(f"is {value}; write {least} or more")
         return value
-    if type(value) is not int:
-        raise ValueError(f"is {show(value)}; write a whole number of elements{', or auto' * auto}")
-    if value < least:
-        raise ValueError(f"is {value}; write {least} or more elements")
-    return value
 
 
-Elements = Annotated[int | None, BeforeValidator(_elements)]
-ByHiddenSize = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, auto=True))]
-ByHiddenSizeOrZero = Annotated[int | Literal["auto"] | None, BeforeValidator(partial(_elements, least=0, auto=True))]
+MaybeAuto = int | Literal["auto"] | None
 
 
 class OffloadBlock(JsonBlock):
     device: Literal["cpu", "nvme"] = Field(examples=["cpu"])
     nvme_path: PathText | None = None
     pin_memory: bool = True
-    buffer_count: int | None = Field(default=None, gt=0)
+    buffer_count: int | None = None
 
 
 class OffloadOptimizerBlock(OffloadBlock):
+    block = "zero_optimization.offload_optimizer"
     pipeline_read: bool | None = None
     pipeline_write: bool | None = None
     fast_init: bool | None = None
 
 
 class OffloadParamBlock(OffloadBlock):
-    buffer_size: int | None = Field(default=None, gt=0)
-    max_in_cpu: int | None = Field(default=None, ge=0)
+    block = "zero_optimization.offload_param"
+    buffer_size: int | None = None
+    max_in_cpu: int | None = None
 
 
 class ZeroBlock(JsonBlock):
     """`zero_optimization`, without the keys that change the result or that DeepSpeed has deprecated."""
 
+    block = "zero_optimization"
     stage: Annotated[Literal[1, 2, 3], BeforeValidator(stage_number)] = Field(examples=[2])
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
-    reduce_bucket_size: ByHiddenSize = None
+    reduce_bucket_size: MaybeAuto = None
     reduce_scatter: bool | None = None
-    allgather_bucket_size: Elements = None
+    allgather_bucket_size: int | None = None
     allgather_partitions: bool | None = None
     round_robin_gradients: bool | None = None
-    sub_group_size: int | None = Field(default=None, gt=0)
-    stage3_prefetch_bucket_size: ByHiddenSizeOrZero = None
-    stage3_param_persistence_threshold: ByHiddenSizeOrZero = None
-    stage3_max_live_parameters: int | None = Field(default=None, ge=0)
-    stage3_max_reuse_distance: int | None = Field(default=None, ge=0)
-    zero_hpz_partition_size: Annotated[int | Literal["auto"] | None, BeforeValidator(_group_or_auto)] = None
+    sub_group_size: int | None = None
+    stage3_prefetch_bucket_size: MaybeAuto = None
+    stage3_param_persistence_threshold: MaybeAuto = None
+    stage3_max_live_parameters: int | None = None
+    stage3_max_reuse_distance: int | None = None
+    zero_hpz_partition_size: MaybeAuto = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     offload_param: OffloadParamBlock | None = None
 
@@ -178,30 +209,9 @@ class DeepspeedFile(Block):
     aio: AioBlock | None = None
 
 
-UNREAD: dict[str, Any] = {
-    "allgather_bucket_size": 500_000_000,
-    "allgather_partitions": True,
-    "round_robin_gradients": False,
-    "sub_group_size": 1_000_000_000,
-    "zero_hpz_partition_size": 1,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "offload_optimizer.buffer_count": 4,
-    "offload_optimizer.pipeline_read": False,
-    "offload_optimizer.pipeline_write": False,
-    "offload_optimizer.fast_init": False,
-    "offload_param.buffer_count": 5,
-    "offload_param.buffer_size": 100_000_000,
-    "offload_param.max_in_cpu": 1_000_000_000,
-}
-"""DeepSpeed 0.19.8's defaults of keys that some stage or device does not read, where they ask for nothing."""
-
-
-def _asks(key: str, value: Any) -> bool:
-    """Whether a key that is not read asks for something."""
-    return value not in ("auto", UNREAD.get(key, "auto"))
+def _asks(key: str, value: Any, block: str = "zero_optimization") -> bool:
+    """Whether a key that some stage or device does not read asks for something."""
+    return value not in ("auto", facts()["blocks"][block].get(key, {}).get("default", "auto"))
 
 
 def check_zero(document: Document) -> Iterator[str]:
@@ -237,7 +247,7 @@ def check_zero(document: Document) -> Iterator[str]:
             yield f"{place(key, 'device')} is nvme, but there is no nvme_path; {way}"
         elif block is not None and key not in on_nvme:
             for name in sorted((block.model_fields_set & {*written.get(key, ())}) - {"device", "pin_memory"}):
-                if not _asks(f"{key}.{name}", getattr(block, name)):
+                if not _asks(name, getattr(block, name), block.block):
                     continue
                 yield f"{place(key, name)}: would be ignored with device cpu; take it out"
     if "offload_optimizer" in on_nvme and zero.stage < 3:

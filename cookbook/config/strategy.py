@@ -19,8 +19,9 @@ from cookbook.config.accelerate_yaml import (
     check_blocks,
     check_fsdp_alone,
     in_terms_of_block,
+    indented,
 )
-from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, check_zero, with_defaults
+from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, as_deepspeed_reads, check_zero
 from cookbook.config.foreign import meaning_of
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, Sorting, contradictions
@@ -258,10 +259,11 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     """
     document = read_document(path)
     refuse(_check_kind(document))
+    document, lost = indented(document)
     sorted_keys = [Sorting(_update_names(document), "accelerate")]
     rest = sorted_keys[0].strip(AccelerateFile)
     parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE.get, meaning_of)
-    mistakes = [*_check_stopping_keys(document), *mistakes]
+    mistakes = [*lost, *_check_stopping_keys(document), *mistakes]
     deepspeed_name, source = None, _make_json(rest)
     if (written := _find_json_name(rest)) is not None:
         deepspeed_name = located(written, path)
@@ -269,7 +271,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         mistakes += missing
         if not missing:
             with gathered(mistakes):
-                source = with_defaults(read_document(Path(deepspeed_name)))
+                source = as_deepspeed_reads(read_document(Path(deepspeed_name)))
     deepspeed = None
     if source is not None:
         sorted_keys.append(Sorting(source, "deepspeed"))

@@ -64,6 +64,11 @@ class Claim:
     is_default: bool = False
     """True if the file is silent, and DeepSpeed's default holds."""
 
+    @property
+    def section(self) -> str:
+        """`scheduler` of `file:line: scheduler.type`."""
+        return self.place.rpartition(": ")[2].partition(".")[0]
+
 
 class Sorting:
     """The keys of a document that are not a strategy's, sorted by what becomes of them.
@@ -216,25 +221,27 @@ def _asks_for_nothing(dotted: str, value: Any, project: Project, *, is_known: bo
 
 
 def contradictions(claims: tuple[Claim, ...], ours: dict[str, Any]) -> Iterator[str]:
-    """One mistake for each claim that is not what the recipe has.
+    """One mistake for each claim that is not what the recipe has. The defaults of another scheduler or optimizer than
+    the recipe's are left out.
 
     Args:
         ours: what a run has, by the keys of claims.
     """
-    for claim in claims:
-        value = tuple(claim.value) if isinstance(claim.value, list) else claim.value
-        if claim.key not in ours or is_same(ours[claim.key], value):
-            continue
-        recipe = f"but the recipe's {claim.key.lstrip('~')} is {show(ours[claim.key])}"
-        if claim.is_default:
-            written = f"is missing, so that DeepSpeed's default {show(claim.written)} holds"
-            yield f"{claim.place} {written}, {recipe}; write the key, or change the recipe"
-        else:
-            yield f"{claim.place} is {show(claim.written)}, {recipe}; take the key out, or change the recipe"
+    wrong = [claim for claim in claims if claim.key in ours and not is_same(ours[claim.key], claim.value)]
+    other_kinds = {claim.section for claim in wrong if claim.key.endswith(".name")}
+    for claim in wrong:
+        name, written = claim.key.lstrip("~"), show(claim.written)
+        recipe = f"but the recipe's {name} is {show(ours[claim.key])}"
+        way = f"write {name}: {show(claim.value)} in the recipe" if name == claim.key else "change the recipe"
+        if not claim.is_default:
+            yield f"{claim.place} is {written}, {recipe}; take the key out, or {way}"
+        elif claim.section not in other_kinds:
+            yield f"{claim.place} is missing, so DeepSpeed's default {written} holds, {recipe}; write the key, or {way}"
 
 
 def is_same(value: Any, other: Any) -> bool:
     """True if two values are equal, or numbers that differ by rounding."""
+    other = tuple(other) if isinstance(other, list) else other
     if type(value) is float and isinstance(other, int | float):
         return math.isclose(value, other, rel_tol=1e-9)
     return bool(value == other)

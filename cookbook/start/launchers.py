@@ -57,6 +57,11 @@ class Launcher:
     flags: tuple[tuple[str, str], ...] = ()
     """All flags but `STARTING_FLAGS`, with their values."""
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """True with --cpu, for which accelerate 1.15 starts one process whatever the file has (commands/launch.py)."""
+        return "cpu" in dict(self.flags)
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -139,6 +144,9 @@ def strategy_in_force(launcher: Launcher, world: World, named: Path | None) -> P
             "accelerate launch: without --config_file it uses this user account's defaults, not the recipe's"
             " strategy. Write --config_file accelerate_configs/<name>.yaml, or use cookbook launch"
         )
+    if launcher.is_on_cpu and not world.is_launched:
+        load_strategy(Path(launcher.config_file))
+        return strategy_path("single")
     return Path(launcher.config_file)
 
 
@@ -276,6 +284,13 @@ def check_machine(
     return mistakes
 
 
+def check_cpu(launcher: Launcher, num_gpus: int) -> list[str]:
+    """One mistake if --cpu would not be obeyed."""
+    if not launcher.is_on_cpu or not num_gpus:
+        return []
+    return ["--cpu: a run uses all visible GPUs; hide them with CUDA_VISIBLE_DEVICES="]
+
+
 def check_count(world: World, launcher: Launcher) -> list[str]:
     """One mistake if accelerate ignored --num_processes, as it does with distributed_type NO."""
     if launcher.num_processes is None or launcher.num_processes == world.num_processes:
@@ -293,6 +308,8 @@ def check_environment(strategy: Strategy | None, launcher: Launcher, mixed_preci
     if strategy is None and launcher.is_accelerate:
         return []
     expected = {} if strategy is None or not launcher.is_accelerate else _expected_variables(strategy)
+    if launcher.is_on_cpu:
+        expected["ACCELERATE_USE_CPU"] = "true"
     mistakes = []
     for name, value in sorted(os.environ.items()):
         if not name.startswith(PREFIXES) or name in HARMLESS:

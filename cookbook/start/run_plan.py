@@ -151,7 +151,7 @@ def _fit_to_machine(pair: Pair) -> Pair:
     if strategy is not None:
         world = launchers.trim_world(world, strategy, launcher, num_gpus)
         mistakes += launchers.check_shares(strategy, world)
-    mistakes += launchers.check_count(world, launcher)
+    mistakes += launchers.check_count(world, launcher) + launchers.check_cpu(launcher, num_gpus)
     mistakes += launchers.choose_network(world)
     sizes = launchers.elastic_sizes(world)
     if recipe is not None:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.commands.convert import references
-from cookbook.config.deepspeed_json import with_defaults
+from cookbook.config.accelerate_yaml import indented
+from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
+from cookbook.config.strategy_keys import is_same
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
 SEVERAL = ("run.trackers", "adapter.targets")
@@ -47,6 +49,8 @@ class Collected:
         """Keys of DeepSpeed that whoever trains fills in ("auto"), with their places, by ours."""
         self.others: list[str] = []
         """Reasons why no recipe can be the same training."""
+        self.files: list[str] = []
+        """Names of the files, in the order in which they were read."""
         self.folder = Path()
         self.template: str | None = None
         """The text of a chat template in the file."""
@@ -58,8 +62,12 @@ class Collected:
             RecipeError: they make another strategy.
         """
         self.folder = Path(document.name).parent
+        self.files.append(document.name)
         if is_deepspeed := project is tables().projects["deepspeed"]:
-            document = with_defaults(document)
+            document = as_deepspeed_reads(document)
+        if project is tables().projects["accelerate"]:
+            document, lost = indented(document)
+            self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
         for path, written in _leaves(document.values, project):
             place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
             self.keys_of_files.add(dotted)
@@ -75,6 +83,8 @@ class Collected:
                 self.idle.append(dotted)
             else:
                 self._read_key(dotted, value, place, project)
+        if is_deepspeed and "zero_optimization" not in document.values:
+            self.other.setdefault("strategy.zero_stage", 0)  # as DeepSpeed reads it
         silent = [ours for ours, place in self.places.items() if place.endswith(SILENT) and ours in self.recipe]
         if silent:
             given = ", ".join(f"{ours} {show(self.recipe[ours])}" for ours in silent)
@@ -140,6 +150,27 @@ class Collected:
             self.changes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
             return
         home[ours], self.places[ours] = value, place
+
+    def settle(self, ours: str, value: Any, name: str) -> None:
+        """Set a key of ours that follows from one of theirs.
+
+        Of two files that set it, the one that was read first has precedence, and both values are named.
+
+        Args:
+            name: the key in `places` that has it.
+        """
+        place, earlier = self.places.get(name, name), self.places.get(ours)
+        if earlier is None or ours not in self.recipe or is_same(self.recipe[ours], value):
+            self.recipe[ours] = value
+            self.places.setdefault(ours, place)
+        elif self._rank(place) < self._rank(earlier):
+            self.changes.append(f"{earlier}: {ours} is {show(value)} already, from {place}")
+            self.recipe[ours], self.places[ours] = value, place
+        else:
+            self.changes.append(f"{place}: {ours} is {show(self.recipe[ours])} already, from {earlier}")
+
+    def _rank(self, place: str) -> int:
+        return next((i for i, file in enumerate(self.files) if place.startswith(f"{file}:")), len(self.files))
 
     def take(self, name: str, default: Any = None) -> Any:
         return self.other.pop(f"~{name}", default)

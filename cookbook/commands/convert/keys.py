@@ -43,7 +43,8 @@ class Conversion(Collected):
         self._evaluation_and_saving()
         betas = [self.take("beta1"), self.take("beta2")]
         if betas != [None, None]:
-            self.recipe["optim.betas"] = [betas[0] or 0.9, betas[1] or 0.999]
+            name = "~beta1" if betas[0] is not None else "~beta2"
+            self.settle("optim.betas", [betas[0] or 0.9, betas[1] or 0.999], name)
         self._left_open(project)
 
     def _optimizer(self) -> None:
@@ -60,16 +61,13 @@ class Conversion(Collected):
             self.recipe["optim.weight_decay"] = 0.0
 
     def _precision(self) -> None:
-        """`bf16` and `fp16` of a training file come before the precision of a launch, as in transformers."""
+        """mixed_precision from switches for bf16 and fp16; one that is off says nothing beside one that is on."""
         switches = {name: self.take(name) for name in ("bf16", "fp16")}
-        name = next((name for name, is_on in switches.items() if is_on), None)
-        of_launch = self.recipe.get("mixed_precision")
-        if name is not None and of_launch not in (None, name):
-            self.change("mixed_precision", f"left out; mixed_precision is {name}, from {self.places[f'~{name}']}")
-        if name is not None:
-            self.recipe["mixed_precision"] = name
-        elif False in switches.values():
-            self.recipe.setdefault("mixed_precision", "no")
+        on = sorted((name for name in switches if switches[name]), key=lambda name: self._rank(self.places[f"~{name}"]))
+        for name in on:
+            self.settle("mixed_precision", name, f"~{name}")
+        if not on and False in switches.values():
+            self.settle("mixed_precision", "no", "~bf16" if switches["bf16"] is False else "~fp16")
 
     def _offload(self) -> None:
         if self.take("activation_offloading"):
@@ -339,7 +337,7 @@ class Conversion(Collected):
         if share and peak is None:
             self.note("~min_share", "a share of a peak that the file has not; write schedule.min_learning_rate")
         elif share:
-            self.recipe.setdefault("schedule.min_learning_rate", float(f"{share * peak:.6g}"))
+            self.settle("schedule.min_learning_rate", float(f"{share * peak:.6g}"), "~min_share")
         if self.take("decay_type") is None and self.recipe.get("schedule.name") == "wsd":
             self.changes.append("not in the file: its decay is half a cosine, and that of schedule.name wsd is linear")
 
@@ -359,9 +357,11 @@ class Conversion(Collected):
             self.places.setdefault("data.packing", self.places["~packed_size"])
         warmup, ratio = self.take("warmup"), self.take("warmup_ratio")
         if warmup:  # transformers 5 reads a share here too
-            self.recipe["schedule.warmup_steps"] = warmup if warmup < 1 else int(warmup)
+            self.settle("schedule.warmup_steps", warmup if warmup < 1 else int(warmup), "~warmup")
         elif ratio:
-            self.recipe["schedule.warmup_steps"] = ratio
+            self.settle("schedule.warmup_steps", ratio, "~warmup_ratio")
+        elif warmup == 0 and "schedule.warmup_steps" in self.recipe:
+            self.settle("schedule.warmup_steps", 0, "~warmup")
         elif self.other.get("~warmup_of_axolotl"):
             self.recipe["schedule.warmup_steps"] = warmup = _warmup_of_axolotl(self.recipe.get("run.max_steps"))
             self.notes.append(f"not in the file: schedule.warmup_steps {warmup}, axolotl's, at most 100 steps")
@@ -369,13 +369,24 @@ class Conversion(Collected):
         micro, accumulation = self.recipe.get("batch.micro_batch_size"), self.take("accumulation")
         listed, mesh = self.take("processes"), self.other
         self.processes = self.processes or listed
-        if micro is None or "batch.global_batch_size" in self.recipe:
+        given = self.recipe.get("batch.global_batch_size")
+        if micro is None:
             self._spare_accumulation(accumulation)
             return
         per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
         copies = max(1, (self.processes or 1) // per_copy)
-        self.recipe["batch.global_batch_size"] = size = micro * (accumulation or 1) * copies
-        if self.processes is None:
+        size = micro * (accumulation or 1) * copies
+        if given is None:
+            self.recipe["batch.global_batch_size"] = size
+        elif self.processes is not None and given != size:
+            of_micro, of_batch = (self.places[f"batch.{name}"] for name in ("micro_batch_size", "global_batch_size"))
+            product = f"{micro} x accumulation {accumulation or 1} x {copies} processes"
+            self.changes.append(f"{of_batch}: but {size} = {product}, from {of_micro}")
+            if self._rank(of_micro) < self._rank(of_batch):
+                self.recipe["batch.global_batch_size"] = size
+        elif given is not None:
+            self._spare_accumulation(accumulation)
+        if given is None and self.processes is None:
             self.notes.append(
                 f"batch.global_batch_size {size} = {micro} x accumulation {accumulation or 1} x 1 process: the file has"
                 " no number of GPUs; multiply by that of your runs, or give --processes"

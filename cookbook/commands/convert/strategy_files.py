@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from cookbook.config.accelerate_yaml import DEFAULT_STAGE
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.system.files import RecipeError, dump_yaml, read_document, show
 from cookbook.system.shipped import located
@@ -34,8 +35,11 @@ def choose_strategy(properties: dict[str, Any], name: str, notes: list[str]) -> 
         properties["kind"], version = "fsdp", 2
     if properties.get("zero_stage"):
         properties["kind"] = "zero"
-    elif properties.get("kind") == "zero":
+    elif properties.get("kind") == "zero" and "zero_stage" in properties:
         properties["kind"] = "ddp"
+    elif properties.get("kind") == "zero":
+        properties["zero_stage"] = DEFAULT_STAGE
+        notes.append(f"DeepSpeed without a stage in the files: {DEFAULT_STAGE}, which is accelerate's default")
     is_sharded = {"reshard", "offload"} & properties.keys() and "kind" not in properties
     kind = properties.get("kind", "fsdp" if is_sharded else "ddp")
     if not properties:

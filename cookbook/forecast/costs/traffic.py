@@ -308,7 +308,7 @@ def _zero_gathers(strategy: Strategy, sizes: ModelSizes) -> int | None:
     """
     limit = strategy.zero.get("allgather_bucket_size", 5 * 10**8)
     groups = [sum(weight.numel for weight in sizes.trained if weight.is_matrix == kind) for kind in (True, False)]
-    return sum(max(1, group // limit) for group in groups if group) if sizes.trained else None
+    return sum(max(1, group // limit) if limit else 1 for group in groups if group) if sizes.trained else None
 
 
 def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_processes: int, half: int) -> list[Transfer]:
