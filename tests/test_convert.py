@@ -465,7 +465,7 @@ TWO_FILES = {
     "no warm-up": ("warmup_steps: 0\n", STEPS, "schedule.warmup_steps", 0, ("warmup_num_steps is 9", "is 0 already")),
     "betas": (
         "adam_beta1: 0.8\n",
-        '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "lr": "auto"}}, "zero_optimization": {"stage": 2}}',
+        '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}, "zero_optimization": {"stage": 2}}',
         "optim.betas",
         (0.8, 0.999),
         ("betas is", "adam_beta1 is 0.8"),
@@ -503,6 +503,14 @@ def test_two_files_that_contradict_each_other_are_shown_with_both_values(folder,
     assert (tuple(written) if isinstance(written, list) else written) == value
     printed = capsys.readouterr().out
     assert any(all(text in line for text in said) for line in printed.splitlines()), printed
+
+
+@pytest.mark.parametrize("key", ["packing", "padding_free"])
+def test_a_batch_that_is_flattened_counts_samples_as_here(folder, capsys, key):
+    (folder / "trl.yaml").write_text(f"{SCRIPT}per_device_train_batch_size: 2\n{key}: true\n")
+    main(["convert", "trl.yaml", "--from", "trl", "--out", "recipes/mine.yaml"])
+    assert ("counts packed rows" in capsys.readouterr().out) == (key == "packing")
+    assert yaml.safe_load(Path("recipes/mine.yaml").read_text())["data"]["packing"] is True
 
 
 NEW = {

@@ -432,6 +432,7 @@ class Conversion(Collected):
             not project.packs_first
             or self._objective_name != "sft"
             or self.recipe.get("data.packing") is not True
+            or "padding_free" in self.places.get("data.packing", "")  # samples of a batch in one row
             or None in (size, micro)
         ):
             return
