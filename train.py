@@ -84,13 +84,13 @@ def refuse_words(words: list[str]) -> None:
     """Refuse what is neither a recipe nor a flag, with what to write in its place."""
     recipe, *others = words
     misplaced = [recipe] if "=" in recipe and not Path(recipe).is_file() else []
-    values = {following for word, following in pairwise(others) if word.startswith("-")}
+    values = {word: following for word, following in pairwise(others) if word[:1] == "-" != following[:1]}
     unknown = "not known; keys of the recipe are given as --set section.key=value"
     refuse(
         [
-            as_assignment(word) or f"{word}: {unknown}"
+            (as_assignment(word) or f"{word}: {unknown}").replace("VALUE", values.get(word, "VALUE"))
             for word in [*misplaced, *others]
-            if word.startswith("-") or word not in values
+            if word.startswith("-") or word not in values.values()
         ]
     )
 

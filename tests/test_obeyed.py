@@ -38,7 +38,7 @@ INSERT = [
 ]
 CORRECT = [
     rf"{PLACE} is .*; write {VALUE} in quotes",
-    rf"{PLACE} is .*; write .* of elements, or {VALUE}",
+    rf"{PLACE} is .*; write a whole number, or {VALUE}",
     rf"{PLACE} is .* write .*, as {VALUE}",
     rf"{PLACE} is .*; write {VALUE} to [\d.]+",
     rf"{PLACE} is .*; it must be greater than or equal to {VALUE}",

@@ -511,6 +511,7 @@ SHORT = {
     "batch_size": "batch.micro_batch_size",
     "model": "model.name_or_path",
     "output": "run.output_dir",
+    "strategy": "strategy",
 }
 """Flags of other programs' scripts whose names are in no configuration file."""
 

@@ -356,7 +356,8 @@ OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
 
 def answer_to(key: str) -> str | None:
     """Advice for a key that is no recipe's, but another file's or project's; None: nobody has it."""
-    return None if key in OWN_NAMES else foreign.answers().get(key)
+    known = foreign.answers()
+    return None if key in OWN_NAMES else known.get(key, known.get(key.lower()))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -586,7 +586,7 @@ class RunSection(OneOf):
     check_ranks_every_steps: int | None = Field(default=None, gt=0)
     """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
     a difference ends the run. Default: never."""
-    profile: ProfileSection | None = None
+    profile: ProfileSection | None = Field(default=None, examples=[{"steps": [10, 14]}])
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []

@@ -4,6 +4,7 @@ Unknown keys are errors at every depth, because the libraries drop them silently
 inside `fsdp_config`, DeepSpeed a misspelt top-level key (`zero_optimisation` would mean stage 0).
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -272,6 +273,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         if not missing:
             with gathered(mistakes):
                 source = as_deepspeed_reads(read_document(Path(deepspeed_name)))
+                source = replace(source, name=min(deepspeed_name, os.path.relpath(deepspeed_name), key=len))
     deepspeed = None
     if source is not None:
         sorted_keys.append(Sorting(source, "deepspeed"))
@@ -316,10 +318,13 @@ def _check_kind(document: Document) -> list[str]:
             " LOCAL_MACHINE, as ddp, and start it there as on any machines (docs/several_machines.md)"
         ]
     if "zero_optimization" in keys and "distributed_type" not in keys:
+        block = document.values["zero_optimization"]
+        stage = block.get("stage") if isinstance(block, dict) else None
+        shipped = f"zero{stage}" if stage in (1, 2, 3) else "ddp"
         return [
             f"{document.name}: is a DeepSpeed JSON, of which an accelerate YAML is the strategy; write one with"
             " distributed_type: DEEPSPEED, num_processes: auto and"
-            f" deepspeed_config: {{deepspeed_config_file: {document.name}}}, or take the shipped zero2 as a copy"
+            f" deepspeed_config: {{deepspeed_config_file: {document.name}}}, or take the shipped {shipped} as a copy"
         ]
     if {"model", "data"} <= {*keys}:
         return [f"{document.name}: is a recipe, not a strategy; name it first: cookbook launch {document.name}"]

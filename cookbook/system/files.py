@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -123,18 +123,33 @@ PathText = Annotated[str, AfterValidator(_refuse_odd_path)]
 """A path, or a name on the Hub."""
 
 
-def closest(word: str, choices: Iterable[str]) -> str | None:
+NEAR = 0.75
+"""Least nearness of a name that is meant (difflib's ratio): one letter of three may differ, `epochs` is no `hooks`."""
+
+
+def closest(word: str, choices: Iterable[str], least: float = NEAR) -> str | None:
     """The choice most like a word, the shortest of several, or None if none is."""
-    matches = difflib.get_close_matches(word, list(choices), n=3)
+    matches = difflib.get_close_matches(word, list(choices), n=3, cutoff=least)
     return max(
         matches, key=lambda choice: (difflib.SequenceMatcher(None, choice, word).ratio(), -len(choice)), default=None
     )
 
 
+MAX_CHOICES = 8
+"""Names in a message."""
+
+
 def nearest(word: str, choices: list[str]) -> str:
-    """`did you mean x?` if a choice is close, else the list of choices."""
+    """`did you mean x?` if a choice is close, else a list of choices."""
     nearest_choice = closest(word, choices)
-    return f"did you mean {nearest_choice}?" if nearest_choice else f"known here: {', '.join(choices)}"
+    return f"did you mean {nearest_choice}?" if nearest_choice else f"known here: {name_some(choices)}"
+
+
+def name_some(choices: Sequence[str]) -> str:
+    """The first names of a list, and how many more it has."""
+    left_out = len(choices) - MAX_CHOICES
+    more = f" and {left_out} more" if left_out > 1 else ""
+    return ", ".join(choices[: MAX_CHOICES if more else None]) + more
 
 
 class _StrictLoader(yaml.SafeLoader):

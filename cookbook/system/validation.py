@@ -1,7 +1,6 @@
 """Documents validated by any pydantic model, with the place of every mistake and what to write instead."""
 
 import copy
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from cookbook.system.files import Document, KeyPath, flatten, nearest, show, type_name
+from cookbook.system.files import MAX_CHOICES, Document, KeyPath, closest, flatten, name_some, nearest, show, type_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -22,8 +21,8 @@ def validate(
 ) -> tuple[Model | None, list[str]]:
     """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
 
-    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names. Of a value
-    under such a name nothing is said, since the file does not have it there.
+    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names, and once
+    without them. A mistake that one of the two does not have comes from the guess, and nothing is said of it.
 
     Args:
         answer_to: what to write instead of a key that this file may not set; asked about a key that is not the model's.
@@ -35,9 +34,10 @@ def validate(
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
         mistakes = [_word_problem(document, model, problem, answer_to, homes) for problem in unknown]
-        values, guessed = _use_nearest_names(document.values, model, unknown, answer_to)
+        values, rest = _use_nearest_names(document.values, model, unknown, answer_to)
         parsed, problems = _try(values, model)
-        problems = [problem for problem in problems if not any(problem["loc"][: len(path)] == path for path in guessed)]
+        others = {_sign(problem) for problem in _try(rest, model)[1]}
+        problems = [problem for problem in problems if _sign(problem) in others]
     mistakes += [
         _explain_value(document, problem, meaning_of) or _word_problem(document, model, problem, answer_to, homes)
         for problem in problems
@@ -77,22 +77,31 @@ def _to_file_path(values: Any, path: KeyPath) -> KeyPath:
     return tuple(written)
 
 
+def _sign(problem: Any) -> tuple[Any, ...]:
+    return problem["type"], problem["loc"], problem["msg"]
+
+
 def _use_nearest_names(
     values: Any, model: type[BaseModel], unknown: list[Any], answer_to: Callable[[str], str | None]
-) -> tuple[Any, list[KeyPath]]:
-    """The values under the nearest names, and the paths of these."""
-    values, guessed = copy.deepcopy(values), []
+) -> tuple[Any, Any]:
+    """The values under the nearest names, and the values without what has an unknown name."""
+    guessed, rest = copy.deepcopy(values), copy.deepcopy(values)
     for problem in unknown:
         *path, key = problem["loc"]
-        section = values
+        section, other = guessed, rest
         for part_of_path in path:
-            section = section[part_of_path]
+            section, other = section[part_of_path], other[part_of_path]
         value = section.pop(key)
-        close = difflib.get_close_matches(key, _fields(model, tuple(path), values), n=1)
-        if close and answer_to(key) is None and close[0] not in section:
-            section[close[0]] = value
-            guessed.append((*path, close[0]))
-    return values, guessed
+        del other[key]
+        close = closest(key, _fields(model, tuple(path), values))
+        if close and _answer(answer_to, problem["loc"]) is None and close not in section:
+            section[close] = value
+    return guessed, rest
+
+
+def _answer(answer_to: Callable[[str], str | None], path: KeyPath) -> str | None:
+    """Advice for the key at a path: for the path as a whole, or for the key in any section."""
+    return answer_to(".".join(map(str, path))) or answer_to(str(path[-1]))
 
 
 # Expected types, where pydantic's own words would confuse the author of a YAML file.
@@ -129,11 +138,11 @@ def _word_problem(
     place, context = document.place(*path), problem.get("ctx", {})
     if kind == "extra_forbidden":
         key = str(path[-1])
-        if (answer := answer_to(key)) is not None:
+        if (answer := _answer(answer_to, path)) is not None:
             return f"{place}: does not belong here; {answer}"
         homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
         here = _fields(model, path[:-1], document.values)
-        if len(homes) == 1 and not difflib.get_close_matches(key, here):
+        if len(homes) == 1 and closest(key, here) is None:
             home = ".".join(homes[0])
             is_said = home in (there := flatten(document.values)) and there[home] == value
             way = "take it out" if is_said else f"write it as {home}"
@@ -158,17 +167,36 @@ def _word_problem(
         choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
         if value is False and "no" in choices:
             return f"{place} is false (YAML reads a bare no so); write {choices['no']} in quotes"
-        close = difflib.get_close_matches(str(value).lower(), choices, n=1)
-        return f"{place} is {show(value)}; use {expected}" + (f" (did you mean {choices[close[0]]}?)" if close else "")
+        close = closest(str(value).lower(), choices) if len(choices) > 1 else None
+        some = expected if len(choices) <= MAX_CHOICES else name_some(list(choices.values()))
+        return f"{place} is {show(value)}; use {some}" + (f" (did you mean {choices[close]}?)" if close else "")
     if kind == "string_type" and isinstance(value, bool):
         return (
             f"{place} is {show(value)} (YAML reads a bare yes, no, on or off so); it must be text: write it in quotes"
         )
     if kind in _EXPECTED:
-        return f"{place} is {show(value)} ({type_name(value)}); it must be {_EXPECTED[kind]}"
+        way = _as_written(model, path, value, document) or f"it must be {_EXPECTED[kind]}"
+        return f"{place} is {show(value)} ({type_name(value)}); {way}"
     if kind == "too_long":
         return f"{place} is {show(list(value))}; write {context['max_length']} values"
     return f"{place} is {show(value)}; it must be {problem['msg'].removeprefix('Input should be ')}"
+
+
+def _as_written(model: type[BaseModel], path: KeyPath, value: Any, document: Document) -> str | None:
+    """Advice for one word in the place of a section or a list: how to write it; None where that is not known."""
+    field = _fields(model, path[:-1], document.values).get(str(path[-1])) if path else None
+    if field is None or isinstance(value, dict | list):
+        return None
+    is_set, dotted = path in document.overrides, ".".join(map(str, path))
+    sections = list(_models_in(field.annotation))
+    names = [kind for kind in sections if "name" in kind.model_fields]
+    if names and isinstance(value, str):
+        return f"write --set {dotted}.name={value}" if is_set else f"write {path[-1]}: {{name: {value}}}"
+    if sections and field.examples:
+        return f"write a section, for example {_flow(str(path[-1]), field.examples[0])}"
+    if not sections and isinstance(value, str) and "list[" in str(field.annotation):
+        return f"write a list: --set {dotted}=[{value}]" if is_set else f"write a list: {path[-1]}: [{value}]"
+    return None
 
 
 def _homes(model: type[BaseModel], path: tuple[str, ...] = ()) -> dict[str, list[tuple[str, ...]]]:
@@ -193,10 +221,14 @@ def _example(document: Document, model: type[BaseModel], path: KeyPath) -> str:
     field = _fields(model, path[:-1], document.values).get(key)
     if field is None or not field.examples:
         return ""
-    value = field.examples[0]
+    return f", for example {_flow(key, field.examples[0])}"
+
+
+def _flow(key: str, value: Any) -> str:
+    """A key with its value in one line of YAML."""
     if isinstance(value, dict):
         value = "{" + ", ".join(f"{name}: {inner}" for name, inner in value.items()) + "}"
-    return f", for example {key}: {value}"
+    return f"{key}: {value}"
 
 
 def _fields(model: type[BaseModel], path: KeyPath, values: Any) -> dict[str, FieldInfo]:

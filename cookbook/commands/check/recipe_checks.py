@@ -16,10 +16,11 @@ from cookbook.commands.shared.arguments import (
     process_count,
 )
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
-from cookbook.commands.shared.mistakes import check_model, lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.commands.shared.mistakes import check_layer_classes, check_model, lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
+from cookbook.config.strategy_keys import Claim
 from cookbook.start import run_plan
 from cookbook.start.in_rounds import KEY, sampler_host
 from cookbook.system import versions
@@ -75,7 +76,7 @@ def _check_recipe(
         plan, problems = run_plan.try_plan(pair, **_processes_of_label(path, strategy, processes))
         mistakes += problems
     if recipe is not None:
-        notes, problems = _on_disk(path, recipe)
+        notes, problems = _on_disk(path, recipe, pair.claims)
         mistakes += problems
     refuse([*pair.mistakes, *placed(mistakes, path, assignments)])
     assert recipe is not None and strategy is not None and plan is not None
@@ -90,12 +91,17 @@ def _check_recipe(
         yield from read_all(recipe)
 
 
-def _on_disk(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Notes and mistakes of the checkpoint and the model that a recipe names."""
+def _on_disk(path: Path, recipe: Recipe, claims: tuple[Claim, ...]) -> tuple[list[str], list[str]]:
+    """Notes and mistakes of the checkpoint and the model that a recipe names, and of the classes of its layers that a
+    strategy's files name.
+    """
     notes, mistakes = [], lacks_checkpoint(recipe)
     with gathered(mistakes):
         notes = check_model(recipe)
-    return notes, [f"{path}: {mistake}" for mistake in mistakes]
+    mistakes = [f"{path}: {mistake}" for mistake in mistakes]
+    with gathered(mistakes):
+        check_layer_classes(recipe, claims)
+    return notes, mistakes
 
 
 def _processes_of_label(path: Path, strategy: Strategy, processes: int | None) -> dict[str, int]:

@@ -30,7 +30,7 @@ def _runs() -> list[str]:
 def which_run(folder: Path) -> str:
     """Advice for a folder that is not a run's: the run with the nearest name, or the runs that are here."""
     names = {Path(run).name: run for run in _runs()}
-    if name := closest(folder.name, names):
+    if name := closest(folder.name, names, least=0.6):  # of few folders
         return f"did you mean {names[name]}?"
     here = f"; here are {', '.join(names.values())}" if names else ", for example outputs/quickstart"
     return f"name the run.output_dir of a run{here}"

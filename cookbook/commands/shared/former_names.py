@@ -1,4 +1,4 @@
-"""Commands that have another name now: the command to write instead, from the words of the old one."""
+"""Commands that have another name now, or elsewhere: the command to write instead, from the words of the other one."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def _replace_sample(words: list[str]) -> list[str]:
 
 
 ANSWERS: dict[str, Callable[[list[str]], list[str]]] = {
-    "train": lambda words: ["launch", *words],
+    **dict.fromkeys(("train", "run"), lambda words: ["launch", *words]),
     "summary": lambda words: ["report", *words],
     "sample": _replace_sample,
     "merge": _replace_merge,

@@ -2,18 +2,20 @@
 
 import json
 import re
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ALL_LINEAR, ModelSection
+from cookbook.config.strategy_keys import Claim
 from cookbook.facts.model_files import CONFIG
 from cookbook.facts.model_types import look_up
 from cookbook.facts.offline import known_model
 from cookbook.facts.packing import decide, known_config
 from cookbook.facts.score_head import head_wanted
-from cookbook.system.files import RecipeError, read_document
+from cookbook.system.files import RecipeError, read_document, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
 from cookbook.system.tensor_files import has_weights, weight_files
@@ -83,7 +85,8 @@ def _notes_on_structure(recipe: Recipe) -> list[str]:
     scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
     if not (scratch or facts):
         return []
-    has_names = recipe.adapter is not None and not {*recipe.adapter.targets} <= USUAL_LAYERS
+    adapter = recipe.adapter
+    has_names = adapter is not None and (bool(adapter.modules_to_save) or not {*adapter.targets} <= USUAL_LAYERS)
     known = known_config(recipe.model)
     is_measured = known is None or look_up(known.model_type).transformers in (None, version("transformers"))
     if is_measured and not has_names:
@@ -94,6 +97,26 @@ def _notes_on_structure(recipe: Recipe) -> list[str]:
     config = scratch_config(scratch) if scratch else known_config_of(facts or {})
     _check_packing(recipe, config)
     return adapter_files.check_names(config, recipe.adapter) if recipe.adapter is not None and has_names else []
+
+
+def check_layer_classes(recipe: Recipe, claims: Iterable[Claim]) -> None:
+    """Compare the class of the layers in a strategy's file with the model's, if its configuration is here.
+
+    Raises:
+        RecipeError: they are not the same.
+    """
+    named = [claim for claim in claims if claim.key == "~layer"]
+    scratch, here, facts = recipe.model.from_scratch, Path(recipe.model.name_or_path or ""), None
+    if not named or not (scratch or (here / CONFIG).is_file() or (facts := known_model(str(here)))):
+        return
+    from cookbook.training.models import language_model
+    from cookbook.training.models.structure import known_config_of, layer_mistakes, scratch_config
+
+    if scratch:
+        config = scratch_config(scratch)
+    else:
+        config = known_config_of(facts) if facts else language_model.load_config(str(here), recipe.data.max_length)
+    refuse(layer_mistakes(config, named))
 
 
 def _check_packing(recipe: Recipe, config: Any) -> None:
