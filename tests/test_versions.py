@@ -49,7 +49,7 @@ def test_what_was_not_tested_is_named_with_what_was(installed, named, monkeypatc
     """Also half of the oldest set in the newest."""
     install(monkeypatch, installed)
     tested = [f"{name} (tested: {PINS[name.split()[0]]})" for name in named]
-    assert versions.notes() == [f"versions: untested: {', '.join(tested)}"]
+    assert versions.notes() == [f"versions: untested: {', '.join(tested)} (docs/upgrade.md)"]
 
 
 def test_check_says_it_once_and_a_key_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

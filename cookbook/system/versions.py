@@ -22,7 +22,7 @@ def untested() -> list[str]:
 def notes() -> list[str]:
     """The line for whoever starts something."""
     if names := untested():
-        return [f"versions: untested: {', '.join(names)}"]
+        return [f"versions: untested: {', '.join(names)} (docs/upgrade.md)"]
     return []
 
 

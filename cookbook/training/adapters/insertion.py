@@ -15,6 +15,7 @@ from transformers import (
 
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
+from cookbook.system.replaced import replaced
 from cookbook.training.adapters.four_bit_experts import pack
 from cookbook.training.adapters.peft_folder import (
     ADAPTER_NAME,
@@ -82,12 +83,8 @@ def _names_as_written() -> Iterator[None]:
     """Have peft adapt the layers that are named; see `_renamed`."""
     from peft.utils import transformers_weight_conversion as conversion
 
-    convert = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
+    with replaced(conversion, convert_peft_config_for_transformers=lambda *_, **__: None):
         yield
-    finally:
-        conversion.convert_peft_config_for_transformers = convert
 
 
 @contextlib.contextmanager
@@ -112,13 +109,8 @@ def _sizes_of_modules() -> Iterator[None]:
         # An element expanded to the shape of all experts, by which peft sizes its matrices; nothing is dequantized.
         return parameter.data.new_empty(()).expand(whole_shape(parameter)) if is_packed else parameter
 
-    LoraLayer._get_in_out_features = sizes  # type: ignore[method-assign]
-    ParamWrapper.get_param = in_whole_shape  # type: ignore[method-assign]
-    try:
+    with replaced(LoraLayer, _get_in_out_features=sizes), replaced(ParamWrapper, get_param=in_whole_shape):
         yield
-    finally:
-        LoraLayer._get_in_out_features = sizes_of_weight  # type: ignore[method-assign]
-        ParamWrapper.get_param = parameter_of  # type: ignore[method-assign]
 
 
 def add_adapter(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
+from cookbook.system.replaced import replaced
 
 
 def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) -> dict[str, list[int]]:
@@ -36,7 +37,6 @@ def without_values() -> Iterator[None]:
     """Have peft make the rows as zeros. It would read them from a matrix that a process may hold a shard of, and under
     ZeRO-3 only with CUDA (peft 0.21.2, tuners/trainable_tokens/layer.py).
     """
-    update_layer = TrainableTokensLayer.update_layer
 
     def rows(self: Any, adapter_name: str, *, token_indices: list[int] | None = None, tied_adapter: Any = None) -> None:
         if tied_adapter is None:
@@ -46,11 +46,8 @@ def without_values() -> Iterator[None]:
             self.token_indices[adapter_name] = token_indices
             self.trainable_tokens_delta[adapter_name] = torch.nn.Parameter(torch.zeros(len(token_indices), width))
 
-    TrainableTokensLayer.update_layer = rows  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(TrainableTokensLayer, update_layer=rows):
         yield
-    finally:
-        TrainableTokensLayer.update_layer = update_layer  # type: ignore[method-assign]
 
 
 def fill(model: PreTrainedModel, first: dict[str, torch.Tensor]) -> None:

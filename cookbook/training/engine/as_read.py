@@ -11,6 +11,8 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import modeling_utils
 
+from cookbook.system.files import RecipeError
+
 
 @contextlib.contextmanager
 def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter]) -> Iterator[None]:
@@ -18,7 +20,11 @@ def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], to
     one after the other (transformers 5.23, core_model_loading.py: a model that it quantizes is read without threads).
     """
 
+    is_called = False
+
     def registered(module: torch.nn.Module, name: str, weight: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+        nonlocal is_called
+        is_called = True
         return None if weight is None or weight.is_meta else replace(module, name, weight)
 
     # It would reserve the memory of the whole model on the GPU, to read faster.
@@ -31,6 +37,8 @@ def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], to
     finally:
         handle.remove()
         modeling_utils.caching_allocator_warmup = warm_up
+    if not is_called:
+        raise RecipeError("no weight of the model passed by while it was read; see docs/upgrade.md")
 
 
 class Shards:

@@ -28,6 +28,7 @@ from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan
 from cookbook.system import faults
 from cookbook.system.files import RecipeError
+from cookbook.system.replaced import check_hooks, forget_hooks
 from cookbook.system.step_phases import PHASE
 from cookbook.training.engine import agreement, state
 from cookbook.training.engine.collectives import Collectives, to_device
@@ -87,6 +88,7 @@ class Engine:
         self.loss_scale = LossScale(settings=scaling) if (scaling := recipe.loss_scaling) is not None else None
         """fp16's; its `scale` is that of the step to come."""
         prepare_process(plan, timeout)
+        forget_hooks()
         self.accelerator = self._start(on_cpu=not torch.cuda.is_available())
         self.device: torch.device = self.accelerator.device
         self.collectives = Collectives(world, self.mesh, self.device, lambda doing: self.beat(doing, self.current_step))
@@ -315,6 +317,7 @@ class Engine:
         if self._are_reached:
             return []
         self._are_reached = True
+        check_hooks()
         mine = {name for name, parameter in self.trained_parameters() if not self._is_reached(parameter)}
         candidates = self._of_any_rank(mine)
         if not candidates:

@@ -10,6 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.system.files import RecipeError
+from cookbook.system.replaced import counted
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, in_words, is_sharded
 from cookbook.training.engine.start import start_processes
@@ -44,7 +45,7 @@ class Ddp(Engine):
         if self.gradient_dtype is not None and isinstance(wrapped, DistributedDataParallel):
             # No PowerSGD: its error depends on gradients, step and rank of its factors, so no band can be stated; and
             # its state differs on each process, so no other strategy or number of processes could resume it.
-            wrapped.register_comm_hook(self.gradient_dtype, _exchange)
+            wrapped.register_comm_hook(self.gradient_dtype, counted(_exchange, "the buckets of DDP"))
         return wrapped, optimizer
 
     @property

@@ -13,6 +13,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from cookbook.system.replaced import replace_function
 from cookbook.training.engine.as_read import Shards, each_weight
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, is_sharded
@@ -319,4 +320,4 @@ def _gather_as_bytes() -> None:
         dtypes, sizes, _ = read(inputs)
         return dtypes, sizes, torch.uint8
 
-    collectives._get_all_gather_input_metadatas = as_bytes  # type: ignore[assignment]
+    replace_function(collectives, "_get_all_gather_input_metadatas", as_bytes)

@@ -23,6 +23,7 @@ from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.start.run_plan import Plan
 from cookbook.system import status
 from cookbook.system.files import RecipeError
+from cookbook.system.replaced import check_function, replace_function
 
 # accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines (utils/other.py,
 # extract_model_from_parallel): none is while it is not imported. Here, since a new model is saved before any engine.
@@ -179,7 +180,9 @@ def _cut_by_cost() -> None:
         there |= {name for name, _ in model.named_parameters()}
         return apply_tensor(model, mesh, {name: style for name, style in plan.items() if name in there})
 
-    mixin.apply_pipeline_parallelism, mixin.apply_tensor_parallelism = cut, shard
+    check_function(pipeline_parallel, "PipelineStage")
+    replace_function(mixin, "apply_pipeline_parallelism", cut)
+    replace_function(mixin, "apply_tensor_parallelism", shard)
 
 
 def _separate_restarts() -> None:
@@ -193,6 +196,8 @@ def _separate_restarts() -> None:
         return
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function so named
     create = rendezvous._create_c10d_store
-    rendezvous._create_c10d_store = lambda *args, **options: dist.PrefixStore(
-        f"restart-{restarts}", create(*args, **options)
-    )
+
+    def separate(*arguments: Any, **options: Any) -> Any:
+        return dist.PrefixStore(f"restart-{restarts}", create(*arguments, **options))
+
+    replace_function(rendezvous, "_create_c10d_store", separate)

@@ -23,6 +23,7 @@ from cookbook.start.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports
+from cookbook.system.replaced import check_function, counted
 from cookbook.training.engine import state
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.engine.base import DTYPES, Engine, StepResult
@@ -158,7 +159,9 @@ class Zero(Engine):
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
         self._with_gradient: set[torch.Tensor] = set()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._with_gradient.add)
+            parameter.register_post_accumulate_grad_hook(
+                counted(self._with_gradient.add, "the gradients of parameters")
+            )
             for parameter in model.parameters()
             if parameter.requires_grad
         ]
@@ -180,6 +183,8 @@ class Zero(Engine):
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         of_norm = "_get_norm_groups" if self._is_stage3 else "scaled_global_norm"
+        for name in (of_norm, "_update_scale"):
+            check_function(type(zero), name)
         norm_of, update_scale = getattr(zero, of_norm), zero._update_scale
         norms: list[Any] = []
 

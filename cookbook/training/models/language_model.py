@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -102,6 +104,7 @@ def load_model(
         options["config"] = config
     model = open_language_model(name, dtype=dtype, **options)
     _allocate_meta_weights(model)
+    _check_tied(model)
     model.config.use_cache = False
     if packing:
         keep_apart(model, stateful_layers(model.config))
@@ -124,6 +127,21 @@ def load_model(
         compile_loss(head_of(model))
     model.train()
     return model
+
+
+def _check_tied(model: PreTrainedModel) -> None:
+    """Raise RecipeError if a model is to have one matrix for embedding and head, and has two. What a DTensor shares is
+    the engine's matter (`gather_tied_once`)."""
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    first, last = (getattr(module, "weight", None) for module in modules)
+    is_whole = all(
+        isinstance(weight, torch.nn.Parameter) and not isinstance(weight, DTensor) for weight in (first, last)
+    )
+    if getattr(model.config, "tie_word_embeddings", False) and is_whole and first is not last:
+        what = f"model of type {model.config.model_type} under transformers {transformers.__version__}"
+        raise RecipeError(
+            f"{what}: its tie_word_embeddings is true, and embedding and head are two weights; write false"
+        )
 
 
 def check_finite(model: torch.nn.Module, place: object) -> None:

@@ -1,0 +1,269 @@
+"""Places of the code that rest on what a library does not promise, with what guards each: docs/upgrade.md.
+
+    python benchmarks/upgrade_places.py             # the page
+    python benchmarks/upgrade_places.py --digests   # and the functions that are replaced, as they are installed here
+
+The second is for whoever has read what a release changed in them. Both read the code by its syntax tree.
+"""
+
+import argparse
+import ast
+import importlib
+import io
+import json
+import re
+import sys
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cookbook.system.replaced import KNOWN, TABLE, digest_of  # noqa: E402
+
+PAGE = ROOT / "docs/upgrade.md"
+FAULTS = ROOT / "tests/faults.toml"
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "torchao")
+REPLACING = ("replaced", "replace_function", "check_function")
+CITED = re.compile(rf"\b({'|'.join(LIBRARIES)})(?:'s)? (\d+\.\d+(?:\.\d+)?)", re.IGNORECASE)
+SET = ("private name, set", "replaced in silence")
+COUNTED = "counted: absent or changed ends the start"
+
+
+class Place(NamedTuple):
+    """A place of one file."""
+
+    kind: str
+    file: str
+    name: str
+    guard: str
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Path and text of each file of the project that may rest on a library."""
+    for path in sorted([*(ROOT / "cookbook").rglob("*.py"), ROOT / "train.py"]):
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def own_names() -> set[str]:
+    """Names that begin with an underscore and that this project defines somewhere."""
+    names = set()
+    for _, text in files():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) == "self":
+                names.add(node.attr)
+    return names
+
+
+def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
+    """By file, the quotes of planted faults with the test that notices each."""
+    quotes = defaultdict(list)
+    for file, tests in tomllib.loads(faults).items():
+        for test, planted in tests.items():
+            for before, *_ in planted.values():
+                quotes[file].append((before, test))
+    return quotes
+
+
+def places() -> list[Place]:
+    """All places, each once."""
+    own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
+    found = set[Place]()
+    for file, text in files():
+        of_file = list(_of_file(ast.parse(text), own))
+        read = {ast.unparse(node).rpartition(".")[2] for node in ast.walk(ast.parse(text)) if _is_read(node)}
+        for kind, name, guard in of_file:
+            if not guard and kind in SET and name.rpartition(".")[2] in read:
+                guard = "AttributeError, since it is read as well"
+            tests = sorted({test for before, test in quotes[file] if re.search(rf"\b{re.escape(name)}\b", before)})
+            guards = [guard, *(f"`{test}`" for test in tests)]
+            found.add(Place(kind, file, name, "; ".join(filter(None, guards)) or "none"))
+    return sorted(found)
+
+
+def _is_read(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+
+
+def _of_file(tree: ast.Module, own: set[str]) -> Iterator[tuple[str, str, str]]:
+    imported = _imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in LIBRARIES:
+            for alias in node.names:
+                if any(_is_private(part) for part in [*str(node.module).split("."), alias.name]):
+                    yield "private import", f"{node.module}.{alias.name}", "ImportError"
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+            if isinstance(node.ctx, ast.Load):
+                yield "private name", node.attr, "AttributeError"
+            else:
+                yield "private name, set", node.attr, ""
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in imported:
+            yield "replaced in silence", ast.unparse(node), ""
+        elif isinstance(node, ast.Call):
+            yield from _of_call(node, own)
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(").__name__"):
+            for value in node.comparators:
+                if isinstance(value, ast.Constant):
+                    yield "name of a class", str(value.value), ""
+
+
+def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
+    called = ast.unparse(node.func).rpartition(".")[2]
+    texts = [value.value for value in node.args if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    if called in REPLACING:
+        for name in texts or [keyword.arg for keyword in node.keywords if keyword.arg]:
+            yield (
+                "replaced function",
+                f"{ast.unparse(node.args[0])}.{name}",
+                "counted: absent or changed ends the start",
+            )
+    elif re.fullmatch(r"register_\w*hook", called):
+        is_counted = any("counted(" in ast.unparse(value) for value in node.args)
+        yield (
+            "hook",
+            ast.unparse(node.func),
+            "counted: a first step in which it is not called ends the run" * is_counted,
+        )
+    elif called in ("getattr", "hasattr") and texts and _is_private(texts[0]) and texts[0] not in own:
+        yield "private name, asked for", texts[0], ""
+    elif called == "signature":
+        yield "signature", ast.unparse(node.args[0]), "derived"
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """Names of a file that come from a library."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in LIBRARIES}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def citations() -> dict[str, dict[str, int]]:
+    """How often comments and docstrings of each file name a version of a library."""
+    counts: dict[str, dict[str, int]] = {}
+    for file, text in files():
+        cited: dict[str, int] = defaultdict(int)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in (tokenize.COMMENT, tokenize.STRING):
+                for library, version in CITED.findall(token.string):
+                    cited[f"{library.lower()} {version}"] += 1
+        if cited:
+            counts[file] = dict(sorted(cited.items()))
+    return counts
+
+
+def page() -> str:
+    """The text of docs/upgrade.md."""
+    found, cited = places(), citations()
+    kinds: dict[str, list[Place]] = defaultdict(list)
+    for place in found:
+        kinds[place.kind].append(place)
+    unguarded = [place for place in found if place.guard == "none"]
+    lines = [HEAD.format(places=len(found), unguarded=len(unguarded), citations=sum(map(len, cited.values())))]
+    for kind, of_kind in kinds.items():
+        lines += [f"## {kind[0].upper()}{kind[1:]}", "", WORDS[kind], "", "| place | guard |", "|---|---|"]
+        lines += [f"| {place.file}: `{place.name}` | {place.guard} |" for place in of_kind]
+        lines.append("")
+    lines += ["## Functions as they were read", "", DIGESTS, "", "| place | versions |", "|---|---|"]
+    for name, digests in sorted(KNOWN.items()):
+        lines.append(f"| `{name}` | {'; '.join(', '.join(versions) for versions in digests.values())} |")
+    lines += ["", "## Versions that comments name", "", VERSIONS, "", "| place | versions |", "|---|---|"]
+    for file, versions in cited.items():
+        lines.append(f"| {file} | {', '.join(f'{name}' for name in versions)} |")
+    return "\n".join(lines) + "\n"
+
+
+HEAD = """# When a library moves
+
+`python benchmarks/upgrade_places.py` writes this page from the code; a test compares it. It lists {places} places that
+rest on what a library does not promise, each once for a file, and what happens if a release changes it. A guard is an
+error (the name is looked up, and its absence ends the start), "counted" (the start counts what it finds, and ends with
+exit code 2 if that is not what is known), "derived" (the code asks the library), or a test, which notices a fault that
+was planted at the place (`make mutants`). {unguarded} have no guard but the curves of the equivalence tests.
+
+Beside these, the start tries packed rows on a small model (`cookbook/training/models/stateful_layers.py`): layers with
+a state are found by what they do, a type that is known to have some and of which none is found ends the start, and so
+do samples that mix. Optional packages are hidden from transformers (`cookbook/system/optional.py`). A start under
+versions that were not tested says so, and `run.strict_versions` refuses it.
+
+On the day of a release: `make test-newest`; read what changed in each function that is replaced; then
+`python benchmarks/upgrade_places.py --digests` in the environment that has the release.
+"""
+WORDS = {
+    "private import": "A start that imports the file ends where the name is gone.",
+    "private name": "Read from an object of a library.",
+    "private name, set": "Set on an object of a library, which may no longer read it.",
+    "private name, asked for": "Looked up with an answer for the case that it is not there.",
+    "replaced function": "`cookbook/system/replaced.py` compares the code of the function with what was read.",
+    "replaced in silence": "Values of a library that are set, or functions that cost time and change no number.",
+    "hook": "Called by torch around a module or a gradient.",
+    "name of a class": "Compared as a text.",
+    "signature": "Asked of the function itself.",
+}
+DIGESTS = """Versions of the library in which the code of a function is what was read, apart from comments and layout.
+Versions after a semicolon have another code, which was read too. Who calls the function is not compared."""
+VERSIONS = "Each is a fact that was seen under that version; nothing compares it."
+
+
+def add_digests() -> None:
+    """Add the functions of the table as they are installed here."""
+    for place, digests in KNOWN.items():
+        owner, name = _resolve(place)
+        if owner is None or not hasattr(owner, name):
+            continue
+        version, digest = metadata.version(place.partition(".")[0]).partition("+")[0], digest_of(owner, name)
+        for versions in digests.values():
+            if version in versions:
+                versions.remove(version)
+        digests.setdefault(digest, []).append(version)
+    kept = {place: {digest: sorted(v) for digest, v in digests.items() if v} for place, digests in KNOWN.items()}
+    TABLE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _resolve(place: str) -> tuple[Any, str]:
+    """The module or class that has a function, and its name there; None where the library has none."""
+    path, _, name = place.rpartition(".")
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:]:
+                owner = getattr(owner, part)
+            return owner, name
+        except (ImportError, AttributeError):
+            continue
+    return None, name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--digests", action="store_true", help="add the functions that are replaced, as they are here")
+    if parser.parse_args().digests:
+        add_digests()
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What rests on a library's insides is listed with its guard. python -m pytest -q tests/test_upgrade.py"""
+
+import ast
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks import upgrade_places
+from benchmarks.tiny_models import tiny_config, tiny_model
+from cookbook.config.sections import ModelSection
+from cookbook.system import replaced
+from cookbook.system.files import RecipeError
+from cookbook.training.engine.as_read import each_weight
+from cookbook.training.models.language_model import load_model
+
+MOST_WITHOUT = 29
+"""Places without a guard, which only get fewer."""
+
+
+def test_the_page_is_what_the_code_says():
+    written = upgrade_places.PAGE.read_text(encoding="utf-8")
+    assert written == upgrade_places.page(), "run: python benchmarks/upgrade_places.py"
+    found = upgrade_places.places()
+    assert len(found) > 100 and {place.kind for place in found} == upgrade_places.WORDS.keys()
+    assert sum(place.guard == "none" for place in found) <= MOST_WITHOUT
+
+
+def test_each_kind_of_place_is_found():
+    code = """
+import torch
+from torch._dynamo import counters
+from peft import Layer
+def own(model, _known):
+    model._theirs; model._ours; _known._theirs_too = 1
+    torch.compile = None
+    getattr(model, "_asked", None)
+    replaced(Layer, _size=own)
+    model.register_forward_hook(own)
+    type(model).__name__ == "Theirs"
+    inspect.signature(model)
+"""
+    found = {(kind, name) for kind, name, _ in upgrade_places._of_file(ast.parse(code), {"_ours"})}
+    assert found == {
+        ("private import", "torch._dynamo.counters"),
+        ("private name", "_theirs"),
+        ("private name, set", "_theirs_too"),
+        ("replaced in silence", "torch.compile"),
+        ("private name, asked for", "_asked"),
+        ("replaced function", "Layer._size"),
+        ("hook", "model.register_forward_hook"),
+        ("name of a class", "Theirs"),
+        ("signature", "model"),
+    }
+
+
+@pytest.mark.parametrize("place", sorted(replaced.KNOWN))
+def test_a_function_that_is_replaced_is_as_it_was_read(place: str):
+    owner, name = upgrade_places._resolve(place)
+    assert owner is not None and replaced.place_of(owner, name) == place
+    replaced.check_function(owner, name)
+
+
+def test_each_function_that_the_code_replaces_is_in_the_table():
+    """Those of ZeRO's optimizers go by the class of the object."""
+    names = {place.name.rpartition(".")[2] for place in upgrade_places.places() if place.kind == "replaced function"}
+    known = {place.rpartition(".")[2] for place in replaced.KNOWN}
+    assert names - {"name"} <= known and known - names == {"_get_norm_groups", "_update_scale", "scaled_global_norm"}
+
+
+class Library:
+    """Stands in for one of a library."""
+
+    def size(self, factor: int) -> int:
+        """Its docstring."""
+        return 2 * factor  # its comment
+
+
+def known(monkeypatch: pytest.MonkeyPatch, digest: str) -> str:
+    place = replaced.place_of(Library, "size")
+    monkeypatch.setattr(replaced, "KNOWN", {place: {digest: ["1.0"]}})
+    monkeypatch.setattr(replaced, "metadata", SimpleNamespace(version=lambda name: "2.0"))
+    return place
+
+
+def test_a_function_is_replaced_while_it_is_open(monkeypatch: pytest.MonkeyPatch):
+    known(monkeypatch, replaced.digest_of(Library, "size"))
+    with replaced.replaced(Library, size=lambda self, factor: 3 * factor):
+        assert Library().size(2) == 6
+        with replaced.replaced(Library, size=lambda self, factor: 5 * factor):
+            assert Library().size(2) == 10
+        assert Library().size(2) == 6
+    assert Library().size(2) == 4
+
+
+def test_a_function_that_changed_or_is_gone_is_not_replaced(monkeypatch: pytest.MonkeyPatch):
+    place = known(monkeypatch, "0" * 16)
+    way_out = r"it was read in 1.0: install one of these \(docs/upgrade.md\)"
+    with pytest.raises(
+        RecipeError, match=rf"{place} of {place.partition('.')[0]} 2.0 is not as it was read; {way_out}"
+    ):
+        replaced.replace_function(Library, "size", None)
+    monkeypatch.delattr(Library, "size")
+    with pytest.raises(RecipeError, match=r"is not in \w+ 2.0, and a run replaces it; it was read in 1.0"):
+        replaced.replace_function(Library, "size", None)
+
+
+def test_comments_and_docstrings_are_no_change_and_a_factor_is():
+    class Same:
+        def size(self, factor: int) -> int:
+            return 2 * factor
+
+    class Other:
+        def size(self, factor: int) -> int:
+            return 4 * factor
+
+    digests = [replaced.digest_of(owner, "size") for owner in (Library, Same, Other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_hook_that_the_first_step_does_not_call_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    """Of two on one place one is enough, as where a parameter has no part in a loss."""
+    monkeypatch.setattr(replaced, "_calls", {})
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    called = []
+    for parameter in (first, second):
+        parameter.register_post_accumulate_grad_hook(replaced.counted(called.append, "parameters"))
+    with pytest.raises(RecipeError, match=r"the first step called no hook on parameters; see docs/upgrade.md"):
+        replaced.check_hooks()
+    first.sum().backward()
+    replaced.check_hooks()
+    assert called == [first]
+    replaced.counted(called.append, "buckets")
+    with pytest.raises(RecipeError, match=r"no hook on buckets"):
+        replaced.check_hooks()
+    replaced.forget_hooks()
+    replaced.check_hooks()
+
+
+def test_a_tied_pair_that_is_none_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    tiny_model(config).save_pretrained(tmp_path)
+    load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
+    monkeypatch.setattr(LlamaForCausalLM, "_tied_weights_keys", {})
+    with pytest.raises(RecipeError, match=r"tie_word_embeddings is true, and embedding and head are two weights"):
+        load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
+
+
+def test_a_model_that_is_read_past_the_hook_ends_the_start():
+    with pytest.raises(RecipeError, match=r"no weight of the model passed by"), each_weight(lambda *arguments: None):
+        pass
+    with each_weight(lambda module, name, weight: weight):
+        torch.nn.Linear(1, 1)
+
+
+def test_the_table_is_written_as_it_is_read():
+    text = replaced.TABLE.read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n"
