@@ -105,7 +105,8 @@ def test_a_run_resumes_with_other_kernels_by_consent_only():
     assert found(None, None) == found("a", "a") == ([], [])
     for before, after in ((None, "a"), ("a", None), ("a", "b")):
         mistakes, notes = found(before, after)
-        assert len(mistakes) == 1 and "run.allow_changes: [model.kernels]" in mistakes[0] and not notes
+        assert mistakes[1].startswith("Put back what was") and not notes
+        assert "  --set 'run.allow_changes=[model.kernels]' to go on from there with the new values" in mistakes
         mistakes, notes = found(before, after, "model.kernels")
         assert not mistakes and len(notes) == 1 and "as run.allow_changes allows" in notes[0]
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -20,6 +21,8 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
+from cookbook.commands import launch
+from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule
 from cookbook.training.checkpoint import folder, resume
@@ -391,13 +394,13 @@ def test_a_checkpoint_that_would_be_set_aside_with_the_run_is_refused(lab: Lab, 
 
 
 CHANGES = {
-    "seed": ({"seed": "8"}, "seed was 7 when the checkpoint was made, and is 8; change it back"),
-    "batch": ({"batch.global_batch_size": "32"}, "batch.global_batch_size was 16 .* and is 32; change it back"),
+    "seed": ({"seed": "8"}, "seed was 7 when the checkpoint was made, and is 8\n"),
+    "batch": ({"batch.global_batch_size": "32"}, "batch.global_batch_size was 16 .* and is 32\n"),
     "data": ({"data.max_length": "64"}, "the data is not what the checkpoint was made with"),
     "model": ({"model.from_scratch.hidden_size": "32"}, "the model is not what the checkpoint was made with"),
-    "optimizer": ({"optim.name": "adamw"}, "optim.name was 'sgd' .* change it back, or write run.resume: never"),
-    "learning rate": ({"optim.learning_rate": "0.05"}, r"run.allow_changes: \[optim.learning_rate\]"),
-    "steps": ({"run.max_steps": "5"}, r"run.allow_changes: \[run.max_steps\]"),
+    "optimizer": ({"optim.name": "adamw"}, "optim.name was 'sgd' .* and is 'adamw'\n"),
+    "learning rate": ({"optim.learning_rate": "0.05"}, r"--set 'run.allow_changes=\[optim.learning_rate\]' to go on"),
+    "steps": ({"run.max_steps": "5"}, r"--set 'run.allow_changes=\[run.max_steps\]' to go on"),
     "adapter": ({"adapter.name": "lora"}, "adapter.name was None .* and is 'lora'"),
 }
 
@@ -413,6 +416,47 @@ def test_a_changed_recipe_is_refused_or_needs_consent(lab: Lab, stopped: Path, t
     assert done.returncode == 2 and "Traceback" not in said, said[-3000:]
     assert re.search(message, said), said
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
+
+
+SECOND_TRIES = {
+    "learning rate": {"optim.learning_rate": "0.05"},
+    "length": {"run.max_steps": "9", "schedule.name": "cosine"},
+    "seed and length": {"seed": "8", "run.max_steps": "9"},
+}
+
+
+@pytest.mark.parametrize("change", SECOND_TRIES)
+def test_a_second_try_is_refused_before_processes_and_each_way_that_it_names_works(
+    lab: Lab, stopped: Path, tmp_path: Path, change: str, monkeypatch, capsys
+):
+    shutil.copytree(stopped, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run_command", lambda *_: pytest.fail("processes were started"))
+    settings = SGD_STEPS | {"run.output_dir": "run", "run.resume": "auto"}
+
+    def answer(verb: str, *words: str, **changed: str) -> str:
+        sets = [word for name, value in (settings | changed).items() for word in ("--set", f"{name}={value}")]
+        recipe, strategy = str(lab.folder / "recipe.yaml"), str(ROOT / "accelerate_configs/single.yaml")
+        assert main([verb, recipe, "--strategy", strategy, *sets, *words]) in (0, 2)
+        return capsys.readouterr().err
+
+    assert answer("check") == ""
+    changed = SECOND_TRIES[change]
+    refusals = {answer(verb, **changed) for verb in ("check", "launch")}
+    assert len(refusals) == 1, refusals
+    (refusal,) = refusals
+    assert refusal.startswith("run.resume: cannot resume from run/checkpoints/step-00000002:\n")
+    ways = [shlex.split(line)[1] for line in refusal.splitlines() if line.startswith("  --set ")]
+    can_go_on = "seed" not in changed
+    assert [way.partition("=")[0] for way in ways] == [
+        "run.output_dir",
+        *["run.allow_changes"] * can_go_on,
+        "run.resume",
+    ]
+    for way in ways:
+        assert answer("check", "--set", way, **changed) == "", way
+    if not can_go_on:
+        assert "seed was 7 when" in answer("check", "--set", "run.allow_changes=[seed,run.max_steps]", **changed)
 
 
 def test_consent_lets_the_learning_rate_change_and_says_so(lab: Lab, stopped: Path, tmp_path: Path):
@@ -431,8 +475,8 @@ def test_a_run_that_resumes_does_not_change_its_length_without_consent():
     for key, was in lengths.items():
         longer = recipe.run.model_copy(update={key: (was or 1) + 1})
         state = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": {}}
-        (mistake,), _ = resume.changes(state, recipe.model_copy(update={"run": longer}), {})
-        assert mistake.startswith(f"run.{key} was {was} ") and f"run.allow_changes: [run.{key}]" in mistake
+        (mistake, *ways), _ = resume.changes(state, recipe.model_copy(update={"run": longer}), {})
+        assert mistake.startswith(f"run.{key} was {was} ") and f"run.allow_changes=[run.{key}]" in "".join(ways)
         consented = longer.model_copy(update={"allow_changes": [f"run.{key}"]})
         mistakes, (note,) = resume.changes(state, recipe.model_copy(update={"run": consented}), {})
         assert not mistakes and note.startswith(f"run.{key} was {was} ")
@@ -447,7 +491,7 @@ def test_a_stream_whose_source_grew_meanwhile_does_not_go_on(lab: Lab, tmp_path:
     with rows.open("ab") as file:
         file.write(before.splitlines(keepends=True)[0])
     done = start(lab, tmp_path / "run", "fsdp2", settings | {"run.resume": "auto"}, 2)
-    assert done.returncode == 2 and "the data is not what the checkpoint was made with; put back" in done.stdout
+    assert done.returncode == 2 and "the data is not what the checkpoint was made with\n" in done.stdout
     rows.write_bytes(before)
     leg(lab, tmp_path / "run", "fsdp2:2", settings, num_steps=None)
     assert [line["step"] for line in Curve(tmp_path / "run").steps] == [1, 2, 3, 4]
@@ -467,7 +511,7 @@ def test_a_schedule_of_another_kind_needs_consent_to_each_key_or_to_the_section(
     before = recipe.model_copy(update={"schedule": Schedule.of(name="wsd", warmup_steps=30, decay_steps=2)})
     state = {"recipe": before.model_dump(mode="json", exclude_none=True), "made_from": {}}
     mistakes, _ = resume.changes(state, recipe, {})
-    assert [mistake.split(" ")[0] for mistake in mistakes] == ["schedule.decay_steps", "schedule.name"]
+    assert [mistake.split(" ")[0] for mistake in mistakes[:3]] == ["schedule.decay_steps", "schedule.name", "Put"]
     allowing = recipe.model_copy(update={"run": recipe.run.model_copy(update={"allow_changes": ["schedule"]})})
     mistakes, notes = resume.changes(state, allowing, {})
     assert mistakes == [] and len(notes) == 2

@@ -36,6 +36,7 @@ from cookbook.system.child import ACCELERATE_CLI, run_child
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_cores, num_gpus
+from cookbook.training.checkpoint.resume import changed_settings
 from cookbook.training.data.rows import read_rows
 
 RunChild = Callable[[list[str], dict[str, str], Path], int]
@@ -75,7 +76,7 @@ def launch(
     mistakes += run_plan.refuse_rounds(recipe, str(path)) + _interfaces(run_hosts, loaded, count, environment)
     if rank_logs and count == 1:
         mistakes.append("--rank-logs: one process runs, and its output is that of this command; take it out")
-    mistakes += lacks_checkpoint(recipe)
+    mistakes += lacks_checkpoint(recipe) + changed_settings(recipe)
     if simulate_gpus is None:
         mistakes += lacks_for_fp8(path, recipe, gpus)
     with gathered(mistakes):

@@ -28,6 +28,7 @@ from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
+from cookbook.training.checkpoint.resume import changed_settings
 
 
 def check(
@@ -76,6 +77,7 @@ def _check_recipe(
         plan, problems = run_plan.try_plan(pair, **_processes_of_label(path, strategy, processes))
         mistakes += problems
     if recipe is not None:
+        mistakes += changed_settings(recipe) if is_named else []  # of all recipes, nobody asks to be resumed
         notes, problems = _on_disk(path, recipe, pair.claims)
         mistakes += problems
     refuse([*pair.mistakes, *placed(mistakes, path, assignments)])

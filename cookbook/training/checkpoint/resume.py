@@ -1,7 +1,9 @@
 """Chooses the checkpoint that a run resumes from, checks that it may, and restores its state."""
 
+import itertools
 import json
 import math
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,33 +130,51 @@ def rule_of(key: str) -> str:
     return next((rule for rule, prefixes in rules.items() if is_any(prefixes)), otherwise)
 
 
-def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def changed_settings(recipe: Recipe) -> list[str]:
+    """The mistakes with which `choose` would refuse a recipe for its settings alone, from JSON files in one process,
+    before others are started. What data, model and plugins hold is compared by `choose`.
+    """
+    own = folder.list_folders(Path(recipe.run.output_dir) / "checkpoints") if recipe.run.resume == "auto" else []
+    for path in own if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]:
+        try:
+            state = folder.open_checkpoint(path).state()
+        except (BrokenCheckpoint, OSError):
+            continue
+        mistakes, _ = changes(state, recipe, None)
+        return [f"run.resume: cannot resume from {path}:", *mistakes] if mistakes else []
+    return []
+
+
+def changes(
+    state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, str] | None
+) -> tuple[list[str], list[str]]:
     """Compare a recipe and its fingerprints with those of a checkpoint.
 
     Args:
         state: `state.json` of the checkpoint, with `recipe` and `made_from`.
-        made_from: see `choose`.
+        made_from: see `choose`; None: not known yet, so that nothing is compared by content.
 
     Returns:
-        Mistakes, and notes on changes that `run.allow_changes` lists.
+        Mistakes, after them what the user may intend, and notes on changes that `run.allow_changes` lists.
     """
     was = flatten(state["recipe"])
     now = flatten(recipe.model_dump(mode="json", exclude_none=True))
-    same = {what: digest == state["made_from"].get(what) for what, digest in made_from.items()}
+    same = {what: digest == state["made_from"].get(what) for what, digest in (made_from or {}).items()}
     verbs = {"plugins": "are"}
     mistakes = [
-        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with; put back what it was, or write"
-        " run.resume: never to start over"
+        f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with"
         for what in same
         if not same[what] and what != "kernels"
     ]
+    to_consent: list[str] = []
     notes: list[str] = []
 
     def ask_consent(key: str, change: str) -> None:
         if any(key == allowed or key.startswith(allowed + ".") for allowed in recipe.run.allow_changes):
             notes.append(f"{change}, as run.allow_changes allows")
         else:
-            mistakes.append(f"{change}; change it back, or consent: run.allow_changes: [{key}]")
+            mistakes.append(change)
+            to_consent.append(key)
 
     if "kernels" in state["made_from"] and not same.get("kernels", True):
         ask_consent(KERNELS, f"{KERNELS} has packages of other versions or contents than when the checkpoint was made")
@@ -162,15 +182,35 @@ def changes(state: Mapping[str, Any], recipe: Recipe, made_from: Mapping[str, st
         before, after = was.get(key), now.get(key)
         rule = rule_of(key)
         is_same_content = any(key.startswith(prefix) and same.get(what, False) for prefix, what in BY_CONTENT.items())
-        may_differ = rule == "free" or (rule == "by_content" and is_same_content)
+        may_differ = rule == "free" or (rule == "by_content" and (made_from is None or is_same_content))
         if before == after or may_differ:
             continue
         change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
         if rule != "with_consent":
-            mistakes.append(f"{change}; change it back, or write run.resume: never to start over")
+            mistakes.append(change)
         else:
             ask_consent(key, change)
+    if mistakes:
+        mistakes += _intentions(recipe, to_consent if len(to_consent) == len(mistakes) else [])
     return mistakes, notes
+
+
+def _intentions(recipe: Recipe, to_consent: list[str]) -> list[str]:
+    """Ways on for a user whose recipe differs from the checkpoint's, with what to add to the command.
+
+    Args:
+        to_consent: the changed keys, if consent is enough to go on.
+    """
+    run, lines = recipe.run, ["Put back what was, or type the same command with"]
+    if run.resume == "auto":
+        numbered = (f"{run.output_dir}-{number}" for number in itertools.count(2))
+        free = next(name for name in numbered if not Path(name).exists())
+        lines.append(f"  --set {shlex.quote(f'run.output_dir={free}')} for a new run beside this one")
+    if to_consent:
+        keys = ",".join([*run.allow_changes, *to_consent])
+        lines.append(f"  --set {shlex.quote(f'run.allow_changes=[{keys}]')} to go on from there with the new values")
+    lines.append("  --set run.resume=never to start over; an earlier run in the folder is set aside")
+    return lines
 
 
 def load(checkpoint: Checkpoint, trained: Mapping[str, list[int]], restore: Callable[..., None]) -> dict[str, Any]:
