@@ -28,6 +28,7 @@ COPY CITATION.cff LICENSE README.md pyproject.toml train.py ./
 COPY accelerate_configs accelerate_configs
 COPY cookbook cookbook
 COPY ds_configs ds_configs
+COPY examples examples
 COPY recipes recipes
 COPY simulated_gpus simulated_gpus
 COPY slurm slurm

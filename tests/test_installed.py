@@ -27,7 +27,7 @@ from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.system import shipped
 from cookbook.system.shipped import located, own_folder
 
-SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
+SHIPPED = ("accelerate_configs", "ds_configs", "recipes", "examples")
 RECIPE = """\
 strategy: zero2
 mixed_precision: 'no'
@@ -117,7 +117,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 def test_each_shipped_file_is_copied_by_its_path_or_by_a_name_of_its_own():
     names = library.names_of_copies()
     files = [*(ROOT / "recipes").rglob("*.yaml"), *(ROOT / "accelerate_configs").glob("*.yaml")]
-    files += (ROOT / "recipes/chat_templates").glob("*.jinja")
+    files += [*(ROOT / "recipes/chat_templates").glob("*.jinja"), *(ROOT / "examples").glob("*.py")]
     assert {str(path.relative_to(ROOT)) for path in files} == {str(path) for path in names.values()}
     for file in files:  # no other file has taken its short name
         assert len([name for name, path in names.items() if path == file.relative_to(ROOT)]) >= 2, file
@@ -134,6 +134,7 @@ def test_each_shipped_file_is_copied_by_its_path_or_by_a_name_of_its_own():
             ["recipes/qwen25_3b/grpo_lora.yaml", "recipes/qwen25_3b/gsm8k.py", "recipes/schema.json"],
         ),
         ("chatml", ["recipes/chat_templates/chatml.jinja"]),
+        ("own_model", ["examples/own_model.py"]),
     ],
 )
 def test_a_copy_has_what_the_file_names_and_the_bytes_that_are_shipped(name, files, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""`library`: the shipped recipes, strategies and chat templates, and a copy of one, to edit it.
+"""`library`: the shipped recipes, strategies, chat templates and examples, and a copy of one, to edit it.
 
 For maintainers also recipes/README.md, the page of all recipes.
 """
@@ -21,6 +21,7 @@ from cookbook.system.files import RecipeError, cannot_write, nearest, refuse
 from cookbook.system.shipped import HOME
 
 PAGE = RECIPES / "README.md"
+EXAMPLES = Path("examples")
 
 
 def library(
@@ -41,6 +42,7 @@ def library(
         say(f"{path!s:36} {label.get('Needs', '').split('. ')[0].rstrip('.')}")
     say("strategies:", ", ".join(sorted(path.stem for path in _shipped(STRATEGIES, "yaml"))))
     say("chat templates:", ", ".join(sorted(path.stem for path in _shipped(TEMPLATES, "jinja"))))
+    say("programs:", ", ".join(sorted(path.stem for path in _shipped(EXAMPLES, "py"))))
     say("cookbook library --copy NAME puts one into this folder, where it is used in the place of the shipped one")
     return 0
 
@@ -53,7 +55,8 @@ def _shipped(folder: Path, suffix: str) -> list[Path]:
 def names_of_copies() -> dict[str, Path]:
     """The names and paths that --copy takes, each with its file."""
     shipped = [*_shipped(RECIPES, "yaml"), *_shipped(STRATEGIES, "yaml"), *_shipped(TEMPLATES, "jinja")]
-    short = {path.stem: path for path in shipped if path.parent in (RECIPES, STRATEGIES, TEMPLATES)}
+    shipped += _shipped(EXAMPLES, "py")
+    short = {path.stem: path for path in shipped if path.parent in (RECIPES, STRATEGIES, TEMPLATES, EXAMPLES)}
     of_recipes = {str(path.relative_to(RECIPES).with_suffix("")): path for path in shipped if RECIPES in path.parents}
     return of_recipes | short | {str(path): path for path in shipped}
 
