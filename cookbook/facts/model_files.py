@@ -71,11 +71,14 @@ def read_config(name: str | Path, **options: Any) -> Any:
 
 
 def read_tokenizer(name: str | Path, **options: Any) -> Any:
-    """`AutoTokenizer.from_pretrained`; raises as `read_config`."""
+    """`AutoTokenizer.from_pretrained`, with the rules of a folder's tokenizer.json; raises as `read_config`."""
     from transformers import AutoTokenizer
 
+    from cookbook.facts.tokenizer_rules import read_alike
+
     with _name_file_in_errors(name, TOKENIZER, *SETTINGS, *TEMPLATES, CONFIG):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
+        return read_alike(tokenizer, Path(name))
 
 
 def read_generation_config(folder: str | Path) -> Any:
@@ -99,6 +102,8 @@ def _name_file_in_errors(folder: str | Path, needed: Sequence[str], *others: str
     try:
         yield
     except BaseException as error:
+        if isinstance(error, RecipeError):
+            raise
         is_panic = type(error).__name__ == "PanicException"  # of Rust in tokenizers: no Exception
         if not (isinstance(error, Exception) or is_panic):
             raise

@@ -28,6 +28,7 @@ from transformers.utils import logging
 from cookbook.facts.language_part import has_tower, open_config, whole_config
 from cookbook.facts.model_files import values_of
 from cookbook.facts.score_head import auto_class, is_scored
+from cookbook.facts.tokenizer_rules import PROBES, other_tokens, rules_of_file
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.masking import mask_streams
@@ -100,6 +101,8 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(model_files, trust_remote_code=False).get_vocab():
         raise Wrong("the tokenizer has another vocabulary")
+    if tokenizer.is_fast and (text := other_tokens(tokenizer, rules_of_file(export), PROBES)) is not None:
+        raise Wrong(f"transformers makes other tokens of {text!a} than tokenizer.json")
     if not is_scored(config):
         GenerationConfig.from_pretrained(export)
     too_large = _too_large(config)

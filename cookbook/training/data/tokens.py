@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ import xxhash
 from cookbook.config import plugins
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.sections import DataSection
+from cookbook.facts import tokenizer_rules
 from cookbook.rows.row_checks import LOGPROBS, Row
 from cookbook.rows.row_kinds import BadRow, RowKind, kinds
 from cookbook.system import lock, registry, signals
@@ -29,16 +31,17 @@ from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.machine import num_cores
 from cookbook.system.record_files import seal_of
-from cookbook.training.data.encode import DEFAULT_KEYS, Encoder, LabelledIds, TextKeys
+from cookbook.training.data.encode import DEFAULT_KEYS, NUM_COMPARED, Encoder, LabelledIds, TextKeys
 from cookbook.training.data.rows import BadRows, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 7  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+FORMAT_VERSION = 8  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
 ROWS_PER_TASK = 2048
 MIN_ROWS_FOR_POOL = 20_000
 """A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
+LONGEST_COMPARED = 10_000
 MAX_PROCESSES = 16
 """Each imports transformers, some 300 MB."""
 
@@ -213,6 +216,7 @@ def tokenize(
     part_sizes, num_cut = [], 0
     remarks: dict[str, Remark] = {}
     encoder = Encoder(tokenizer, objective.labels, keys)
+    tokenizer_rules.check_rows(tokenizer, (text for rows in parts for text in _first_texts(rows)))
     for rows in parts:
         num_before = len(pieces)
         kind = kinds()[rows.kind]
@@ -249,6 +253,17 @@ def tokenize(
         fields["are_scored"] = True
         pieces = [(ids, _at_the_end(ids, tokenizer.pad_token_id)) for ids, _ in pieces]
     return join(pieces, group_size=group_size, part_sizes=sizes, num_cut=num_cut, **fields)
+
+
+def _first_texts(rows: Rows) -> Iterator[str]:
+    """Texts of the rows at the beginning, of long ones the first characters."""
+    values: list[Any] = [*islice(rows.rows, NUM_COMPARED)]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value[:LONGEST_COMPARED]
+        elif isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
 
 
 def _at_the_end(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
