@@ -18,10 +18,11 @@ from conftest import RECIPE, ROOT, Book, clean_environment
 from read_back import Outcome, ids_of, read_back, trained_tokens
 from tiny_templates import tags
 from tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Regex, normalizers
 
 from cookbook.config.recipe import load_recipe
 from cookbook.system.files import RecipeError
+from cookbook.training.models.tokenizer_files import end_of_turn
 
 END = "<|im_end|>"
 
@@ -129,6 +130,7 @@ class Case:
 
 
 CHAT = [user(), assistant()]
+CODE = "if x:\n    y\n        z"
 HALF_WRONG = [user(), assistant("WRONG"), user("no"), assistant("yes")]
 ONLY_RIGHT = [chatml("user hi", "assistant WRONG", "user no", "assistant [[yes]]")]
 PAIR = {"prompt": [user()], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
@@ -783,6 +785,11 @@ CASES = {
         template=WRITES_ALL,
         refused="message 2.*tool",
     ),
+    "two stretches alike between marks that the template looks for": Case(
+        rows=[{"messages": [user(), assistant("<|call|>x <|call|>x")]}],
+        template=CHATML + "{% if '<|call|>' in messages[0].content %}{% endif %}",
+        exact=[chatml("user hi", "assistant [[<|call|>x <|call|>x]]")],
+    ),
     "no answer": Case(rows=[{"messages": [user()]}], refused="assistant"),
     "an answer that is an object": Case(
         rows=[{"instruction": "As JSON", "input": "", "output": {"a": 1, "b": None}}], refused="`output`.*JSON"
@@ -865,6 +872,58 @@ def test_special_tokens_in_a_user_s_text_are_text(tmp_path):
     found = read_back([{"messages": chat}], tokenizer, tmp_path)
     ids = ids_of(found.samples[0])
     assert [ids.count(tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", END)] == [2, 2]
+
+
+READS_THOUGHTS = writes(
+    answer="'<think>' + (message.content.split('</think>')[0].split('<think>')[-1] if '</think>' in message.content"
+    " else '') + '</think>' + message.content.split('</think>')[-1]"
+)
+REFUSES_CHANNELS = (
+    "{% for m in messages if '<|channel|>' in m.content %}{{ raise_exception('NO CHANNELS') }}{% endfor %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "token", "words"),
+    [
+        (READS_THOUGHTS, "</think>", "is read by the chat template: '<think>' in message 2, `content`"),
+        (REFUSES_CHANNELS, "<|channel|>", "'<|channel|>' in message 2, `content`: NO CHANNELS"),
+    ],
+)
+def test_a_template_sees_the_special_tokens_of_a_text(template, token, words, tmp_path):
+    """It splits or refuses texts by them; what it would write of the text with a guard in them is another sample."""
+    chat = [user(), assistant(f"<think>hm{token}yes")]
+    tokenizer = tiny_tokenizer(template=template, more=["<think>", token])
+    assert words in read_back([{"messages": chat}], tokenizer, tmp_path).refused
+    if token == "</think>":  # the way out of the message
+        found = read_back([{"messages": chat}], tokenizer, tmp_path, special_tokens="tokens")
+        assert trained_tokens(found.samples[0], tokenizer) == ["<think>", "h", "m", "</think>", *"yes", END]
+    other = tiny_tokenizer(
+        template=template.replace("</think>", "no such").replace("<|channel|>", "no such"), more=[token]
+    )
+    found = read_back([{"messages": chat}], other, tmp_path)
+    assert not found.refused and "read as text" in found.notes, "a template that does not look writes what stands there"
+
+
+def test_a_turn_may_end_with_an_added_token_that_is_not_special(tmp_path):
+    tokenizer = tiny_tokenizer(template=CHATML.replace(END, "<end>"), eos="</s>")
+    tokenizer.add_tokens(["<end>"])
+    found = read_back([{"messages": CHAT}], tokenizer, tmp_path)
+    assert trained_tokens(found.samples[0], tokenizer) == [*"yes", "<end>"]
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<end>"), "generation stops there"
+    rows = [{"messages": [user("a<end>b"), assistant()]}]
+    assert "'<end>' in message 1, `content`" in read_back(rows, tokenizer, tmp_path).refused
+    assert not read_back(rows, tokenizer, tmp_path, special_tokens="tokens").refused
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completion": CODE}, {"text": CODE}, {"messages": [user(), assistant(CODE)]}]
+)
+def test_white_space_that_is_lost_is_noted(row, tmp_path):
+    kept, lost = tiny_tokenizer(), tiny_tokenizer()
+    lost.backend_tokenizer.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+    assert "decode to another text" not in read_back([row], kept, tmp_path).notes
+    assert "1 row among those compared, whose tokens decode to another text" in read_back([row], lost, tmp_path).notes
 
 
 def test_the_date_of_a_template_is_never_cached_as_if_it_were_constant(tmp_path):

@@ -555,7 +555,9 @@ def test_a_plain_chat_is_not_refused(name: str, kind: str, tmp_path: Path):
     writer = Writer(random.Random(name), simple=True)
     for row in [writer.row() for _ in range(3)]:
         found, tokenizer = outcome(row, ALL[name], kind, tmp_path)
-        assert (found.refused, found.notes) == ("", "")
+        assert not found.refused
+        # Two of them have no token for a line's end.
+        assert ("decode to another text" in found.notes) == bool(found.notes) == (kind in ("t5", "words"))
         assert faults(row, ALL[name], kind, tokenizer, found.samples[0]) == []
 
 

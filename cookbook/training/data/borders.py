@@ -25,6 +25,8 @@ class Pieces:
         special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self.special_ids = set(special)
+        others = (str(token) for i, token in tokenizer.added_tokens_decoder.items() if i not in special)
+        self.plain_tokens = [token for token in others if token.strip()]
         # Properties of the tokenizer that look a token up at each access.
         self.begin, self.end, self.unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
         if self.unknown in (self.begin, self.end, tokenizer.pad_token_id):  # byte-level ones have no need of one
@@ -32,6 +34,11 @@ class Pieces:
         names = sorted(filter(None, special.values()), key=len, reverse=True)
         self._tails: dict[str, list[int]] = {}
         self.special_texts = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    @cached_property
+    def _added_texts(self) -> re.Pattern[str]:
+        plain = map(re.escape, sorted(self.plain_tokens, key=len, reverse=True))
+        return re.compile("|".join([self.special_texts.pattern, *plain]))
 
     @cached_property
     def normalizes_special(self) -> bool:
@@ -170,6 +177,14 @@ class Pieces:
     def guard(self, text: str, guard: str) -> str:
         """The text with `guard` inside each special token's text, so that it is none, or after one of a character."""
         return self.special_texts.sub(lambda match: match[0][0] + guard + match[0][1:], text)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, with the white space that they have."""
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def stretches(self, text: str) -> list[str]:
+        """The stretches of a text between added tokens, which may take white space beside them or get some."""
+        return [stretch.strip() for stretch in self._added_texts.split(text)]
 
     def num_special(self, text: str, guard: str) -> int:
         """Special tokens in a text, but for those with a guard."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -160,9 +161,9 @@ def _encode_plain_rows(
             if any(_has_unknown(sequence, pieces) for sequence in sequences):
                 remarks.append(UNKNOWN)
             elif _is_compared(num_seen):
-                seen = [tokenizer.decode(ids) for ids, _ in sequences]
+                seen = [pieces.decode(ids) for ids, _ in sequences]
                 said = [(asked or "") + text for text in texts]
-                if [_bare(tokenizer, text) for text in seen] != [_bare(tokenizer, text) for text in said]:
+                if [_bare(pieces, text) for text in seen] != [_bare(pieces, text) for text in said]:
                     remarks.append(OTHER_TEXT)
             yield EncodedRow(sequences, tuple(remarks))
 
@@ -173,6 +174,7 @@ MARK_AT_END = re.compile(r"[<\[][^<>\[\]\s]{1,38}[>\]]$")
 """End of a turn that may be meant as a special token."""
 SPECIAL_AS_TEXT = "with special tokens in a text, read as text (data.special_tokens: tokens would read tokens)"
 SPECIAL_AS_TOKENS = "with special tokens in a text, read as tokens (data.special_tokens: text would read text)"
+AS_TOKENS = "write it otherwise, or have such tokens read as tokens with data.special_tokens: tokens"
 UNKNOWN = "with the unknown token among those that carry loss; the tokenizer does not know some characters"
 TWICE_BEGUN = "with the begin-of-sequence token twice at the beginning"
 TWICE_ENDED = "with the end token twice at the end of a turn"
@@ -183,11 +185,11 @@ def _is_compared(num_seen: int) -> bool:
     return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
 
 
-def _bare(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
-    """The text without white space, and without the tokens that may be added around it."""
-    for token in filter(None, (tokenizer.bos_token, tokenizer.eos_token)):
+def _bare(pieces: Pieces, text: str) -> list[str]:
+    """The stretches of a text between its special tokens, without the tokens that may be added around it."""
+    for token in filter(None, (pieces.tokenizer.bos_token, pieces.tokenizer.eos_token)):
         text = text.replace(token, "")
-    return _without_space(text)
+    return pieces.stretches(text)
 
 
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
@@ -304,16 +306,26 @@ class _ChatEncoder:
                 "a text of which the tokenizer makes a special token",
                 "by lower case or another form of its letters; write the text in another way",
             )
-        guard = ""
-        if not is_meant and self._has_special(asked):
-            said = json.dumps((asked.chat, asked.tools, asked.variables), ensure_ascii=False, default=str)
-            guard = next(mark for mark in GUARDS if mark not in said)
-            mapped = (self._guard_texts(part, guard) for part in (asked.chat, asked.tools, asked.variables))
-            asked = asked._replace(**dict(zip(("chat", "tools", "variables"), mapped, strict=True)))
+        if (
+            not is_meant
+            and self._plain_end
+            and (named := self._find_tokens(asked, re.compile(re.escape(self._plain_end))))
+        ):
+            return BadRow("a text with the token that ends a turn", f"{named}; {AS_TOKENS}")
+        guard = named = ""
         try:
+            if not is_meant and self._has_special(asked):
+                named = self._find_tokens(asked, self.pieces.special_texts)
+                seen = self.template.render_marked(asked)
+                said = json.dumps((asked.chat, asked.tools, asked.variables), ensure_ascii=False, default=str)
+                guard = next(mark for mark in GUARDS if mark not in said)
+                mapped = (self._guard_texts(part, guard) for part in (asked.chat, asked.tools, asked.variables))
+                asked = asked._replace(**dict(zip(("chat", "tools", "variables"), mapped, strict=True)))
+                if _without_guard(self.template.render_marked(asked), guard) != _without_guard(seen, ""):
+                    return BadRow("a special token of a text is read by the chat template", f"{named}; {AS_TOKENS}")
             text, spans = self._render(asked)
         except TemplateRefusal as error:  # a template may refuse a chat, for a system message, say
-            return BadRow("refused by the chat template", str(error))
+            return BadRow("refused by the chat template", f"{named}: {error}" if named else str(error))
         except MissingDate:
             raise RecipeError(
                 f"{asked.where}: the chat template prints today's date, so the samples would depend on the day. Give it"
@@ -327,6 +339,28 @@ class _ChatEncoder:
             if search(message["content"]) or (len(message) > 2 and search(str(message))):
                 return True
         return (asked.tools is not None or bool(asked.variables)) and bool(search(str((asked.tools, asked.variables))))
+
+    @cached_property
+    def _plain_end(self) -> str:
+        """The token by which the template ends an answer, if it is an added one that is not special: it is a token in
+        each text."""
+        answer = "zqzqzq"
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        rest = ""
+        with contextlib.suppress(TemplateRefusal, MissingDate):
+            rest = self.template.render(ChatRequest(chat, None, {}, (1,), "")).rpartition(answer)[2].lstrip()
+        return max(filter(rest.startswith, self.pieces.plain_tokens), key=len, default="")
+
+    def _find_tokens(self, asked: ChatRequest, tokens: re.Pattern[str]) -> str:
+        """The first few of these tokens in the texts of a chat, with their places; empty if there is none."""
+        texts = [(f"message {k}, `{key}`", value) for k, m in enumerate(asked.chat, 1) for key, value in m.items()]
+        texts += [("`tools`", asked.tools), ("`chat_template_kwargs`", asked.variables)]
+        places = (
+            f"{token!a} in {place}"
+            for place, value in texts
+            for token in tokens.findall(value if isinstance(value, str) else str(value))
+        )
+        return ", ".join(islice(dict.fromkeys(places), 4))
 
     def _guard_texts(self, value: Any, guard: str) -> Any:
         """The value with a guard in each special token of its texts."""
@@ -411,16 +445,19 @@ class _ChatEncoder:
             RecipeError: they do not end with a special token, with only white space after it.
         """
         turn = self.pieces.without_space(turn)
-        if turn and turn[-1] in self.pieces.special_ids:
+        tokenizer = self.pieces.tokenizer
+        if turn and (turn[-1] in self.pieces.special_ids or tokenizer.decode(turn[-1:]) == self._plain_end):
             return turn[-2:-1] == turn[-1:]
         place = "before {% endgeneration %}" if self.template.has_markers(asked.tools) else "after each turn"
-        end = MARK_AT_END.search(self.pieces.tokenizer.decode(turn[-LONGEST_MARK:]))
-        way = f"; if the template ends it with {end[0]}, write model.new_tokens: [{json.dumps(end[0])}]" if end else ""
+        end = MARK_AT_END.search(tokenizer.decode(turn[-LONGEST_MARK:]))
+        way = ""
+        if end is not None and end[0] not in tokenizer.get_vocab():  # which model.new_tokens would refuse
+            way = f"; if the template ends it with {end[0]}, write model.new_tokens: [{json.dumps(end[0])}]"
         raise RecipeError(
             f"{asked.where}: the trained part of an assistant turn ends with"
-            f" {self.pieces.tokenizer.decode(turn[-3:])!r} and no special token, so the model would never learn to"
+            f" {tokenizer.decode(turn[-3:])!r} and no special token, so the model would never learn to"
             f" stop. In data.chat_template put the end-of-turn token {place}, as the shipped {CHATML} does; the"
-            f" tokenizer must know it as a special token{way}"
+            f" tokenizer must know it as an added token{way}"
         )
 
     def _check_chat(
@@ -559,7 +596,7 @@ class _ChatEncoder:
         tokenizer, text = self.pieces.tokenizer, _without(written.guard, written.text)
         if self.pieces.unknown in ids:
             return None, remarks if _has_unknown(sequence, self.pieces) else [*remarks, OTHER_TEXT]
-        if _without_space(tokenizer.decode(ids)) != _without_space(text):
+        if self.pieces.stretches(self.pieces.decode(ids)) != self.pieces.stretches(text):
             return None, [*remarks, OTHER_TEXT]
         if self.train_on != "all":
             trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))
@@ -567,6 +604,12 @@ class _ChatEncoder:
             if trained != _without_space(wanted):
                 return BadRow("the labels are not the text of the assistant's turns", f"{ascii(trained)[:80]}"), []
         return None, remarks
+
+
+def _without_guard(written: tuple[str, list[Span]], guard: str) -> list[str]:
+    """A chat's text and its marked stretches as if there were no guard."""
+    text, spans = written
+    return [_without(guard, text), *(_without(guard, text[start:end]) for start, end in spans)]
 
 
 def _without(guard: str, text: str) -> str:

@@ -205,12 +205,14 @@ def problems_of_shape(asked: ChatRequest, words: Words, text: str, spans: Sequen
         words: the words in `text`.
         spans: the characters of each message of `asked.trained`; None if all carry loss.
     """
-    places = [(words.leaves[match[0]], match.start()) for match in words.pattern.finditer(text)]
-    times = Counter(leaf for leaf, _ in places)
-    faults = [(leaf, "leaves out") for leaf in words.leaves.values() if not times[leaf]]
+    matches = [*words.pattern.finditer(text)]
+    places = [(words.leaves[match[0]], match.start()) for match in matches]
+    # By word: two texts of a message may be alike.
+    times = Counter(match[0] for match in matches)
+    faults = [(leaf, "leaves out") for word, leaf in words.leaves.items() if not times[word]]
     # A name may stand beside a call and beside its result.
-    once = [leaf for leaf in words.leaves.values() if leaf.part not in ("tools", "name", "tool_calls")]
-    faults += [(leaf, "writes more than once") for leaf in once if times[leaf] > 1]
+    once = [word for word, leaf in words.leaves.items() if leaf.part not in ("tools", "name", "tool_calls")]
+    faults += [(words.leaves[word], "writes more than once") for word in once if times[word] > 1]
     first = dict(reversed(places))
     places = [(leaf, place) for leaf, place in places if leaf.part != "tool_calls" or first[leaf] == place]
     faults += [(leaf, "writes after a later message") for leaf in _out_of_order(places)]

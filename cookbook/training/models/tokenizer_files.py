@@ -79,15 +79,15 @@ def load_tokenizer(
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that ends an assistant's turn in the chat template, or None."""
+    """The added token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         has_marks = is_marked(tokenizer.get_chat_template())
         encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=has_marks)
     except Exception:  # the template requires other messages, or it breaks: it is a program; there is none
         return None
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special or token.content.strip()}
     # After the turn Phi-3's template ends the chat with another token.
     marks = encoded["assistant_masks"] if has_marks else [1] * len(encoded["input_ids"])
     turn = [i for i, mark in zip(encoded["input_ids"], marks, strict=True) if mark]
-    return next((i for i in reversed(turn) if i in special), None)
+    return next((i for i in reversed(turn) if i in added), None)
