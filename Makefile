@@ -63,7 +63,7 @@ test-all: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] all: every column under ever
 	@$(BUILD_NEEDS)
 	@$(PYTEST) -m "slow or not slow" $(TESTS)
 
-test-newest:  ##- [ARGS="--turn 3"] as .ci/run, with the newest libraries; write what broke
+test-newest:  ##- [ARGS="--turn 3"] the tests with the newest libraries
 	@sh system.sh $(PYTHON) venv
 	@sh system.sh $(PYTHON) build
 	@$(PYTHON) tests/newest.py $(GROUPS) $(ARGS)
