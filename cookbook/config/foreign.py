@@ -362,7 +362,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
     **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
     "~percent_held_out": _number,
-    **dict.fromkeys(("adapter.alpha", "adapter.dropout"), lambda value: float(_number(value))),
+    **dict.fromkeys(("adapter.alpha", "adapter.dropout", "model.neftune_alpha"), lambda value: float(_number(value))),
     **dict.fromkeys(
         ("batch.global_batch_size", "batch.micro_batch_size", "~accumulation", "run.eval_every_steps"), _count
     ),
