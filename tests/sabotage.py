@@ -492,6 +492,58 @@ def samples_see_each_other() -> None:
     forward.negative_log_likelihood = nll
 
 
+def draws_of_the_micro_batch() -> None:
+    """A sample is known by its place in the micro-batch."""
+    from cookbook.training.data import batches
+
+    right = batches._collate
+
+    def collate(tokens, samples, layout, places=None):
+        return right(tokens, samples, layout, None if places is None else list(range(len(places))))
+
+    batches._collate = collate
+
+
+def draws_of_the_row() -> None:
+    """A position is counted from the begin of a row, in which samples may stand one after another."""
+    import torch
+
+    from cookbook.config import draws
+    from cookbook.training.data import batches
+
+    right = batches.collate
+
+    def collate(*given, **keys):
+        batch = right(*given, **keys)
+        if "draw_words" in batch:
+            rows, length = batch["input_ids"].shape
+            batch["draw_words"] = torch.from_numpy(draws.token_words(0, 0, 0, length)).repeat(rows, 1)
+        return batch
+
+    batches.collate = collate
+
+
+def draws_without_an_offset() -> None:
+    """Each part of the features is taken for the first."""
+    from cookbook.training.models import sample_draws
+
+    right = sample_draws.draw_for_tokens
+    sample_draws.draw_for_tokens = lambda model, alpha, shard, size: right(model, alpha, 0, size)
+
+
+def draws_without_a_step() -> None:
+    """A run that goes on draws as in its first step."""
+    from cookbook.training.data import batches
+
+    right = batches._collate
+
+    def collate(tokens, samples, layout, places=None):
+        size = 16
+        return right(tokens, samples, layout, None if places is None else [place % size for place in places])
+
+    batches._collate = collate
+
+
 def every_model_is_served() -> None:
     """Whatever its attention and its loss."""
     from cookbook.training.models import language_model

@@ -12,14 +12,16 @@ import pytest
 import torch
 from small_data import PAD, token_set
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks import architectures
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model
 from cookbook.config import draws
 from cookbook.config.objectives.forward import negative_log_likelihood
+from cookbook.config.sections import AdapterSection
 from cookbook.facts.packing import packing_problem
 from cookbook.system.files import RecipeError
+from cookbook.training.adapters.insertion import add_adapter
 from cookbook.training.data import batches
 from cookbook.training.data.batches import Layout, sequence_part, train_steps
 from cookbook.training.models import sample_draws
@@ -254,3 +256,50 @@ def test_what_kernels_or_whole_layers_draw_is_off_with_a_note():
     with pytest.raises(RecipeError, match=r"model.compile is true, and the code of gpt2 drops values"):
         sample_draws.notes(config, is_compiled=True)
     assert sample_draws.notes(default_config("llama"), is_compiled=True) == []
+
+
+def losses_after_training(seed: int, *, by_torch: bool, scale: float = 1.0) -> float:
+    """The mean loss of the last ten of forty steps of a small adapter whose inputs lose a third."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            initializer_range=0.3,
+        )
+    )
+    add_loss(model)
+    add_adapter(model, AdapterSection(name="lora", rank=4, alpha=8.0 * scale, dropout=1 / 3), seed=0)
+    if by_torch:
+        torch.manual_seed(1000 + seed)
+    else:
+        sample_draws.draw_for_tokens(model, 0.0, 0, 1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    losses = []
+    for number in range(40):
+        step = steps_of(consumed=8 * number, draw_seed=None if by_torch else seed)
+        loss = negative_log_likelihood(model.train(), step.micro_batches[0]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return float(np.mean(losses[-10:]))
+
+
+@pytest.mark.slow
+def test_a_run_learns_as_with_torch_s_dropout():
+    """The means over twelve seeds each lie within three of their standard errors; another alpha does not."""
+    ours, torchs, others = (
+        np.array([losses_after_training(seed, by_torch=by_torch, scale=scale) for seed in range(12)])
+        for by_torch, scale in ((False, 1.0), (True, 1.0), (False, 0.5))
+    )
+
+    def errors_apart(first: np.ndarray, second: np.ndarray) -> float:
+        return abs(first.mean() - second.mean()) / np.sqrt((first.var(ddof=1) + second.var(ddof=1)) / 12)
+
+    assert ours.std() > 0
+    assert errors_apart(ours, torchs) < 3, (ours.mean(), torchs.mean(), ours.std(), torchs.std())
+    assert errors_apart(ours, others) > 6
