@@ -142,6 +142,7 @@ def test_each_documented_credential_is_tried():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(turn=(0, 20))  # minutes, of retries
 def test_a_server_that_refuses_makes_no_library_tell_a_credential(tmp_path: Path):
     write_chats(tmp_path / "chats.jsonl", 12)
     (tmp_path / "r.yaml").write_text(RUN)
