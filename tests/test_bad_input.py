@@ -1158,7 +1158,7 @@ def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
     ("words", "said"),
     [
         (["--set", "seed=1", "run.max_steps=3"], "run.max_steps=3: write --set before each: --set run.max_steps=3"),
-        (["--epochs", "10"], "--epochs: write --set run.num_epochs=VALUE"),
+        (["--epochs", "10"], "--epochs: write --set run.num_epochs=10"),
         (["--learning_rate=1e-4"], "--learning_rate=1e-4: write --set optim.learning_rate=VALUE"),
     ],
 )

@@ -30,7 +30,10 @@ from tests.needs import need_chromium, need_trl
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
 TRIED |= {"foreign_formats", "overhead", "pictures", "plan_seconds", "recipe_labels", "speed_goals", "vs_peers"}
-TRIED |= {"loss_of_logits"}
+TRIED |= {"loss_of_logits", "dropout"}
+TRIED |= {"owner_schemas"}  # in test_owner_schemas.py
+TRIED |= {"deepspeed_facts"}  # in test_convert.py
+TRIED |= {"upgrade_places"}  # in test_upgrade.py
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run", "gpu_node/fit"}  # in test_gpu_node.py
 LED = {
@@ -99,6 +102,11 @@ def test_each_loss_is_measured_in_both_dtypes(lab: Lab, copy: Path):
     said = run(lab, copy, "loss_of_logits.py", "--quick")
     rows = re.findall(r"(?m)^\| (float32|bfloat16) \| (\w[^|]*) \| \d+\.\d\d \| [\d,]+ \|$", said)
     assert len(rows) == 8 and {loss for _, loss in rows} == {"plain", "sft", "sft, smoothed", "distill"}
+
+
+def test_dropout_is_measured_beside_torch_s(lab: Lab, copy: Path):
+    said = run(lab, copy, "dropout.py", "--quick", "--layers", "1")
+    assert len(re.findall(r"(?m)^\| (as they are|compiled) \| [^|]+ \| \d+\.\d{3} \| [\d,]+ \|$", said)) == 6
 
 
 def test_the_page_of_formats_comes_out_as_it_is_here(lab: Lab, copy: Path):

@@ -204,7 +204,7 @@ class Given:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
-        self.run = type("run", (), {"allow_changes": []})
+        self.run = type("run", (), {"allow_changes": [], "resume": "never"})
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         nested: dict[str, Any] = {}

@@ -353,7 +353,7 @@ def test_a_run_is_not_resumed_with_other_tokens():
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", ["model.new_tokens=[<a>]"])
     was = load_recipe(ROOT / "recipes/quickstart.yaml", []).model_dump(mode="json", exclude_none=True)
     made = {"data": "d", "model": "m"}
-    (mistake,), _ = changes({"recipe": was, "made_from": made}, recipe, made)
+    (mistake, *_), _ = changes({"recipe": was, "made_from": made}, recipe, made)
     assert mistake.startswith("model.new_tokens was None when the checkpoint was made, and is ['<a>']")
 
 

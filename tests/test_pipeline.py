@@ -459,6 +459,7 @@ def in_two_chunks(model: Any, low: torch.dtype | None = None) -> Pipeline:
     add_loss(model)
     engine = object.__new__(Pipeline)
     engine.mesh, engine._index, engine._group, engine._modes = Mesh(chunks=2), 0, dist.group.WORLD, {}
+    engine._are_reached = True
     engine.mixed_precision, engine.sequence_mesh = {None: "no", torch.bfloat16: "bf16"}[low], None
     engine.device, engine.current_step, engine.beat = torch.device("cpu"), 1, lambda doing, step: None
     engine.accelerator = SimpleNamespace(

@@ -122,7 +122,7 @@ def test_comments_and_docstrings_are_no_change_and_a_factor_is():
 
 
 def test_a_hook_that_the_first_step_does_not_call_ends_the_run(monkeypatch: pytest.MonkeyPatch):
-    """Of two on one place one is enough, as where a parameter has no part in a loss."""
+    """One of two on one place is enough, as where a parameter has no part in a loss."""
     monkeypatch.setattr(replaced, "_calls", {})
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     called = []

@@ -58,7 +58,7 @@ def read_alike(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
         if key.endswith("_token") and rules.token_to_id(str(token)) is not None
     }
     kept["model_input_names"] = tokenizer.model_input_names
-    plain = PreTrainedTokenizerFast.from_pretrained(folder, **kept)
+    plain = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, **kept)
     around = tokenizer("")["input_ids"]  # what stands around a text is for tokenizer_config.json
     if plain("")["input_ids"] != around and None not in plain.convert_ids_to_tokens(around):
         plain.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor

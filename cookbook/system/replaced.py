@@ -23,7 +23,7 @@ TABLE = Path(__file__).with_suffix(".json")
 """Digests of the functions by library and version, which `python benchmarks/upgrade_places.py` writes."""
 _ours: list[Any] = []
 _calls: dict[str, int] = {}
-"""Of hooks, by place."""
+"""Number of calls of hooks, by place."""
 KNOWN: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text(encoding="utf-8"))
 
 
