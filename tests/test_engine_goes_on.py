@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch.distributed import distributed_c10d
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -71,6 +72,7 @@ def one_process(book, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    monkeypatch.setattr(F, "linear", F.linear)  # DeepSpeed puts its own there under ZeRO-3
     monkeypatch.setattr(os, "environ", os.environ)  # an engine writes variables of its own
     before = dict(os.environ)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -223,6 +223,9 @@ def test_a_changed_key_is_refused_by_a_resume_or_changes_no_curve(key: str):
     state = {"recipe": was.model_dump(), "made_from": MADE_FROM}
     mistakes, notes = resume.changes(state, now, MADE_FROM)
     owner = next((what for prefix, what in resume.BY_CONTENT.items() if key.startswith(prefix)), None)
+    if key == "model.kernels":  # other packages change the last bits, and a resume asks for consent
+        assert mistakes
+        return
     may_change = effect_of(key) != "curve" or key in resume.FREE
     moved = owner is not None and not key.startswith(resume.NEVER)
     assert bool(mistakes or notes) != (may_change or moved), key

@@ -168,6 +168,8 @@ def indented(document: Document) -> tuple[Document, list[str]]:
     mistake for each such section.
     """
     values, lines, mistakes = document.values, document.lines, []
+    if isinstance(values, dict) and values.keys() <= AccelerateFile.model_fields.keys():
+        return document, []
     for section, model in SECTIONS.items():
         if not isinstance(values, dict) or values.get(section) is not None:
             continue

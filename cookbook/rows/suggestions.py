@@ -64,7 +64,7 @@ def _suggest(row: Row, ways: list[dict[str, str]], *, are_named: bool) -> list[S
 def find_misspelt(row: Row) -> tuple[str, str] | None:
     """A column that would make the row readable under the nearest known name, and that name."""
     known = columns()
-    nearest = {column: closest(column, known) for column in row if column not in known}
+    nearest = {column: closest(column, known, 0.6) for column in row if column not in known}
     for column, near in nearest.items():
         if near is not None and near not in row and [*nearest.values()].count(near) == 1:
             renamed = _renamed(row, {column: near})

@@ -12,7 +12,7 @@ LIBRARIES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pe
 def untested() -> list[str]:
     """The libraries whose installed version is none that was tested, each with both. A set of versions was tested as a
     whole: that of requirements.txt, and that with the group `oldest` of pyproject.toml in it."""
-    here, sets = {name: _installed(name) for name in LIBRARIES}, _tested()
+    here, sets = {name: installed(name) for name in LIBRARIES}, _tested()
     if here in sets:
         return []
     pins = sets[0]
@@ -40,7 +40,7 @@ def _tested() -> list[dict[str, str | None]]:
     return [{name: versions.get(name) for name in LIBRARIES} for versions in (pins, pins | oldest)]
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:

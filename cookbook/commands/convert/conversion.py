@@ -179,7 +179,9 @@ def recognize(document: Document, name: str | None = None) -> str:
     chosen = name if name is not None and is_named else best[0]
     if not known[chosen].is_read:
         raise RecipeError(f"{document.name}: is a file of {known[chosen].name}, which `convert` does not read")
-    if fits[chosen] * 3 < len(keys[chosen]) * 2:
+    # A page may have taken the indentation of an accelerate file, whose own key stays.
+    is_indented_anew = known[chosen].is_distribution and "distributed_type" in document.values
+    if fits[chosen] * 3 < len(keys[chosen]) * 2 and not is_indented_anew:
         names = ", ".join(described.name for described in known.values() if described.is_read)
         raise RecipeError(
             f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}; files of"

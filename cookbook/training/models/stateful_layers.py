@@ -1,5 +1,6 @@
 """Layers that carry a state along a row, found by what they do with two samples in a row of a small model."""
 
+import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator
@@ -67,6 +68,9 @@ def try_two_samples(config: PreTrainedConfig) -> Trial:
                 return Trial(layers, _problem(model, has_found=bool(layers)))
             except Exception as error:  # any of a configuration's checks or a model's own code
                 why = why or f"{type(error).__name__}: {first_line(error)}"
+            finally:
+                model = None
+                gc.collect()  # its hooks hold it in circles, beside the weights that are trained
     return Trial(frozenset(), f"no small model of it can be tried: {why}")
 
 
