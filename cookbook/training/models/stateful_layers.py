@@ -132,7 +132,11 @@ def _mixing_layers(model: PreTrainedModel) -> frozenset[type[torch.nn.Module]]:
         is_inside = any(module in outer.modules() for outer in outermost)
         if module in mixing and not (is_whole or has_attention or is_inside):
             outermost.append(module)
-    return frozenset(map(type, outermost))
+    classes = frozenset(map(type, outermost))
+    AttentionInterface.register(
+        WATCHED, attend
+    )  # which would hold the small model, beside the weights that are trained
+    return classes
 
 
 def _problem(model: PreTrainedModel, *, has_found: bool) -> str | None:
