@@ -4,15 +4,19 @@
 
 A Llama of some layers with adapters on all linear layers, whose inputs lose 5 %: by nothing, by torch's dropout, by
 that of `cookbook/config/draws.py`; layers as they are, and compiled. The best of some rounds, which take turns: seconds
-of CPU time on all threads, and how far the process grew. --quick takes small sizes once.
+of CPU time on all threads, and how far the process grew. --quick takes small sizes once, uncompiled.
 """
 
 import argparse
 import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.loss_of_logits import measure
 from cookbook.config.draws import token_words
@@ -44,7 +48,7 @@ def main() -> None:
         "target_positions": torch.arange(tokens),
         "draw_words": torch.from_numpy(token_words(7, 0, 0, tokens))[None],
     }
-    for layers in ("as they are", "compiled"):
+    for layers in ("as they are",) if args.quick else ("as they are", "compiled"):
         for kind in ("none", "torch's", "for each token"):
             model = model_of(hidden, args.layers, kind, is_compiled=layers == "compiled")
 
