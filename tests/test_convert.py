@@ -1494,6 +1494,14 @@ def test_a_shell_line_is_read_behind_the_name_of_its_script(folder, capsys):
     assert "from run.sh (TRL) and acc.yaml (accelerate)" in capsys.readouterr().out
 
 
+def test_flags_of_a_launcher_that_are_not_carried_are_named(folder, capsys):
+    Path("acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    convert(SHELL.replace("launch", "launch --use_deepspeed --zero_stage 3"), name="run.sh")
+    assert "--use_deepspeed, --zero_stage of the launcher: not read" in capsys.readouterr().out
+    convert(SHELL, name="run.sh")
+    assert "of the launcher: not read" not in capsys.readouterr().out
+
+
 def test_flags_behind_a_file_come_before_it(folder):
     Path("lf.yaml").write_text("{model_name_or_path: m, dataset: d, learning_rate: 1e-5, stage: sft, lora_rank: 4}")
     assert convert("FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 3e-5\n", name="go.sh") == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import dropwhile, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -34,8 +34,18 @@ class Command:
     """The flags before it."""
 
 
-def read_settings(path: Path, is_known: Callable[[Path], bool]) -> tuple[list[Document], int | None]:
-    """The documents in a file that people have, and the number of processes that its command names.
+class Settings(NamedTuple):
+    """The settings in a file that people have."""
+
+    documents: list[Document]
+    processes: int | None = None
+    """Their number in a command."""
+    unread: tuple[str, ...] = ()
+    """Flags of a command's launcher that are not carried."""
+
+
+def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
+    """The settings in a file that people have.
 
     Args:
         is_known: whether a file of a folder can be converted.
@@ -46,18 +56,19 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> tuple[list[Do
     if path.is_dir():
         raise RecipeError(f"{path}: a folder; convert one of its files at a time: {_settings_in(path, is_known)}")
     if path.suffix in SETTINGS or not path.is_file():
-        return [read_document(path)], None
+        return Settings([read_document(path)])
     start = path.read_bytes()[:4096]
     if path.suffix in (".py", ".ipynb") or b"\0" in start or start[:1] == b"\x80":
         raise RecipeError(f"{path}: {ARGUMENTS}")
     command = read_command(str(path), path.read_text(encoding="utf-8-sig", errors="replace"))
     if command is None:
-        return [read_document(path)], None
+        return Settings([read_document(path)])
     documents = [command.document]
     if (config := command.launcher.get("config_file")) is not None:
         documents.append(read_document(_beside(path, str(config))))
     counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
-    return documents, next(counts, None)
+    unread = tuple(f"--{flag}" for flag in command.launcher if flag not in (*PROCESSES, "config_file"))
+    return Settings(documents, next(counts, None), unread)
 
 
 def read_command(name: str, text: str) -> Command | None:

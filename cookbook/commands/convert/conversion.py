@@ -59,16 +59,19 @@ def convert(
     out = out or RECIPES / f"{files[0].stem}.yaml"
     if out.suffix not in (".yaml", ".yml"):
         raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
-    documents = []
-    for path in files:
-        settings, of_command = read_settings(path, is_known)
-        documents += settings
-        processes = processes or of_command
+    settings = [read_settings(path, is_known) for path in files]
+    documents = [document for read in settings for document in read.documents]
+    processes = processes or next((read.processes for read in settings if read.processes), None)
     projects = [recognize(document, project) for document in documents]
     names = [tables().projects[name] for name in projects]
     if sum(not described.is_distribution for described in names) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     conversion = Conversion(processes)
+    if unread := [flag for read in settings for flag in read.unread]:
+        conversion.notes.append(
+            f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
+            " of docs/several_machines.md has machines and addresses"
+        )
     # The training file first: of two files that set a key, the one that is read first has precedence.
     for document, described in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
         conversion.read(document, described)
