@@ -32,12 +32,13 @@ from cookbook.training.models.mixers import keep_apart
 from cookbook.training.models.stateful_layers import stateful_layers
 from tests.oracle import draws_of
 
+CPU = torch.device("cpu")
 LENGTHS = [9, 4, 7, 12, 5, 8, 3, 6]
 
 
 def dropped(name: str, words: np.ndarray, start: int, width: int, p: float) -> np.ndarray:
     layer = torch.tensor(draws.name_word(name), dtype=torch.int32)
-    features = draws.feature_words(layer, start, width)
+    features = draws.feature_words(layer, start, width, CPU)
     mask = draws.dropped(torch.from_numpy(words), features, draws.threshold(p))
     return mask[:, start % 2 : start % 2 + width].numpy()
 
@@ -52,7 +53,7 @@ def test_the_draws_are_those_of_the_published_mixer(words_at_a_time: int, monkey
         found = dropped("a.layer", words, start, width, 0.3)
         assert (found == (expected[:, start : start + width] < round(0.3 * 2**16))).all(), (start, width)
     layer = torch.tensor(draws.name_word("a.layer"), dtype=torch.int32)
-    even = draws.noise(torch.from_numpy(words), draws.feature_words(layer, 0, 11))[:, :11]
+    even = draws.noise(torch.from_numpy(words), draws.feature_words(layer, 0, 11, CPU))[:, :11]
     assert np.allclose(even.numpy(), (expected + 0.5) / 2**15 - 1, atol=1e-7) and -1 < even.min() < even.max() < 1
 
 
@@ -86,7 +87,7 @@ def test_neighbours_are_independent_and_the_share_is_that_asked_for():
 def test_draws_are_uniform_over_all_values():
     layer = torch.tensor(draws.name_word("a"), dtype=torch.int32)
     words = torch.from_numpy(draws.token_words(3, 4, 0, 4096))
-    even = draws.noise(words, draws.feature_words(layer, 0, 1024))
+    even = draws.noise(words, draws.feature_words(layer, 0, 1024, CPU))
     counts = np.bincount(((even.numpy().ravel() + 1) * 2**7).astype(int), minlength=256)  # of 16384 expected
     z = (((counts - 2**14) ** 2 / 2**14).sum() - 255) / np.sqrt(2 * 255)  # chi square of 255 degrees
     assert len(counts) == 256 and abs(z) < 5
@@ -303,3 +304,37 @@ def test_a_run_learns_as_with_torch_s_dropout():
     assert ours.std() > 0
     assert errors_apart(ours, torchs) < 3, (ours.mean(), torchs.mean(), ours.std(), torchs.std())
     assert errors_apart(ours, others) > 6
+
+
+def test_a_small_probability_is_not_taken_for_none():
+    assert [draws.threshold(p) for p in (0.0, 1e-9, 0.1, 1 - 1e-9)] == [0, 1, 6554, 2**16 - 1]
+
+
+def test_samples_that_pass_a_layer_one_by_one_are_at_the_same_call_of_it():
+    """As mixers run them: their dropouts are those of the layer, and the next one is the call after."""
+    words = torch.arange(5, dtype=torch.int32)[None]
+    with sample_draws.drawn_row(words):
+        sample_draws._PLACE.layer, sample_draws._PLACE.count = "layers.1", 2
+        for part in sample_draws.rows_of_parts((2, 3)):
+            with part:
+                assert (sample_draws._PLACE.layer, sample_draws._PLACE.count) == ("layers.1", 2)
+                sample_draws._PLACE.count += 1
+        assert (sample_draws._PLACE.layer, sample_draws._PLACE.count) == ("layers.1", 3)
+        assert sample_draws._NOW.tokens is words
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_s_dropout_is_the_same_in_any_micro_batch(kind: str):
+    torch.manual_seed(0)
+    model = tiny_model(tiny_config("llama"))
+    add_loss(model)
+    add_adapter(model, AdapterSection(name=kind, rank=4, alpha=8, dropout=0.3), seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # as after some steps
+            torch.nn.init.normal_(parameter, std=0.1)
+    sample_draws.draw_for_tokens(model.train(), 0.0, 0, 1)
+    state = torch.get_rng_state()
+    whole = gradients(model, steps_of(micro_batch_size=8))
+    assert apart(whole, gradients(model, steps_of(micro_batch_size=1))) < 1e-5
+    assert apart(whole, gradients(model, steps_of(micro_batch_size=8, consumed=8))) > 1e-2  # another step
+    assert torch.get_rng_state().equal(state)

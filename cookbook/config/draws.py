@@ -67,13 +67,13 @@ def _mix_(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def feature_words(name: torch.Tensor, start: int, width: int) -> torch.Tensor:
+def feature_words(name: torch.Tensor, start: int, width: int, device: torch.device) -> torch.Tensor:
     """The words of the pairs of features `start` to `start + width - 1` of a layer, int32.
 
     Args:
-        name: its word, int32, a scalar.
+        name: its word, int32, a scalar, which may lie on the CPU.
     """
-    pairs = torch.arange(start // 2, (start + width + 1) // 2, dtype=torch.int32, device=name.device)
+    pairs = torch.arange(start // 2, (start + width + 1) // 2, dtype=torch.int32, device=device)
     return _mix_((pairs + 1).mul_(_signed(GOLDEN)).add_(name))
 
 
@@ -100,8 +100,8 @@ def _for_rows(
 
 
 def threshold(p: float) -> int:
-    """The number of draws, of 65,536, for which dropout drops a value."""
-    return min(round(p * DRAWS), DRAWS - 1)
+    """The number of draws, of 65,536, for which dropout drops a value: 0 for 0 alone."""
+    return min(max(round(p * DRAWS), 1), DRAWS - 1) if p else 0
 
 
 @torch.no_grad()

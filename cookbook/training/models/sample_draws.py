@@ -37,33 +37,32 @@ _PLACE = _Place()
 
 
 @contextlib.contextmanager
-def drawn_row(tokens: torch.Tensor | None, lengths: torch.Tensor | None = None, layer: str = "") -> Iterator[None]:
+def drawn_row(
+    tokens: torch.Tensor | None, lengths: torch.Tensor | None = None, layer: str = "", count: int = 0
+) -> Iterator[None]:
     """Draw for the tokens of a micro-batch while this is open.
 
     Args:
         tokens: their `token_words`, int32 (B, T); without them there is nothing to draw.
         lengths: the tokens of the sequence of each, int32 (B, T), for NEFTune.
-        layer: the layer that comes next; default: none.
+        layer, count: the next call of dropout is this one in this layer; default: the first, in none.
     """
     global _NOW
     before, _NOW = _NOW, _Now(tokens, lengths)
-    _PLACE.layer, _PLACE.count = layer, 0
+    _PLACE.layer, _PLACE.count = layer, count
     try:
         yield
     finally:
         _NOW = before
 
 
-def has_draws() -> bool:
-    """Return whether a `drawn_row` with tokens is open."""
-    return _NOW.tokens is not None
-
-
 def rows_of_parts(lengths: tuple[int, ...]) -> list[AbstractContextManager[None]]:
     """A `drawn_row` for each sample of the packed row that is open."""
     if _NOW.tokens is None:
         return [contextlib.nullcontext() for _ in lengths]
-    return [drawn_row(part) for part in _NOW.tokens.split(lengths, 1)]
+    # Each begins at the call where the row is, as in a row of one sample.
+    here = _PLACE.layer, _PLACE.count
+    return [drawn_row(part, None, *here) for part in _NOW.tokens.split(lengths, 1)]
 
 
 def replayed(
@@ -100,10 +99,10 @@ class SampleDropout(torch.nn.Dropout):
         width = hidden.shape[-1]
         start = 0 if width == self.width else self.shard * width
         if torch.compiler.is_compiling():
-            features = feature_words(self.word, start, width)
+            features = feature_words(self.word, start, width, hidden.device)
         else:
             if self._features is None or self._features.device != hidden.device:
-                self._features = feature_words(self.word.to(hidden.device), start, width)
+                self._features = feature_words(self.word, start, width, hidden.device)
             features = self._features
         return _drop(hidden, features, limit, start % 2)
 
@@ -175,9 +174,9 @@ def _draw_for_model(model: PreTrainedModel, tensor_size: int) -> None:
             return _torch_dropout(hidden, p, training, inplace)
         if width not in (None, hidden.shape[-1]):
             raise RecipeError(f"a part of the {width} features is dropped, which tensor parallel does not serve")
-        word = torch.tensor(name_word(f"{_PLACE.layer}#{_PLACE.count}"), dtype=torch.int32, device=hidden.device)
+        word = torch.tensor(name_word(f"{_PLACE.layer}#{_PLACE.count}"), dtype=torch.int32)
         _PLACE.count += 1
-        return _drop(hidden, feature_words(word, 0, hidden.shape[-1]), limit)
+        return _drop(hidden, feature_words(word, 0, hidden.shape[-1], hidden.device), limit)
 
     F.dropout = dropout  # type: ignore[assignment]
     for name, layer in model.named_modules():
@@ -205,7 +204,7 @@ def _add_noise(model: PreTrainedModel, alpha: float) -> None:
             return embeddings
         assert _NOW.lengths is not None
         width = embeddings.shape[-1]
-        drawn = noise(_tokens_of(embeddings), feature_words(word.to(embeddings.device), 0, width))[:, :width]
+        drawn = noise(_tokens_of(embeddings), feature_words(word, 0, width, embeddings.device))[:, :width]
         scale = alpha / (_NOW.lengths.reshape(-1, 1) * width).float().sqrt()
         return embeddings + (drawn * scale).view(embeddings.shape).to(embeddings.dtype)
 
