@@ -97,6 +97,7 @@ def test_layers_are_whole_graphs_and_compiled_a_few_times(lab: Lab, strategy: st
     [
         pytest.param("fsdp2", CHECKPOINTED, id="fsdp2-checkpointed"),
         pytest.param("ddp", {"data.packing": "false"}, id="ddp-padded", marks=pytest.mark.thorough),
+        pytest.param("fsdp2", CHECKPOINTED | LORA | {"adapter.dropout": "0.1"}, id="fsdp2-dropout"),
         *(
             pytest.param(name, settings, id=f"{name}-{kind}", marks=pytest.mark.thorough)
             for name in ("ddp", "fsdp2", "zero2")

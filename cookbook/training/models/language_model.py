@@ -119,7 +119,9 @@ def load_model(
         convert_layers(model)
     if settings.gradient_checkpointing:
         offload = settings.gradient_checkpointing == "offload" and torch.cuda.is_available()
-        save_activations(model, selective=settings.recompute == "selective", offload=offload, has_draws=has_draws)
+        # A compiled layer keeps the words of its tokens with its inputs, and torch takes no such context for it.
+        replays = has_draws and not settings.compile
+        save_activations(model, selective=settings.recompute == "selective", offload=offload, has_draws=replays)
     if settings.compile:
         compile_layers(model)
     add_loss(model, sequence_mesh)
