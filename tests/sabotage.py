@@ -697,9 +697,9 @@ def batches_take_half_a_second() -> None:
 
     collate = batches._collate
 
-    def slowly(*given):
+    def slowly(*given, **places):
         time.sleep(0.5)
-        return collate(*given)
+        return collate(*given, **places)
 
     batches._collate = slowly
 

@@ -415,6 +415,7 @@ def test_a_changed_recipe_is_refused_or_needs_consent(lab: Lab, stopped: Path, t
     said = done.stdout
     assert done.returncode == 2 and "Traceback" not in said, said[-3000:]
     assert re.search(message, said), said
+    assert ("run.allow_changes" in said) == (change in ("learning rate", "steps")), said
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()} == before
 
 
