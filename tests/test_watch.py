@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,16 @@ for pid in ranks:
         os.kill(pid, signal.SIGKILL)
 (folder / "ended.json").write_text(json.dumps([ranks, [codes.get(pid) for pid in ranks]]))
 """
+
+
+@pytest.fixture(autouse=True)
+def no_guard_is_left() -> Iterator[None]:
+    """Its limit is a second or so: it would kill this process in a later test, whose collection of garbage or call into
+    C keeps the interpreter's lock for longer.
+    """
+    yield
+    children = [child for child in psutil.Process().children() if "hang_guard" in " ".join(child.cmdline())]
+    assert not children, "a watch was not closed"
 
 
 @dataclass(frozen=True)
@@ -250,6 +261,7 @@ def ended_watch(output_dir: Path, *, attempt: str = "now", **options) -> list[in
     watch.enter("training")
     watch.beat("a step", 4)
     wait_for(lambda: ends)
+    watch.close()
     return ends
 
 
