@@ -18,7 +18,7 @@ from conftest import ROOT, clean_environment
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
-from cookbook.commands.plan import machines_for
+from cookbook.commands.plan.planning import machines_for
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import known_strategies, load_strategy
@@ -33,10 +33,10 @@ from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import (
     PlanReport,
     _larger,
-    _more,
     _simplest_first,
     forecast_all,
     micro_batch_of,
+    more_gpus,
     rung_below,
 )
 from cookbook.forecast.show import _bar, as_record, in_words
@@ -336,8 +336,8 @@ def test_beside_what_offloads_it_is_said_what_fits_on_the_gpus_alone(llama):
 
 
 def test_more_gpus_are_powers_of_two():
-    assert [way.text for way in _more(parse_machines("3xH100"))][:3] == ["4xH100", "8xH100", "2x8xH100"]
-    assert [way.text for way in _more(parse_machines("2x3xH100"))][:2] == ["2x4xH100", "4x4xH100"]
+    assert [way.text for way in more_gpus(parse_machines("3xH100"))][:3] == ["4xH100", "8xH100", "2x8xH100"]
+    assert [way.text for way in more_gpus(parse_machines("2x3xH100"))][:2] == ["2x4xH100", "4x4xH100"]
 
 
 def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faster(llama):

@@ -31,7 +31,7 @@ from cookbook.commands.export import export
 from cookbook.commands.init import init
 from cookbook.commands.launch import launch
 from cookbook.commands.library import library
-from cookbook.commands.plan import plan
+from cookbook.commands.plan.planning import plan
 from cookbook.commands.preview import preview
 from cookbook.commands.rehearse.rehearsal import rehearse
 from cookbook.commands.report import report

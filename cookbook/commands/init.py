@@ -471,7 +471,7 @@ def choose(request: Request, data: DataKeys) -> Choice:
 
     machines = request.machines
     untouched = _recipe(
-        _values(request, data, _example(request.task, "lora", 0.0), "lora", recompute=True, strategy="single")
+        _values(request, data, example_for(request.task, "lora", 0.0), "lora", recompute=True, strategy="single")
     )
     # The number of parameters decides which example applies, so the first recipe serves only for counting.
     untouched = untouched.model_copy(update={"adapter": None})
@@ -484,7 +484,7 @@ def choose(request: Request, data: DataKeys) -> Choice:
         # Offloading is slow, and needs host memory: last, and the smallest first.
         ways += [([known for known in shipped if known.offloads], name, True) for name in reversed(methods)]
     for strategies, method, recompute in ways:
-        example = _example(request.task, method, billions)
+        example = example_for(request.task, method, billions)
         values = _values(request, data, example, method, recompute=recompute, strategy="single")
         best = _forecast(request, values, strategies)
         if best.verdict == "no forecast":
@@ -516,7 +516,12 @@ def _fits(forecast: "Forecast", machines: Machines) -> bool:
     return forecast.verdict in ("fits", *UNKNOWN)
 
 
-def _example(task: Task, method: str | None, billions: float) -> Example:
+def example_for(task: Task, method: str | None, billions: float) -> Example:
+    """The shipped recipe whose settings serve a model of this size.
+
+    Args:
+        method: name of the adapter; None: all weights are trained.
+    """
     return next(example for example in EXAMPLES[task, method is not None] if billions <= example.billions)
 
 

@@ -12,7 +12,7 @@ from typer import Option
 
 import simulated_gpus
 from cookbook.commands.launch import run_command
-from cookbook.commands.plan import machines_for
+from cookbook.commands.plan.planning import machines_for
 from cookbook.commands.shared.arguments import RECIPE, Assignments, Strategies, positive
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy

@@ -1,5 +1,6 @@
 """Facts about models and data sets for use without the Hub, and a check that the Hub answers."""
 
+import difflib
 import json
 import socket
 from functools import cache
@@ -17,6 +18,13 @@ FACTS = RECIPES / "offline_facts.json"
 def known_model(name: str) -> dict[str, Any] | None:
     """The entry of a model in offline_facts.json: `config`, `bos_token`, `eos_token`, `special_tokens`."""
     return _facts()["models"].get(name)
+
+
+def nearest_models(name: str) -> str:
+    """The models in offline_facts.json whose names are most like one, by what follows the owner's."""
+    own = {known.rpartition("/")[2].lower(): known for known in _facts()["models"]}
+    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=3, cutoff=0.0)
+    return ", ".join(own[known] for known in close)
 
 
 def known_kind(name: str) -> str | None:

@@ -172,7 +172,7 @@ class Ways:
 
     def _best(self, traces: TraceCache, strategies: Sequence[Strategy]) -> Forecast | None:
         able = [one for one in strategies if not (self.is_sure and one.offloads)]
-        return _best(traces, able, self.machines, ("fits",) if self.is_sure else ("fits", *UNKNOWN))
+        return best_that_fits(traces, able, self.machines, ("fits",) if self.is_sure else ("fits", *UNKNOWN))
 
     def _of_meshes(self) -> Iterator[str]:
         """A strategy that fits with other sizes than those of its file."""
@@ -250,13 +250,13 @@ def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machin
     sharing = [one for one in sharing if one not in divided]
     verdicts: tuple[Verdict, ...] = ("fits",) if is_sure else ("fits", *UNKNOWN)
     found: list[str] = []
-    for ways in (_more, _larger, _more_and_larger):
+    for ways in (more_gpus, _larger, _more_and_larger):
         if found and ways is _more_and_larger:
             break
         for way in ways(machines):
-            best = _best(changed, sharing, way, verdicts)
-            if best is None and ways is _more and way.num_machines == 1:
-                best = _best(changed, [*divided, *_other_sizes(divided, way)], way, verdicts)
+            best = best_that_fits(changed, sharing, way, verdicts)
+            if best is None and ways is more_gpus and way.num_machines == 1:
+                best = best_that_fits(changed, [*divided, *_other_sizes(divided, way)], way, verdicts)
             if best:
                 text = re.sub(r"^(\d+x)+", "1x", way.text) if best.strategy.kind == "single" else way.text
                 sizes = in_words(changed_sizes(able, best.strategy))
@@ -266,7 +266,7 @@ def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machin
     return ", ".join(found) + ", with batch.micro_batch_size: 1" * bool(found and micro_batch_of(traces.recipe) > 1)
 
 
-def _more(machines: Machines) -> Iterator[Machines]:
+def more_gpus(machines: Machines) -> Iterator[Machines]:
     """The same GPUs, twice as many each time, powers of two: of a machine up to 8, then such machines."""
     kind = re.sub(r"^(\d+x)*", "", machines.text)
     each, count = machines.gpus_each, machines.num_machines
@@ -292,7 +292,7 @@ def _larger(machines: Machines) -> Iterator[Machines]:
 
 def _more_and_larger(machines: Machines) -> Iterator[Machines]:
     """More GPUs with more memory, the least memory in all first, in machines of which nothing else is known."""
-    more = [(way.num_gpus, way.num_machines, way.gpus_each) for way in _more(machines)]
+    more = [(way.num_gpus, way.num_machines, way.gpus_each) for way in more_gpus(machines)]
     sizes = [(way.usable_gib or 0, way.text.rpartition("x")[2]) for way in _larger(machines)]
     for (_, count, each), (_, size) in sorted(product(more, sizes), key=lambda pair: pair[0][0] * pair[1][0]):
         yield parse_machines(f"{count}x{each}x{size}" if count > 1 else f"{each}x{size}")
@@ -492,12 +492,12 @@ def next_strategy(
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     machines = _less_than(traces, strategy, machines)
     for batch in batches:
-        if found := _best(traces.changed(batch=batch), others, machines, ("fits",)):
+        if found := best_that_fits(traces.changed(batch=batch), others, machines, ("fits",)):
             return found.strategy, batch
     return None
 
 
-def _best(
+def best_that_fits(
     traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, verdicts: Sequence[Verdict]
 ) -> Forecast | None:
     """The best forecast with one of these verdicts."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cookbook.config.recipe import Recipe
 from cookbook.forecast.costs.inputs import micro_batch_of
 from cookbook.forecast.costs.traffic import by_link, links_in_words
 from cookbook.forecast.memory import GIB, Memory
@@ -55,9 +56,7 @@ def in_words(
     """
     machines, recipe, best = report.machines, report.recipe, report.forecasts[0]
     room = "" if machines.usable_gib is None else f", of which a run can have {machines.usable_gib:.0f} GiB each"
-    counts = [
-        f"{n / 1e9:.3g} B" if n >= 1e8 else f"{n / 1e6:.3g} M" for n in (report.num_parameters, report.num_trained)
-    ]
+    counts = [count_in_words(count) for count in (report.num_parameters, report.num_trained)]
     step = describe_batch(recipe, best.plan) if best.plan else f"{recipe.batch.global_batch_size} sequences"
     kept = {True: "recomputed", "selective": "recomputed but for products", False: "kept"}
     kept["offload"] = "recomputed from inputs in host memory"
@@ -101,7 +100,7 @@ def _table(report: PlanReport) -> str:
         if _is_own(report, forecast):
             name, notes = f"{name} {OWN}", [f"{OWN} as in the recipe"]
         if forecast.time is not None:
-            time = _range(forecast.time.low, forecast.time.high, f" s{' !' if report.time_caveat else ''}")
+            time = range_in_words(forecast.time.low, forecast.time.high, f" s{' !' if report.time_caveat else ''}")
         rows.append(
             (
                 name,
@@ -135,7 +134,7 @@ def _sizes(meshes: Sequence[Sizes]) -> str:
                     f"{mesh.name} {sizes_in_words(tried)}",
                     _verdict(forecast),
                     in_gib(*forecast.memory.needed) if forecast.memory else "-",
-                    _range(forecast.time.low, forecast.time.high, " s") if forecast.time else "-",
+                    range_in_words(forecast.time.low, forecast.time.high, " s") if forecast.time else "-",
                     ", ".join(notes),
                 )
             )
@@ -155,8 +154,8 @@ def _by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> str:
                 _count(best.batch.micro_batch_size),
                 str(best.checkpointing).lower(),
                 in_gib(*memory.needed),
-                _range(best.time.low, best.time.high, " s") if best.time else "-",
-                _range(setting.compiled.low, setting.compiled.high, " s") if setting.compiled else "-",
+                range_in_words(best.time.low, best.time.high, " s") if best.time else "-",
+                range_in_words(setting.compiled.low, setting.compiled.high, " s") if setting.compiled else "-",
             )
         )
     notes = ["compiled: with model.compile; what memory that takes is forecast with --set model.compile=true"]
@@ -236,18 +235,18 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         *_stages(memory),
         ("disk", f"{in_gib(best.checkpoint)} GiB a checkpoint"),
     ]
-    steps = _num_steps(report, num_samples)
+    steps = num_steps(report.recipe, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:
         per_gpu = time.tokens_per_second(tokens_of_step(recipe), best.num_processes)
-        rows.append(("speed", f"{_range(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
+        rows.append(("speed", f"{range_in_words(*per_gpu, ' tokens/s a GPU')}, limited by {time.bottleneck}"))
         if best.time_of_kernels is not None:
             fused = best.time_of_kernels.tokens_per_second(tokens_of_step(recipe), best.num_processes)
-            rows.append(("", f"{OF_KERNELS} {_range(*fused, ' tokens/s a GPU')}"))
+            rows.append(("", f"{OF_KERNELS} {range_in_words(*fused, ' tokens/s a GPU')}"))
         if steps is not None:
-            length += f", {_range(*time.hours(steps), ' hours')} at full length; shorter samples take less"
+            length += f", {range_in_words(*time.hours(steps), ' hours')} at full length; shorter samples take less"
     if best.messages:
         least = "at least " * any(message.is_least for message in best.messages)
         counted = sum(message.calls or 0 for message in best.messages)
@@ -259,7 +258,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         cost = f"not known without a {'length' if time else 'time'}"
         if time is not None and steps is not None:
             total = time.price(steps, per_gpu_hour=price, num_gpus=machines.num_gpus)
-            cost = f"{_range(*total, '')} at {price:g} a GPU and hour"
+            cost = f"{range_in_words(*total, '')} at {price:g} a GPU and hour"
         rows.append(("price", cost))
     sure = [page((f"Or, on the GPUs alone and without a doubt: {report.suggestion}.",))] * bool(report.suggestion)
     return "\n".join([page((f"{best.strategy.name}: {_reason(report, best)}",)), page(*rows, indent=4), *sure])
@@ -292,8 +291,8 @@ def _reason(report: PlanReport, best: Forecast) -> str:
     return f"the {'fastest' if best.time else 'simplest'} of {num_fitting} that fit"
 
 
-def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
-    recipe = report.recipe
+def num_steps(recipe: Recipe, num_samples: int | None) -> int | None:
+    """Steps of a run; None if they depend on data that nobody counted."""
     if recipe.run.max_steps is not None:
         return recipe.run.max_steps
     if num_samples is None:
@@ -301,11 +300,18 @@ def _num_steps(report: PlanReport, num_samples: int | None) -> int | None:
     return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
 
 
-def _range(low: float, high: float, unit: str) -> str:
+def range_in_words(low: float, high: float, unit: str) -> str:
+    """`4.1 to 6.9 s`, each to two digits."""
+
     def two_digits(value: float) -> str:
         return f"{float(f'{value:.2g}'):,.10g}"
 
     return f"{two_digits(low)} to {two_digits(high)}{unit}"
+
+
+def count_in_words(count: int) -> str:
+    """`7.62 B`, or below a tenth of that `1.18 M`."""
+    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
 
 def _count(value: int | None) -> str:
@@ -322,7 +328,7 @@ def as_record(
     settings: Sequence[ByAuto] = (),
 ) -> dict[str, Any]:
     """The report in bytes and seconds, for JSON; arguments as for `in_words`."""
-    steps, recipe = _num_steps(report, num_samples), report.recipe
+    steps, recipe = num_steps(report.recipe, num_samples), report.recipe
     tokens, kind = tokens_of_step(recipe), recipe.model.gradient_checkpointing
     records = []
     for forecast in report.forecasts:

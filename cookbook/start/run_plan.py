@@ -60,9 +60,13 @@ KINDS: tuple[Checkpointing, ...] = (False, "selective", True)
 """Kinds of checkpointing that `auto` tries, the one that computes least first."""
 
 
+MOST_SAMPLES = 2**16
+"""More samples than any GPU holds at once."""
+
+
 def even(share: int) -> list[int]:
-    """Micro-batches that split a process's share of the global batch."""
-    return [size for size in range(1, share + 1) if share % size == 0]
+    """Micro-batches that split a process's share of the global batch, up to `MOST_SAMPLES`."""
+    return [size for size in range(1, min(share, MOST_SAMPLES) + 1) if share % size == 0]
 
 
 def without_auto(recipe: Recipe) -> Recipe:

@@ -20,7 +20,7 @@ from cookbook.config.strategy_keys import Claim
 from cookbook.facts.language_part import changes_of_logits, has_tower, language_config, why_whole
 from cookbook.facts.model_files import read_config, read_tokenizer
 from cookbook.facts.model_types import how_to_measure, look_up
-from cookbook.facts.offline import hub_answers, known_model
+from cookbook.facts.offline import hub_answers, known_model, nearest_models
 from cookbook.facts.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models.new_tokens import grown_rows, padded
@@ -89,7 +89,8 @@ def _find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
         if facts is None:
             mistake = (
                 f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache"
-                f" ({first_line(error)}), nor in {OFFLINE_FACTS}. Connect, or add its structure there"
+                f" ({first_line(error)}), nor in {OFFLINE_FACTS}, which has {nearest_models(name)}. Connect, or add its"
+                " structure there"
             )
             raise RecipeError(mistake) from None
         config, origin = AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS

@@ -1,0 +1,71 @@
+"""The recipe behind `cookbook plan MODEL`: what `init` would write for the model, before there are rows."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from cookbook.commands.init import example_for
+from cookbook.config.recipe import Draft, Recipe, parse_recipe
+from cookbook.config.sections import BUILTIN_SOURCE
+from cookbook.system.files import RecipeError, read_document
+from cookbook.system.hardware import Machines
+
+Method = Literal["full", "lora", "qlora"]
+NO_FILE = Path("model.yaml")
+"""Paths of the recipe start in the current folder."""
+SUFFIXES = (".yaml", ".yml")
+
+
+def is_model(name: str, path: Path) -> bool:
+    """Return whether the words of a user name a model: a folder, a config.json, or a name like `Qwen/Qwen3-8B`.
+
+    Args:
+        path: of the recipe that the name would be.
+    """
+    if path.suffix in SUFFIXES or (path.is_file() and path.suffix != ".json"):
+        return False
+    return path.is_dir() or path.suffix == ".json" or not path.exists()
+
+
+def recipe_of_model(
+    name: str, method: Method | None, length: int | None, machines: Machines | None, assignments: list[str]
+) -> Recipe:
+    """The recipe of a model: batch, adapter and optimizer of the shipped recipe nearest in method and size; micro-batch
+    and checkpointing by auto.
+
+    Args:
+        method: default: lora.
+        length: tokens of a sample; default: as in that shipped recipe.
+        machines: None: any.
+
+    Raises:
+        RecipeError: no model of that name, with the nearest one that is known offline.
+    """
+    path = Path(name)
+    folder = str(path.parent) if path.suffix == ".json" else name
+    if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
+        raise RecipeError(f"{name}: no such file; write a recipe, a model's folder or its config.json, or a name")
+    adapter = None if (method or "lora") == "full" else (method or "lora")
+    example = example_for("sft", adapter, _billions(folder))
+    like = read_document(example.path).values
+    values: dict[str, Any] = {
+        "strategy": "single" if machines is not None and machines.num_gpus == 1 else "fsdp2",
+        "mixed_precision": "fp16" if machines and machines.gpu and not machines.gpu.has_bf16 else "bf16",
+        "model": {"name_or_path": folder, "gradient_checkpointing": "auto"},
+        "data": {"train": BUILTIN_SOURCE, "max_length": length or like["data"]["max_length"]},
+        **({"adapter": like["adapter"] | {"name": adapter}} if adapter else {}),
+        "batch": {"global_batch_size": like["batch"]["global_batch_size"], "micro_batch_size": "auto"},
+        "optim": like["optim"],
+        "run": {"num_epochs": 1},
+    }
+    return parse_recipe(Draft(name, values, assignments=assignments, file=NO_FILE))
+
+
+def _billions(folder: str) -> float:
+    """Parameters of a model, for which a recipe with any settings serves."""
+    from cookbook.forecast.verdict import TraceCache
+    from cookbook.training.models.structure import config_of
+
+    values = {"strategy": "single", "model": {"name_or_path": folder}, "data": {"train": BUILTIN_SOURCE}}
+    values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
+    recipe = parse_recipe(Draft(folder, values | {"run": {"num_epochs": 1}}, file=NO_FILE))
+    return TraceCache(config_of(recipe)[0], recipe).sizes.num_parameters / 1e9

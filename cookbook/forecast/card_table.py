@@ -1,0 +1,106 @@
+"""The table of how many GPUs of each kind a recipe needs, for people and as JSON."""
+
+from typing import Any
+
+from cookbook.forecast.any_gpus import TOKENS, Card, CardReport
+from cookbook.forecast.show import count_in_words, num_steps, range_in_words
+from cookbook.system.console import Row, page
+from cookbook.system.hardware import GIB, in_gib
+from cookbook.system.prices import SOURCE
+
+
+def in_words(report: CardReport, recipe_name: str, next_step: str, *, num_samples: int | None, is_all: bool) -> str:
+    """A row for each kind of GPU, the cheapest first.
+
+    Args:
+        next_step: a command, with `{}` in the place of the GPUs.
+        num_samples: rows of the training data, for the length of the run.
+        is_all: every GPU of the table was asked.
+    """
+    steps = num_steps(report.recipe, num_samples)
+    lines = [page((f"PLAN of {recipe_name}: {_run_in_words(report)}",), indent=0)]
+    if not report.cards:
+        lines.append(page(("NO: it fits on no number of these GPUs that was tried",)))
+    else:
+        least = min(report.cards, key=lambda card: (card.machines.num_gpus, card.gpu.memory_mib))
+        order = "by price:" if report.cards[0].price(steps) else "the least first:"
+        lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
+        amount = f"{TOKENS // 10**6} M tokens" if steps is None else f"{steps:,} steps"
+        rows: list[Row] = [("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount}")]
+        lines.append(page(*rows, *(_row(card, steps) for card in report.cards)))
+    notes = [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
+    if any(card.price(steps) for card in report.cards):
+        notes.append("micro-batch and checkpointing by auto; samples of full length")
+        notes.append(SOURCE if _is_listed(report) else "price: as --price")
+    notes += report.no_time
+    if not is_all:
+        notes.append("GPUs without bf16, or a price on that list: --all")
+    if report.cards:
+        notes.append(f"next: {next_step.format(report.cards[0].machines.text)}")
+    return "\n".join([*lines, *(page((note,)) for note in notes)])
+
+
+def _is_listed(report: CardReport) -> bool:
+    """Return whether prices are those of the list."""
+    return len({card.per_hour for card in report.cards}) > 1 or not report.cards
+
+
+def _run_in_words(report: CardReport) -> str:
+    recipe = report.recipe
+    method = "all weights" if recipe.adapter is None else recipe.adapter.name
+    size = f"{recipe.batch.global_batch_size:,} x {recipe.data.max_length:,} tokens a step"
+    return f"{count_in_words(report.num_parameters)}, {method}, {size}"
+
+
+def _row(card: Card, steps: int | None) -> Row:
+    memory = card.forecast.memory
+    assert memory is not None and card.machines.usable_gib is not None
+    price = card.price(steps)
+    return (
+        card.machines.text,
+        card.forecast.strategy.name,
+        f"{in_gib(*memory.needed)} of {in_gib(card.machines.usable_gib * GIB)}",
+        range_in_words(card.time.low, card.time.high, " s") if card.time else "-",
+        range_in_words(*price, "") if price else "-",
+    )
+
+
+def as_record(report: CardReport, recipe_name: str, *, num_samples: int | None) -> dict[str, Any]:
+    """The table in bytes and seconds, for JSON."""
+    steps, recipe = num_steps(report.recipe, num_samples), report.recipe
+    return {
+        "recipe": recipe_name,
+        "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
+        | {"structure_from": report.origin},
+        "notes": [*report.notes, *report.no_time],
+        "steps": steps,
+        "tokens": TOKENS if steps is None else None,
+        "a_sample": {"tokens_at_most": recipe.data.max_length},
+        "prices_from": SOURCE if _is_listed(report) else "--price",
+        "cards": [_card_record(card, steps) for card in report.cards],
+        "refused": report.refused,
+    }
+
+
+def _card_record(card: Card, steps: int | None) -> dict[str, Any]:
+    memory, time = card.forecast.memory, card.time
+    rate = time and time.tokens_per_second(card.tokens_of_step, card.forecast.num_processes)
+    return {
+        "gpu": card.gpu.name,
+        "gpus": card.machines.num_gpus,
+        "machines": card.machines.text,
+        "usable_gib": card.machines.usable_gib,
+        "strategy": card.forecast.strategy.path,
+        "verdict": card.forecast.verdict,
+        "why": card.forecast.why,
+        "mixed_precision": card.recipe.mixed_precision,
+        "global_batch_size": card.recipe.batch.global_batch_size,
+        "micro_batch_size": card.best.batch.micro_batch_size,
+        "gradient_checkpointing": card.best.checkpointing,
+        "needed": memory and memory.needed,
+        "step_seconds": [time.low, time.high] if time else None,
+        "tokens_per_second_a_gpu": rate,
+        "hours": card.hours(steps),
+        "price_per_hour": card.per_hour,
+        "price": card.price(steps),
+    }

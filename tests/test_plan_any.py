@@ -1,0 +1,156 @@
+"""A question without a recipe or without GPUs is answered: the least number of each card, its time and its price.
+
+python -m pytest -q tests/test_plan_any.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from cookbook.commands.cli import main
+from cookbook.commands.plan.model_recipe import recipe_of_model
+from cookbook.config.recipe import load_recipe
+from cookbook.config.strategy import load_strategy
+from cookbook.facts.offline import known_model
+from cookbook.forecast.any_gpus import for_each_card, simple
+from cookbook.forecast.ranking import PlanReport, forecast_all
+from cookbook.system.hardware import find_gpu, parse_machines
+from cookbook.system.prices import PRICES
+
+NAME, SMALL = "HuggingFaceTB/SmolLM2-135M", "recipes/sums/model"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def forecast_of(name: str, *settings: str, method: str | None = None, length: int | None = None) -> PlanReport:
+    machines = parse_machines("1xH100")
+    recipe = recipe_of_model(name, method, length, machines, ["batch.micro_batch_size=1", *settings])
+    single = load_strategy(Path("accelerate_configs/single.yaml"))
+    return forecast_all(recipe, [single], machines, name, limits=False)
+
+
+def test_a_name_a_folder_and_a_config_are_the_same_question(tmp_path):
+    facts = known_model(NAME)
+    assert facts is not None
+    (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
+    answers = [
+        forecast_of(name, method="full", length=512) for name in (NAME, str(tmp_path), f"{tmp_path}/config.json")
+    ]
+    assert {(one.num_parameters, one.num_trained) for one in answers} == {(facts["num_parameters"],) * 2}
+    assert len({one.forecasts[0].memory.allocated for one in answers}) == 1
+    assert answers[0].recipe.data.max_length == 512
+
+
+def test_the_method_decides_what_is_trained():
+    lora, qlora, default = (forecast_of(SMALL, method=method, length=128) for method in ("lora", "qlora", None))
+    assert 0 < lora.num_trained == qlora.num_trained < lora.num_parameters
+    assert default.forecasts[0].memory == lora.forecasts[0].memory
+    weights = [report.forecasts[0].memory.parameters for report in (lora, qlora)]
+    assert weights[1] < weights[0], "four bits are less than sixteen"
+
+
+def test_the_settings_are_those_of_a_shipped_recipe_unless_the_user_has_others():
+    like = load_recipe(Path("recipes/qwen3_0_6b/sft_lora.yaml"))
+    recipe = recipe_of_model(NAME, None, None, None, [])
+    assert (recipe.adapter, recipe.data.max_length) == (like.adapter, like.data.max_length)
+    assert recipe.batch.global_batch_size == like.batch.global_batch_size != 12
+    changed = recipe_of_model(NAME, None, None, None, ["batch.global_batch_size=12"])
+    assert changed.batch.global_batch_size == 12
+
+
+@pytest.mark.slow
+def test_the_command_answers_for_a_model(capsys):
+    assert main(["plan", SMALL, "--gpus", "1xH100", "--method", "full", "--length", "128"]) == 0
+    assert SMALL in capsys.readouterr().out
+    assert main(["plan", SMALL, "--json", "--length", "128"]) == 0
+    cards = json.loads(capsys.readouterr().out)["cards"]
+    assert {card["gpu"] for card in cards} >= {*PRICES} and {card["gpus"] for card in cards} == {1}
+
+
+def test_the_number_of_each_card_is_the_least_and_the_price_is_by_hand():
+    """Llama-3.1-8B, all weights: 16 bytes of each of 8.03 billion are 120 GiB."""
+    recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))
+    strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("single", "fsdp2")]
+    data, batch = (
+        section.model_copy(update=new)
+        for section, new in ((recipe.data, {"max_length": 512}), (recipe.batch, {"global_batch_size": 2}))
+    )
+    recipe = recipe.model_copy(update={"data": data, "batch": batch})
+    gpus = [find_gpu(name) for name in ("A100 80GB", "B300")]
+    report = for_each_card(recipe, strategies, "recipe", gpus, room={})
+    cards = {card.gpu.name: card for card in report.cards}
+    least = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_batch_size": 1})})
+    for name, card in cards.items():
+        count = card.machines.num_gpus
+        verdicts = {
+            number: [
+                one.verdict
+                for one in forecast_all(
+                    least, strategies, parse_machines(f"{number}x{name}"), "recipe", limits=False
+                ).forecasts
+            ]
+            for number in {count, max(1, count // 2)}
+        }
+        assert "fits" in verdicts[count] or "host memory unknown" in verdicts[count]
+        assert count == 1 or not {"fits", "host memory unknown"}.intersection(verdicts[count // 2])
+        hours = [seconds * 1e7 / (2 * 512) / 3600 for seconds in (card.time.low, card.time.high)]
+        assert card.price(None) == pytest.approx([each * PRICES[name] * count for each in hours])
+        assert card.price(10) == pytest.approx([each * PRICES[name] * count * 10 * 2 * 512 / 1e7 for each in hours])
+    assert (cards["B300"].machines.num_gpus, cards["A100-80GB"].machines.num_gpus) == (1, 2)
+
+
+def test_a_card_without_bf16_is_refused_for_a_recipe_and_has_fp16_where_nobody_chose():
+    recipe, gpus = load_recipe(Path("recipes/smollm2_135m/sft.yaml")), [find_gpu("T4")]
+    strategies = [load_strategy(Path("accelerate_configs/single.yaml"))]
+    report = for_each_card(recipe, strategies, "recipe", gpus, room={})
+    assert report.cards == [] and list(report.refused.values()) == [["T4"]] and "fp16" in next(iter(report.refused))
+    free = for_each_card(recipe, strategies, "recipe", gpus, is_free=True, room={})
+    assert [card.recipe.mixed_precision for card in free.cards] == ["fp16"]
+
+
+def test_a_recipe_without_gpus_is_answered_for_any(capsys):
+    assert main(["plan", "recipes/quickstart.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "not judged" not in printed and "the least is 1x" in printed
+    assert all(f"1x{name} " in printed for name in ("RTX3090", "H100"))
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main(["plan", "recipes/quickstart.yaml", "--gpus", "cpu"]) == 0
+    assert "1xRTX3090" not in capsys.readouterr().out, "the control: what was asked for"
+
+
+def test_only_strategies_that_any_number_of_gpus_runs_are_tried():
+    names = ("single", "ddp", "fsdp2", "zero3_offload", "tp", "fsdp1")
+    tried = simple([load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names])
+    assert [one.name for one in tried] == ["single", "ddp", "fsdp2"]
+
+
+def test_every_price_is_of_a_gpu_of_the_table():
+    assert [name for name in PRICES if find_gpu(name) is None or find_gpu(name).name != name] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipes/quickstart.yaml", "--method", "lora"), "is a recipe; write --set"),
+        (("recipes/quickstart.yaml", "--length", "64"), "is a recipe; write --set"),
+        (("Qwen/Qwen3-8Bx",), "Qwen/Qwen3-4B-Base"),
+        (("nothing/config.json",), "no such file"),
+        (("nothing.yaml",), "nothing.yaml"),
+        (("recipes/qwen25_7b",), "recipes/qwen25_7b"),
+        ((NAME, "--method", "dora"), "dora"),
+        ((NAME, "--length", "0"), "--length is 0"),
+        ((NAME, "--gpus", "any", "--host-gib", "-1"), "--host-gib is -1"),
+        ((NAME, "--set", "batch.global_batch_sizes=1"), "global_batch_size"),
+    ],
+    ids=lambda value: value[-2:][0] if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_named(words, said, capsys):
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
