@@ -53,6 +53,18 @@ def test_a_yaml_value_is_what_it_looks_like(tmp_path, text, value):
     assert (type(read), read) == (type(value), value)
 
 
+def test_a_file_that_is_read_again_is_as_it_stands(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: {b: [1]}\n")
+    document = read_document(path)
+    document.values["a"]["b"].append(2)
+    document.lines.clear()
+    again = read_document(path)
+    assert again.values == {"a": {"b": [1]}} and again.lines[("a", "b")] == 1
+    path.write_text("a: {b: [3]}\n")
+    assert read_document(path).values == {"a": {"b": [3]}}
+
+
 def test_a_json_size_may_be_written_as_deepspeed_s_documentation_does(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"bucket": 2e8, "share": 1.5e-1, "time": 2.0, "huge": 1e300}')

@@ -1,7 +1,9 @@
 """Strict YAML and JSON files with the place of every key, paths, and mistakes."""
 
 import contextlib
+import copy
 import difflib
+import functools
 import json
 import math
 import re
@@ -244,6 +246,13 @@ def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
 
 
 def _parse_yaml(name: str, text: str) -> Document:
+    """Parse a text, or copy what it was parsed to: commands read the files of a strategy once for each recipe."""
+    parsed = _parse_new_yaml(name, text)
+    return Document(name, copy.deepcopy(parsed.values), dict(parsed.lines))
+
+
+@functools.lru_cache(maxsize=128)
+def _parse_new_yaml(name: str, text: str) -> Document:
     document, mistakes = Document(name, None), []
 
     def build(node: yaml.Node, path: KeyPath) -> Any:
