@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +88,11 @@ class Key:
         return f"write it as {self.ours}"
 
 
+def _sections(paths: Iterable[str]) -> frozenset[str]:
+    """Every section around one of these dotted paths."""
+    return frozenset(path[: dot.start()] for path in paths for dot in re.finditer(r"\.", path))
+
+
 @dataclass(frozen=True)
 class Project:
     name: str
@@ -122,6 +128,14 @@ class Project:
         """The keys that its owner's schema has, by dotted path."""
         return fields_of(self.schema)
 
+    @functools.cached_property
+    def _sections_of_fields(self) -> frozenset[str]:
+        return _sections(self.fields)
+
+    @functools.cached_property
+    def _sections_of_keys(self) -> frozenset[str]:
+        return _sections(self.keys)
+
     def has(self, path: str) -> bool:
         """True if its files have this key, or one of a section that is anything's."""
         return path in self.fields or self.entry(path) is not None
@@ -131,14 +145,14 @@ class Project:
         key, around, is_known = self.keys.get(path), path, path in self.fields
         while key is None and "." in around:
             around = around.rpartition(".")[0]
-            is_known |= around in self.open_sections or not any(name.startswith(f"{around}.") for name in self.fields)
+            is_known |= around in self.open_sections or around not in self._sections_of_fields
             section = self.keys.get(around)
             key = section if is_known and section is not None and section.ours is None else None
         return key
 
     def has_keys_in(self, path: str) -> bool:
         """True if a key is known by its place in this section."""
-        return any(name.startswith(f"{path}.") for name in self.keys)
+        return path in self._sections_of_keys
 
     def has_section(self, path: str) -> bool:
         """True if a distribution's files have keys below this one."""
