@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +25,7 @@ import typer
 import yaml
 from conftest import ROOT, clean_environment
 from curves import Lab
+from filelock import FileLock
 from pydantic import TypeAdapter
 
 import cookbook
@@ -228,6 +230,7 @@ def launch(words: list[str], folder: Path, lab: Lab) -> None:
 
 @dataclass
 class Trial:
+    line: str
     folder: Path
     mistake: str | None = None
     accelerate_lines: list[list[str]] = field(default_factory=list)
@@ -267,6 +270,7 @@ def label_commands(path: Path) -> list[str]:
     return found
 
 
+@cache
 def all_commands() -> list[tuple[str, str]]:
     """(place, command), in the order in which a reader meets them."""
     pages = [(page, line) for page in PAGES for line in commands(text_of(page))]
@@ -274,19 +278,38 @@ def all_commands() -> list[tuple[str, str]]:
     return pages + labels
 
 
+def places_with_commands() -> list[str]:
+    return list(dict.fromkeys(place for place, _ in all_commands()))
+
+
 @pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trial]:
-    """Every command, tried up to the line that would start processes; a fresh workplace for each page."""
-    base, folders, found = tmp_path_factory.mktemp("docs"), {}, {}
-    for place, line in all_commands():
-        if place not in folders:
-            folders[place] = workplace(base / str(len(folders)))
-        trial = found[place, line] = Trial(folders[place])
-        try:
-            trial.accelerate_lines = attempt(line, trial.folder)
-        except AssertionError as error:
-            trial.mistake = str(error)
-    return found
+def trials(shared_folder: Path) -> Callable[[str], list[Trial]]:
+    """What became of each command of a place, tried up to the line that would start processes; a fresh workplace for
+    each page or recipe. Workers share the outcomes: whoever asks first tries them.
+    """
+
+    @cache
+    def try_all(place: str) -> list[Trial]:
+        folder = shared_folder / "docs" / place.replace("/", "-")
+        outcomes = Path(f"{folder}.json")
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not outcomes.exists():
+                workplace(folder)
+                found = [asdict(try_command(line, folder)) for there, line in all_commands() if there == place]
+                outcomes.write_text(json.dumps(found, default=str))
+        return [Trial(**trial | {"folder": folder}) for trial in json.loads(outcomes.read_text())]
+
+    return try_all
+
+
+def try_command(line: str, folder: Path) -> Trial:
+    trial = Trial(line, folder)
+    try:
+        trial.accelerate_lines = attempt(line, folder)
+    except AssertionError as error:
+        trial.mistake = str(error)
+    return trial
 
 
 def test_there_are_commands_to_try():
@@ -299,20 +322,21 @@ def test_there_are_commands_to_try():
 def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, line):
     if "simulate" in line.lower():
         need_simulated_gpus()
-    assert trials[place, line].mistake is None, trials[place, line].mistake
+    mistakes = [trial.mistake for trial in trials(place) if trial.line == line]
+    assert mistakes and not any(mistakes), mistakes
 
 
 def test_the_accelerate_lines_behind_the_commands_pass_a_dry_run(trials, lab):
     """Three are run of lines that differ only in the strategy, and of the library's, which are all alike."""
     chosen: dict[tuple[str, ...], dict[str, tuple[list[str], Path]]] = {}
-    for (place, _), trial in trials.items():
-        for words in trial.accelerate_lines:
+    for place in places_with_commands():
+        for words, folder in [(words, trial.folder) for trial in trials(place) for words in trial.accelerate_lines]:
             at = words.index("--config_file") + 1
             assert (ROOT / words[at]).is_file(), words
             is_library = Path(place) in RECIPES_OF_THE_LIBRARY
             same = chosen.setdefault(("library",) if is_library else tuple(words[words.index("train.py") :]), {})
             if len(same) < 3:
-                same.setdefault(words[at], (words, trial.folder))
+                same.setdefault(words[at], (words, folder))
     lines = [line for same in chosen.values() for line in same.values()]
     assert len(lines) >= 5
     for words, folder in lines:
