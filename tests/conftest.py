@@ -1,6 +1,7 @@
 """A copy of the files that a recipe needs, and ways to run the front door in it."""
 
 import functools
+import gc
 import itertools
 import json
 import os
@@ -20,11 +21,14 @@ from zlib import crc32
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import typer.main
 from curves import Lab
 
 from cookbook.system.imports import quiet_libraries
 from tests.gpu_runs import REAL, GpuLab
 
+# It reads the signatures of all commands at each call of `main`, of which the tests make hundreds in one process.
+typer.main.get_command = functools.cache(typer.main.get_command)
 quiet_libraries()  # as a run and a command do; before transformers is imported
 # A shell without job control starts background commands with these ignored, and every child would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -149,6 +153,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         count = max(0, end - len(items)) if i + 1 < workers else len(short)
         items += short[:count]
         del short[:count]
+
+
+def pytest_collection_finish() -> None:
+    """Leaves out what was imported, a million objects, when the tests' garbage is collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_due(item: pytest.Item) -> bool:
