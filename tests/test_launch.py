@@ -410,9 +410,28 @@ def test_gpus_are_those_that_cuda_leaves_visible(book, monkeypatch, listing, vis
 @pytest.mark.parametrize("facts", ["init error 9", "init error 12", "count 0"])
 def test_a_machine_without_a_driver_or_without_gpus_has_none(book, monkeypatch, facts):
     monkeypatch.setattr(gpus, "unnamed_gpus", list)
+    monkeypatch.setattr(gpus, "_searched_in_vain", set())
     for name, value in simulated_driver.variables(book.root, facts).items():
         monkeypatch.setenv(name, value)
     assert machine.num_gpus() == 0
+
+
+def test_a_driver_library_that_is_not_there_is_looked_for_once(monkeypatch):
+    asked = []
+
+    def ask(*_, **__):
+        asked.append(1)
+        answer = ('{"error": "NVML Shared Library Not Found", "code": 12}', "")
+        return SimpleNamespace(communicate=lambda timeout: answer, returncode=0, kill=lambda: None)
+
+    monkeypatch.setattr(gpus, "_searched_in_vain", set())
+    monkeypatch.setattr(gpus, "unnamed_gpus", list)
+    monkeypatch.setattr(gpus.subprocess, "Popen", ask)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "a")
+    assert [gpus.read_driver().gpus for _ in range(3)] == [[], [], []] and len(asked) == 1
+    monkeypatch.setenv("LD_LIBRARY_PATH", "b")
+    gpus.read_driver()
+    assert len(asked) == 2
 
 
 def test_machines_with_other_numbers_of_processes_would_fill_an_open_mesh_in_other_ways():

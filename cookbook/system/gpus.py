@@ -59,6 +59,11 @@ class Driver:
     is_loaded: bool = True
 
 
+LIBRARY_PATH = "LD_LIBRARY_PATH"
+_searched_in_vain: set[str | None] = set()
+"""Values of `LIBRARY_PATH` with which there was no driver library: a command asks for the GPUs several times."""
+
+
 def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
     """Asks NVML in a child process (`nvml.py`), which may hang where the driver does.
 
@@ -66,6 +71,8 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
         RecipeError: the driver does not answer, or with an error. Taken for no GPUs, a part of the processes would
             leave (`trim_world`).
     """
+    if os.environ.get(LIBRARY_PATH) in _searched_in_vain:
+        return Driver(gpus=unnamed_gpus())
     command = [sys.executable, "-P", str(Path(__file__).with_name("nvml.py"))]
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
@@ -82,6 +89,7 @@ def read_driver(seconds: float = TIMEOUT_SECONDS) -> Driver:
     report = json.loads(answer)
     if "error" in report:
         if report["code"] == NO_LIBRARY:
+            _searched_in_vain.add(os.environ.get(LIBRARY_PATH))
             return Driver(gpus=unnamed_gpus())
         if report["code"] == NOT_LOADED:
             return Driver(gpus=[], is_loaded=False)
