@@ -4,6 +4,7 @@ python -m pytest -q tests/test_layers.py
 """
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -299,20 +300,21 @@ def fields(model=Recipe, path=()):
 
 def attributes_read(paths):
     """Names that stand after a dot, methods of the models themselves left out."""
-    names = set()
-    for path in paths:
-        tree = ast.parse(path.read_text())
-        validators = {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)
-            and any("validator" in ast.unparse(item) for item in node.decorator_list)
-            for inner in ast.walk(node)
-        }
-        names |= {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in validators
-        }
-    return names
+    return frozenset().union(*map(attributes_read_in, paths))
+
+
+@functools.cache
+def attributes_read_in(path):
+    tree = ast.parse(path.read_text())
+    validators = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("validator" in ast.unparse(item) for item in node.decorator_list)
+        for inner in ast.walk(node)
+    }
+    return frozenset(
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in validators
+    )
 
 
 def test_every_setting_is_read_somewhere():
