@@ -155,10 +155,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         del short[:count]
 
 
-def pytest_collection_finish() -> None:
-    """Leaves out what was imported, a million objects, when the tests' garbage is collected."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects no garbage during imports, and leaves the million objects that they made out of later collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def is_due(item: pytest.Item) -> bool:
