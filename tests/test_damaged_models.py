@@ -234,7 +234,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "strategy": "single",
         "mixed_precision": "no",
         "model": {"name_or_path": "model"},
-        "data": {"train": "rows.jsonl", "max_length": 64},
+        # Packed, check would try a small model of the type each time.
+        "data": {"train": "rows.jsonl", "max_length": 64, "packing": False},
         "batch": {"global_batch_size": 2, "micro_batch_size": 2},
         "optim": {"learning_rate": 1e-3},
         "run": {"max_steps": 2, "output_dir": "out"},
