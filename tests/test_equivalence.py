@@ -17,8 +17,8 @@ from tests.turns import others_by_turn
 
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_experts(name)]
-# The first compiles for a minute; of DTensor's own Python the others need two minutes of a core, as hsdp_tp does.
-LONG = ("zero3_nvme", "fsdp2_tp", "pp_tp_fsdp2")
+# The first compiles for a minute; of DTensor's own Python the others need up to two minutes of a core.
+LONG = ("zero3_nvme", "fsdp2_tp", "hsdp_tp", "pp_tp_fsdp2")
 ALL = [pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.core) for name in DISTRIBUTED]
 ADAMW_OFTEN = ("ddp", "fsdp1", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload")
 
