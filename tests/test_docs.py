@@ -74,7 +74,7 @@ MADE = (
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json", "events.jsonl", "report.html", "compare.html"}
 WRITTEN_BY_A_RUN |= {"monitor.jsonl", "monitor-1.jsonl"}
-OF_OTHERS = {"zero_to_fp32.py", "default_config.yaml"}  # files of DeepSpeed and accelerate
+OF_OTHERS = {"zero_to_fp32.py", "default_config.yaml", "config.json"}  # of DeepSpeed, accelerate, and a model
 
 
 def text_of(page: str) -> str:
