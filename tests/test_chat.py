@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, Book, clean_environment
+from documented import documented
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -344,7 +345,7 @@ def evaluate(book: Book, *arguments: str | Path) -> dict[str, Any]:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return documented("evaluate", done.stdout)
 
 
 def plain_loss(folder: Path) -> tuple[float, int]:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = "recipes/quickstart.yaml"
 GROUPS = {
     "Before a run": "library init convert check explain preview plan tune rehearse doctor",
-    "Run": "launch rounds submit watch",
+    "Run": "launch rounds submit watch next",
     "After a run": "report why-slow chat evaluate export checkpoint",
 }
 OF_MAINTAINERS = ["combinations", "schema"]

@@ -24,6 +24,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, clean_environment
+from documented import documented
 
 import simulated_gpus
 from cookbook.commands.doctor import driver as gpus
@@ -702,7 +703,7 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
     done = subprocess.run(
         doctor_command("--json"), cwd=ROOT, env=front_door(tmp_path), capture_output=True, text=True, timeout=90
     )
-    told = json.loads(done.stdout)
+    told = documented("doctor", done.stdout)
     findings = told["findings"]
     assert done.returncode == max({"ok": 0, "warning": 1, "failure": 2}[one["status"]] for one in findings)
     assert told["ready"] == (done.returncode < 2) and done.stderr == ""

@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from curves import RECIPE, ROOT
+from documented import documented
 from peft import AutoPeftModelForCausalLM
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -816,7 +817,7 @@ def test_the_list_tells_what_is_whole_and_how_to_go_on(run: Run, capsys):
 
 def test_programs_get_json(lora: Run, capsys):
     assert main(["checkpoint", str(lora.folder / "checkpoints"), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = documented("checkpoint", capsys.readouterr().out)["checkpoints"]
     assert (found["step"], found["processes"], found["adapter"]) == (3, 2, "dora of rank 4")
     assert "tp" not in found["strategies"] and "zero3" in found["strategies"], "what is refused is left out"
     keys = found["keys"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, clean_environment
+from documented import documented
 from transformers import AutoConfig
 
 from cookbook.commands.cli import main
@@ -755,7 +756,7 @@ def test_json_has_what_the_table_is_made_of():
     words = ("--gpus", "8xH100", "--strategy", "zero3", "--strategy", "tp", "--samples", "1000", "--price", "2")
     done = cookbook(LLAMA, *words, "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    found = documented("plan", done.stdout)
     (sizes,) = found["sizes"]
     printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words).stdout)
     assert [str(row["sizes"]["tp_size"]) for row in sizes["forecasts"]] == printed
@@ -867,7 +868,7 @@ def test_the_gb_of_a_label_are_read_as_gib():
 def test_the_label_says_what_a_machine_has(capsys):
     path = "recipes/llama31_70b/sft.yaml"
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
+    assert documented("plan", capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
     assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
     assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB"]) == 0
     assert "host memory unknown, needs" in capsys.readouterr().out

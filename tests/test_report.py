@@ -212,7 +212,8 @@ def test_a_real_run_records_its_events_and_has_a_page(lab) -> None:
     run = lab.run("ddp", {"run.trackers": "[tensorboard]"})  # as tests/test_trackers.py
     history = read_history(run.folder)
     assert [(event["event"], event["step"]) for event in history.events] == [("start", 0), ("save", 20), ("finish", 20)]
-    assert history.events[0]["strategy"] == "ddp" and history.record["max_steps"] == 20 and history.state == "finished"
+    assert history.events[0]["strategy"] == "ddp" and history.record["max_steps"] == 20
+    assert history.state.name == "finished"
     assert main(["report", str(run.folder)]) == 0
     page = Page(run.folder / "report.html")
     assert offences(page) == [] and page.curves()[:2] == [20, 2]

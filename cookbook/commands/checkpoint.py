@@ -1,10 +1,11 @@
 """`checkpoint`: what a run can resume from."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
+from cookbook.commands.shared.answer_forms import Listed
 from cookbook.commands.shared.arguments import AsJson, run_folder
+from cookbook.commands.shared.for_programs import answer
 from cookbook.system.console import say
 from cookbook.training.checkpoint.listing import in_words, list_checkpoints
 
@@ -14,5 +15,8 @@ def checkpoint(
 ) -> int:
     """List checkpoints and how to resume; 1 if one is broken."""
     checkpoints = list_checkpoints(path)
-    say(json.dumps(checkpoints, indent=1) if as_json else in_words(checkpoints))
+    if as_json:
+        answer(Listed(checkpoints=checkpoints))
+    else:
+        say(in_words(checkpoints))
     return 1 if any(checkpoint["broken"] for checkpoint in checkpoints) else 0

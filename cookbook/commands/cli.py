@@ -31,12 +31,14 @@ from cookbook.commands.export import export
 from cookbook.commands.init import init
 from cookbook.commands.launch import launch
 from cookbook.commands.library import library
+from cookbook.commands.next import next as next_command
 from cookbook.commands.plan.planning import plan
 from cookbook.commands.preview import preview
 from cookbook.commands.rehearse.rehearsal import rehearse
 from cookbook.commands.report import report
 from cookbook.commands.rounds.loop import rounds
 from cookbook.commands.schema import schema
+from cookbook.commands.shared.for_programs import answered, refused
 from cookbook.commands.shared.former_names import ANSWERS
 from cookbook.commands.submit import submit
 from cookbook.commands.tune import tune
@@ -57,14 +59,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0; 2 for what the user can fix in a file or on the command line; 75 if
     a scheduler's signal ended it.
     """
-    code = 0
     show_all_letters()
+    try:
+        with answered(sys.argv[1:] if arguments is None else arguments):
+            return _run(arguments)
+    except BrokenPipeError:  # whoever reads JSON has seen enough
+        _close_stdout()
+        return 141
+
+
+def _run(arguments: list[str] | None) -> int:
+    code = 0
     try:
         try:
             with signals.end_command():
                 code = app(arguments, prog_name="cookbook")
         except signals.Ended:
-            say(f"{signals.requested()}: ended; write the command again", file=sys.stderr)
+            refused([f"{signals.requested()}: ended; write the command again"])
             return signals.EXIT_CODE
         except SystemExit as end:  # as typer always ends
             code = int(end.code or 0)
@@ -74,11 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         if error.filename is None:  # as of a write to a file that is open
             what = "a file" if _takes_output() else "the output"
-            say(cannot_write(what, error, "make room, or write it to another disk"), file=sys.stderr)
+            refused([cannot_write(what, error, "make room, or write it to another disk")])
         elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
-            say(f"{error.filename}: cannot be read ({error.strerror})", file=sys.stderr)
+            refused([f"{error.filename}: cannot be read ({error.strerror})"])
         else:
-            say(cannot_write(error.filename, error), file=sys.stderr)
+            refused([cannot_write(error.filename, error)])
         return 2
     return code
 
@@ -125,10 +136,10 @@ class _Commands(TyperGroup):
         try:
             ctx.exit(super().invoke(ctx))
         except RecipeError as error:
-            say(shown(short(str(error))), file=sys.stderr)
+            refused([shown(short(mistake)) for mistake in error.mistakes])
             ctx.exit(2)
         except TyperException as error:
-            say(shown(_in_a_line(error)), file=sys.stderr)
+            refused([shown(_in_a_line(error))])
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()
@@ -196,6 +207,7 @@ GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
         rounds,
         submit,
         watch,
+        next_command,
     ),
     "After a run": (
         report,

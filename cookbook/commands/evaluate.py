@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
+from cookbook.commands.shared.answer_forms import Evaluated
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
 from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter
+from cookbook.commands.shared.for_programs import answer
 from cookbook.config.objectives.token_loss import TokenLoss
 from cookbook.config.recipe import Draft, Recipe, load_recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
@@ -41,8 +43,7 @@ def evaluate(
     recipe = _recipe_for(folder, model, data, assignments)
     lines = evaluate_model(model, recipe)
     if as_json:
-        say(json.dumps({"model": str(model), "sets": lines}, indent=1))
-        return 0
+        answer(Evaluated(model=str(model), sets=lines))
     names = list(dict.fromkeys(name for line in lines for name in line))
     rows = [
         [f"{value:.4f}" if isinstance(value, float) else str(value) for value in map(line.get, names)] for line in lines

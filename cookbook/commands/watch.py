@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from cookbook.commands.shared.answer_forms import Watched, WatchedRun
 from cookbook.commands.shared.arguments import positive, run_folder, which_run
-from cookbook.commands.shared.history import state_of
+from cookbook.commands.shared.for_programs import answer
+from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, RUN, parse_lines
@@ -26,10 +28,14 @@ def watch(
     folders: Annotated[list[Path], run_folder("run.output_dir of one or more runs")],
     *,
     every: Annotated[float, Option(callback=positive, help="seconds between two looks")] = 2.0,
+    as_json: Annotated[bool, Option("--json", help="one look, for programs")] = False,
 ) -> int:
     """Watch runs live from their files, until all have ended."""
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise RecipeError([f"{folder}: no such folder; {which_run(folder)}" for folder in missing])
+    if as_json:
+        answer(Watched(runs=[look(folder) for folder in folders]))
+        return 0
     with contextlib.suppress(KeyboardInterrupt):  # ends the watching, not the run
         (_watch_live if console().is_terminal else _watch_plain)(folders, every)
     return 0
@@ -61,36 +67,51 @@ def _watch_plain(folders: Sequence[Path], every: float) -> None:
 def _looks(folders: Sequence[Path], every: float) -> Iterator[list[tuple[str, ...]]]:
     """The cells of all runs, again and again until all have ended."""
     while True:
-        looks = [_look(folder) for folder in folders]
-        yield [row for row, _ in looks]
-        if all(has_ended for _, has_ended in looks):
+        looks = [look(folder) for folder in folders]
+        yield [_cells(seen) for seen in looks]
+        if all(seen.has_ended for seen in looks):
             return
         time.sleep(every)
 
 
-def _look(folder: Path) -> tuple[tuple[str, ...], bool]:
-    """The cells of a run in `HEAD`'s order, and whether it has ended."""
-    state, has_ended = state_of(folder)  # before its last lines are read
+def look(folder: Path) -> WatchedRun:
+    """The state and the last numbers of a run."""
+    state = state_of(folder)  # before its last lines are read
     lines = _last_lines(folder / METRICS)
     steps = [line for line in lines if line.get("loss") is not None]
     evaluations = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
     step, last_step = lines[-1]["step"] if lines else 0, read_form(folder / RUN, Record)[0].get("max_steps")
     speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
     seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
+    return WatchedRun(
+        run=str(folder),
+        state=state.name,
+        reason=state.reason,
+        has_ended=state.has_ended,
+        step=step,
+        max_steps=last_step,
+        loss=mean(line["loss"] for line in steps[-10:]) if steps else None,
+        eval_loss=evaluations[-1] if evaluations else None,
+        tokens_per_second=median(speed) if speed else None,
+        seconds_left=mean(seconds) * (last_step - step) if seconds and last_step and not state.has_ended else None,
+    )
+
+
+def _cells(seen: WatchedRun) -> tuple[str, ...]:
+    """The cells of a run in `HEAD`'s order."""
     left = ""
-    if seconds and last_step and not has_ended:
-        minutes, seconds_left = divmod(round(mean(seconds) * (last_step - step)), 60)
-        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds_left:02d}"
-    cells = (
-        str(folder),
-        state,
-        f"{step} of {last_step}" if last_step else str(step),
-        f"{mean(line['loss'] for line in steps[-10:]):.4f}" if steps else "",
-        f"{evaluations[-1]:.4f}" if evaluations else "",
-        f"{median(speed):,.0f}" if speed else "",
+    if seen.seconds_left is not None:
+        minutes, seconds = divmod(round(seen.seconds_left), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    return (
+        seen.run,
+        RunState(name=seen.state, reason=seen.reason).words,
+        f"{seen.step} of {seen.max_steps}" if seen.max_steps else str(seen.step),
+        "" if seen.loss is None else f"{seen.loss:.4f}",
+        "" if seen.eval_loss is None else f"{seen.eval_loss:.4f}",
+        "" if seen.tokens_per_second is None else f"{seen.tokens_per_second:,.0f}",
         left,
     )
-    return cells, has_ended
 
 
 def _details(folder: Path) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
 
-from cookbook.commands.shared.arguments import run_folder
+from cookbook.commands.shared.answer_forms import AdviceForPrograms, StepTime, TimeShares, WhySlow
+from cookbook.commands.shared.arguments import AsJson, run_folder
+from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import History, read_history, read_ranks
 from cookbook.config.strategy import Strategy, load_strategy
 from cookbook.system.console import page, say
@@ -40,13 +42,14 @@ class Advice:
     """The word before `gain` in print: an upper limit, or an estimate."""
 
 
-def why_slow(folder: Annotated[Path, run_folder()]) -> int:
+def why_slow(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) -> int:
     """Show where a run's time goes, and what to change first."""
     run = read_history(folder)
     steps = run.steps[WARM_UP:] or run.steps
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
-    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(steps), *_compiled(run)))
+    times = _times(steps)
+    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(times), *_compiled(run)))
     profiles = read_ranks(folder / "profile", OfRank)
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
@@ -58,6 +61,23 @@ def why_slow(folder: Annotated[Path, run_folder()]) -> int:
     if not profiles:
         ranks = list(range(min(8, run.record.get("strategy", {}).get("processes", 1))))
         say(f"For more, profile some steps: --set 'run.profile={{steps: [10, 14], ranks: {ranks}}}'")
+    if as_json:
+        forecast, no_forecast = step_times(run, steps, profiles)
+        answer(
+            WhySlow(
+                run=str(folder),
+                num_steps=len(steps),
+                shares=times.shares,
+                seconds_a_step=times.seconds_a_step,
+                tokens_per_second=times.tokens_per_second,
+                mfu=times.mfu,
+                compiled=next(iter(_compilations(run)), None),
+                profiles=profiles,
+                forecast=forecast,
+                no_forecast=no_forecast,
+                advice=[AdviceForPrograms(what=item.what, gain_ratio=item.gain, about=item.about) for item in best],
+            )
+        )
     return 0
 
 
@@ -69,31 +89,56 @@ def shares(steps: list[dict[str, Any]]) -> dict[str, float]:
     return {name: of / total for name, of in seconds.items()}
 
 
-def _rows(steps: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    time_shares = shares(steps)
+@dataclass(frozen=True, kw_only=True)
+class _Times:
+    """Where the time of counted steps goes; means of a step are with all pauses."""
+
+    shares: TimeShares
+    seconds_a_step: float
+    tokens_per_second: float
+    mfu: float | None
+
+
+def _times(steps: list[dict[str, Any]]) -> _Times:
     total = sum(line["step_seconds"] + line.get("eval_seconds", 0.0) + line.get("save_seconds", 0.0) for line in steps)
-    for name, share in time_shares.items():
-        yield name, f"{share:.1%}", f"{share * total / len(steps):.3f} s a step"
-    yield "tokens/s", f"{sum(line.get('num_tokens', 0) for line in steps) / total:,.0f}", "with all pauses"
     mfu = [line["mfu"] for line in steps if "mfu" in line]
-    if mfu:
-        yield "MFU", f"{mean(mfu):.1%}", "of the steps alone"
+    return _Times(
+        shares=TimeShares(**shares(steps)),
+        seconds_a_step=total / len(steps),
+        tokens_per_second=sum(line.get("num_tokens", 0) for line in steps) / total,
+        mfu=mean(mfu) if mfu else None,
+    )
+
+
+def _rows(times: _Times) -> Iterator[tuple[str, ...]]:
+    for name, share in times.shares.model_dump().items():
+        yield name, f"{share:.1%}", f"{share * times.seconds_a_step:.3f} s a step"
+    yield "tokens/s", f"{times.tokens_per_second:,.0f}", "with all pauses"
+    if times.mfu is not None:
+        yield "MFU", f"{times.mfu:.1%}", "of the steps alone"
 
 
 def _compiled(run: History) -> Iterator[tuple[str, ...]]:
     """Yield rows on what torch's compiler made of the layers, after the first steps of the last start."""
-    for event in [event for event in run.events if event["event"] == "compiled"][-1:]:
+    for event in _compilations(run):
         counts = {key: event.get(key) for key in ("graphs", "graph_breaks", "given_up", "recompilations")}
         broken = f"{counts['graph_breaks']} graph breaks, {counts['given_up']} calls given up"
         yield "compiled", f"{counts['graphs']} graphs", f"{broken}, {counts['recompilations']} recompilations"
         yield from (("", "", why) for why in event.get("reasons", []))
 
 
-def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> str:
-    """A table of what a step takes and what was forecast for this machine; why there is none where there is none."""
+def _compilations(run: History) -> list[dict[str, Any]]:
+    """The last event about the compiler, if there is one."""
+    return [event for event in run.events if event["event"] == "compiled"][-1:]
+
+
+def step_times(
+    run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]
+) -> tuple[list[StepTime], str | None]:
+    """Times of a step with those that were forecast for this machine; or why there is no forecast."""
     expected = run.record.get("step_forecast", {"none": "the run has recorded none"})
     if "none" in expected:
-        return f"FORECAST of a step: {expected['none']}"
+        return [], expected["none"]
     taken = {"a step": mean(line["step_seconds"] - line.get("data_seconds", 0.0) for line in steps)}
     bounds = {"a step": (expected["low"], expected["high"])}
     parts = {part["name"]: part for part in expected["parts"]}
@@ -102,15 +147,26 @@ def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[di
         bounds[name] = sum(part["low"] for part in of_group), sum(part["high"] for part in of_group)
     if profiles:
         taken |= _of_a_step(profiles)
-    rows = [
-        (
-            name,
-            f"{seconds:.3f} s",
-            f"{bounds[name][0]:.3f} to {bounds[name][1]:.3f} s",
-            _verdict(seconds, *bounds[name]),
+    return [
+        StepTime(
+            part=name,
+            taken_seconds=seconds,
+            forecast_low_seconds=bounds[name][0],
+            forecast_high_seconds=bounds[name][1],
         )
         for name, seconds in taken.items()
-    ]
+    ], None
+
+
+def beside_forecast(run: History, steps: list[dict[str, Any]], profiles: list[dict[str, Any]]) -> str:
+    """A table of `step_times`."""
+    forecast, no_forecast = step_times(run, steps, profiles)
+    if no_forecast is not None:
+        return f"FORECAST of a step: {no_forecast}"
+    rows = []
+    for time in forecast:
+        taken, low, high = time.taken_seconds, time.forecast_low_seconds, time.forecast_high_seconds
+        rows.append((time.part, f"{taken:.3f} s", f"{low:.3f} to {high:.3f} s", _verdict(taken, low, high)))
     return page("FORECAST of a step beside what it takes", ("", "takes", "forecast", ""), *rows)
 
 

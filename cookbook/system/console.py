@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
@@ -52,8 +53,25 @@ def say(
         is_coloured: the texts are of `page` or of a style, which had all texts of others shown: its colours remain.
     """
     text = sep.join(map(str, texts))
+    if _listener is not None:
+        _listener(shown(text), file is sys.stderr)
+        return
     parts = re.split(r"(\x1b\[[\d;]*m)", text) if is_coloured else [text]
     print("".join(part if i % 2 else shown(part) for i, part in enumerate(parts)), end=end, file=file, flush=flush)
+
+
+_listener: Callable[[str, bool], None] | None = None
+
+
+@contextmanager
+def heard_by(listener: Callable[[str, bool], None]) -> Iterator[None]:
+    """Give the texts of `say` to a function, with whether they were for stderr, and print none."""
+    global _listener
+    _listener = listener
+    try:
+        yield
+    finally:
+        _listener = None
 
 
 def show_all_letters() -> None:

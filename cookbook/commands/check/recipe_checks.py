@@ -2,19 +2,15 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
 from cookbook.commands.check.warnings import doubts, read_all
-from cookbook.commands.shared.arguments import (
-    RECIPE,
-    Assignments,
-    StrategyFile,
-    process_count,
-)
+from cookbook.commands.shared.answer_forms import Checked, CheckedRecipe
+from cookbook.commands.shared.arguments import RECIPE, AsJson, Assignments, StrategyFile, process_count
+from cookbook.commands.shared.for_programs import answer, warn
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
 from cookbook.commands.shared.mistakes import check_layer_classes, check_model, lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.config.foreign import as_assignment
@@ -38,6 +34,7 @@ def check(
     processes: Annotated[int | None, process_count("as many as GPUs are on the recipe's label")] = None,
     assignments: Assignments,
     data: Annotated[bool, Option("--data", help="read every row as well, without a model")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Check recipes with their strategies; or all that are here."""
     misplaced = [as_assignment(str(path)) for path in paths or () if not path.exists()]
@@ -46,16 +43,23 @@ def check(
     recipes = paths or recipe_files()
     if not recipes:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
+    checked = Checked(recipes=[], strategies=[])
     for path in recipes:
         with gathered(mistakes):
-            for line in _check_recipe(path, strategy, assignments, processes, data=data, is_named=bool(paths)):
-                say(short(line))
+            recipe, entry = _check_recipe(path, strategy, assignments, processes, is_named=bool(paths))
+            checked.recipes.append(entry)
+            for rows in read_all(recipe) if data else ():
+                say(short(rows.words))
+                entry.rows.append(rows.form)
     for path in () if paths else map(strategy_path, known_strategies()):
         with gathered(mistakes):
             load_strategy(path)
             say(short(f"{path}: fine"))
+            checked.strategies.append(str(path))
     for note in versions.notes():
-        say(f"warning: {note}")
+        warn(note)
+    if as_json:
+        answer(checked)
     if mistakes:
         sys.stdout.flush()
         raise RecipeError(mistakes)
@@ -63,11 +67,12 @@ def check(
 
 
 def _check_recipe(
-    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, data: bool, is_named: bool
-) -> Iterator[str]:
+    path: Path, override: Path | None, assignments: list[str], processes: int | None, *, is_named: bool
+) -> tuple[Recipe, CheckedRecipe]:
+    """A recipe without mistakes; says what it is, its notes and its warnings."""
     pair = run_plan.read_pair(path, assignments, override)
     recipe, strategy, plan = pair.recipe, pair.strategy, None
-    notes: list[str] = []
+    doubtful: list[str] = []
     mistakes: list[str] = []
     if strategy is not None:
         if not is_named and strategy.num_processes:  # another number is a mistake only for a recipe that somebody chose
@@ -78,19 +83,22 @@ def _check_recipe(
         mistakes += problems
     if recipe is not None:
         mistakes += changed_settings(recipe) if is_named else []  # of all recipes, nobody asks to be resumed
-        notes, problems = _on_disk(path, recipe, pair.claims)
+        doubtful, problems = _on_disk(path, recipe, pair.claims)
         mistakes += problems
     refuse([*pair.mistakes, *placed(mistakes, path, assignments)])
     assert recipe is not None and strategy is not None and plan is not None
     batch = run_plan.describe_batch(recipe, plan)
-    yield f"{path}: fine under {strategy.path}; {batch}"
-    yield from (f"note: {note}" for note in strategy.notes)
+    say(short(f"{path}: fine under {strategy.path}; {batch}"))
+    notes = list(strategy.notes)
     if (host := sampler_host(recipe)) is not None:
-        yield f"note: rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else "")
-    for doubt in placed([f"{path}: {doubt}" for doubt in [*notes, *doubts(recipe)]], path, assignments):
-        yield f"warning: {doubt}"
-    if data:
-        yield from read_all(recipe)
+        notes.append(f"rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else ""))
+    for note in notes:
+        say(short(f"note: {note}"))
+    for doubt in placed([f"{path}: {doubt}" for doubt in [*doubtful, *doubts(recipe)]], path, assignments):
+        warn(short(doubt))
+    return recipe, CheckedRecipe(
+        recipe=str(path), strategy=str(strategy.path), processes=plan.num_processes, batch=batch, notes=notes
+    )
 
 
 def _on_disk(path: Path, recipe: Recipe, claims: tuple[Claim, ...]) -> tuple[list[str], list[str]]:

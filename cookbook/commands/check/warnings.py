@@ -1,10 +1,12 @@
 """Warnings of `check`: settings that are allowed but contradict each other. Also the reading of all rows."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from cookbook.commands.rounds.prompt_rows import read_prompts
+from cookbook.commands.shared.answer_forms import ReadRows
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import peak_learning_rate, short_run
@@ -78,15 +80,25 @@ def _kinds_here(source: Source) -> set[str]:
     )
 
 
-def read_all(recipe: Recipe) -> Iterator[str]:
-    """Every row of every source, read and checked without a model. Yields a line for each source.
+@dataclass(frozen=True)
+class SetRows:
+    """The rows of a set, which have been read."""
+
+    words: str
+    form: ReadRows
+
+
+def read_all(recipe: Recipe) -> Iterator[SetRows]:
+    """Every row of every source, read and checked without a model. Yields each source.
 
     Raises:
         RecipeError: the mistakes in all sources.
     """
     mistakes: list[str] = []
     if recipe.rounds is not None:
-        yield f"data.train: {len(read_prompts(recipe.data, recipe.rounds)):,} prompts"
+        count = len(read_prompts(recipe.data, recipe.rounds))
+        form = ReadRows(set="data.train", path=None, rows=count, kind="prompts")
+        yield SetRows(f"data.train: {count:,} prompts", form)
         return
     train: list[Rows] = []
     for key, source in recipe.data.sources:
@@ -95,7 +107,16 @@ def read_all(recipe: Recipe) -> Iterator[str]:
             train += [rows] * (key == "data.train")
             line = f"{key}: {source.path}: {len(rows.rows):,} rows of {kinds()[rows.kind].words}"
             dropped = (f"{count:,} dropped: {reason}" for reason, count in rows.num_dropped.items())
-            yield "; ".join([line, *filter(None, [rows.renamed, rows.unread, rows.untold]), *dropped])
+            notes = list(filter(None, [rows.renamed, rows.unread, rows.untold]))
+            form = ReadRows(
+                set=key,
+                path=source.path,
+                rows=len(rows.rows),
+                kind=rows.kind,
+                dropped=dict(rows.num_dropped),
+                notes=notes,
+            )
+            yield SetRows("; ".join([line, *notes, *dropped]), form)
     if recipe.data.holdout and not mistakes:
         from cookbook.training.data.sets import hold_out
 

@@ -11,7 +11,9 @@ from cookbook.commands.convert.commands_and_scripts import read_settings
 from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
-from cookbook.commands.shared.arguments import positive
+from cookbook.commands.shared.answer_forms import Converted
+from cookbook.commands.shared.arguments import AsJson, positive
+from cookbook.commands.shared.for_programs import answer, as_object
 from cookbook.commands.shared.named_file import taken, write_named_file
 from cookbook.config.foreign import Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
@@ -54,6 +56,7 @@ def convert(
         ),
     ] = None,
     processes: Annotated[int | None, Option(callback=positive, help="with which the file was used")] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Turn another project's files into a recipe and a strategy."""
     out = out or RECIPES / f"{files[0].stem}.yaml"
@@ -100,7 +103,7 @@ def convert(
         say(dump_yaml(recipe).rstrip())
     else:
         say(f"strategy: {name}")
-    _report_rest(conversion, *compare_sizes(conversion.sizes, name, files_to_write))
+    idle = _report_rest(conversion, *compare_sizes(conversion.sizes, name, files_to_write))
     mistakes: list[str] = []
     with gathered(mistakes):
         if training is None:
@@ -110,6 +113,20 @@ def convert(
             check([out], assignments=[], processes=conversion.processes or of_mesh)
     if mistakes:
         say("to correct before it runs:", *mistakes, sep="\n  ")
+    if as_json:
+        answer(
+            Converted(
+                source=source,
+                recipe=None if training is None else str(out),
+                strategy=name,
+                files=list(map(str, files_to_write)),
+                settings=recipe,
+                changes=conversion.changes,
+                notes=conversion.notes,
+                idle=idle,
+                to_correct=list(map(as_object, mistakes)),
+            )
+        )
     return 0
 
 
@@ -122,8 +139,9 @@ def _write(files: dict[Path, str]) -> None:
         say(f"{path}: written")
 
 
-def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> None:
-    """Prints the settings of the files that the recipe does not have, the most harmful first.
+def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> list[str]:
+    """Prints the settings of the files that the recipe does not have, the most harmful first. Returns those that need
+    nothing.
 
     Args:
         same: sizes of the files that the strategy has too.
@@ -139,6 +157,7 @@ def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> 
         say("to know, or to decide:", *conversion.notes, sep="\n  ")
     if idle := list(dict.fromkeys([*conversion.idle, *same])):
         say(f"needs nothing: {', '.join(idle)}")
+    return idle
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

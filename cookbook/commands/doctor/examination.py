@@ -3,7 +3,6 @@
 Every check is a function that yields findings, and runs beside others in a process of its own with a limit (`probe`).
 """
 
-import json
 import os
 import signal
 import tempfile
@@ -31,6 +30,8 @@ from cookbook.commands.doctor.hub import check_hub, wanted
 from cookbook.commands.doctor.nvme import check_nvme, nvme_folders
 from cookbook.commands.doctor.software import check_build, check_python, check_torch_build, check_versions
 from cookbook.commands.doctor.storage import sizes
+from cookbook.commands.shared.answer_forms import Examined, FindingForPrograms
+from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
@@ -210,8 +211,8 @@ def report(findings: list[Finding], seconds: float, *, as_json: bool) -> int:
     """Prints the findings. Returns the exit code: 0 ready, 1 ready with warnings, 2 not ready."""
     code = max((EXIT_CODES[finding.status] for finding in findings), default=0)
     if as_json:
-        listed = [asdict(finding) for finding in findings]
-        say(json.dumps({"ready": code < 2, "seconds": round(seconds, 1), "findings": listed}, indent=1))
+        listed = [FindingForPrograms(**asdict(finding)) for finding in findings]
+        answer(Examined(ready=code < 2, seconds=round(seconds, 1), findings=listed))
     else:
         say(in_words(findings, seconds), is_coloured=True)
     return code

@@ -1,6 +1,5 @@
 """`explain`: what will run and where each value comes from, or how two runs differ."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +10,9 @@ from cookbook.commands.explain import compare
 from cookbook.commands.explain.chart import LETTERS
 from cookbook.commands.explain.explanation import as_dict, in_words
 from cookbook.commands.explain.explanation import explain as explain_run
-from cookbook.commands.shared.arguments import (
-    QUICKSTART,
-    RECIPE,
-    AsJson,
-    Assignments,
-    StrategyFile,
-    process_count,
-)
+from cookbook.commands.shared.answer_forms import Explained
+from cookbook.commands.shared.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, process_count
+from cookbook.commands.shared.for_programs import answer
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.system.console import can_show, say
 from cookbook.system.files import RecipeError
@@ -40,11 +34,11 @@ def explain(
     plain = not can_show(LETTERS, sys.stdout.encoding)
     if other is not None:
         comparison = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
-        say(json.dumps(compare.as_dict(comparison), indent=1) if as_json else short(compare.in_words(comparison)))
-        return 0
+        say(short(compare.in_words(comparison)))
+        return answer(Explained(**compare.as_dict(comparison))) if as_json else 0
     if compare.is_strategy(str(path)):
         find_strategy(str(path))
         raise RecipeError([f"{path}: a strategy; write a recipe before it, or another strategy after it"])
     run = explain_run(path, strategy_path=strategy, assignments=assignments, processes=processes)
-    say(json.dumps(as_dict(run), indent=1) if as_json else in_words(run, plain=plain))
-    return 0
+    say(in_words(run, plain=plain))
+    return answer(Explained(**as_dict(run))) if as_json else 0

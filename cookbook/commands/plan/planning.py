@@ -1,6 +1,5 @@
 """`cookbook plan`: what is asked, of which machines, and the answer."""
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,9 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from cookbook.commands.plan.model_recipe import Method, is_model, recipe_of_model
+from cookbook.commands.shared.answer_forms import Planned
 from cookbook.commands.shared.arguments import QUICKSTART, AsJson, Assignments, Strategies, positive, recipes
+from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_known, load_strategy
@@ -83,7 +84,7 @@ def plan(
         settings = by_auto(outlook, name, all_of_them=strategy is not None)
     if as_json:
         record = as_record(outlook, name, num_samples=samples, price=price, sizes=sizes, settings=settings)
-        say(json.dumps(record, indent=1))
+        answer(Planned(**record))
     else:
         text = in_words(outlook, name, num_samples=samples, price=price, sizes=sizes, settings=settings)
         say(short(text), is_coloured=True)
@@ -120,7 +121,7 @@ def _of_any_gpus(
             room=room,
         )
     if as_json:
-        say(json.dumps(card_table.as_record(report, name, num_samples=num_samples), indent=1))
+        answer(Planned(**card_table.as_record(report, name, num_samples=num_samples)))
     else:
         text = card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=is_all)
         say(short(text), is_coloured=True)

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cookbook.commands.shared.answer_forms import Forwards, LengthRange, Piece, Previewed, SeenSample, TokenFigures
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.facts.language_part import open_config
@@ -34,8 +35,10 @@ NUM_RANGES, BAR_WIDTH = 10, 40
 """Rows of the histogram of lengths, and characters of its longest bar."""
 
 
-def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")) -> int:
-    """Prints the first samples of the first epoch and the figures of all sets. Returns the exit code, 0.
+def preview(
+    recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")
+) -> Previewed:
+    """Prints the first samples of the first epoch and the figures of all sets, and returns them.
 
     Trained tokens are green on a terminal, and are put in ⟦ ⟧, or [[ ]], where there are no colours.
 
@@ -82,25 +85,42 @@ def preview(recipe_path: Path, assignments: list[str], num_samples: int = 3, *, 
         if can_show(MARK, sys.stdout.encoding)
         else "[[{}]]".format
     )
+    samples = []
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
-            say(_headline(train, sequence, recipe.objective))
-            say(marked(train, sequence, tokenizer, mark), end="\n\n", is_coloured=True)
+            sample = _seen(train, sequence, tokenizer, recipe.objective)
+            samples.append(sample)
+            say(_headline(sample, train, recipe.objective))
+            say(in_marks(sample.pieces, mark), end="\n\n", is_coloured=True)
     say(short(f"FIGURES of {recipe_path}"))
-    for line in [
-        figures(name, train, recipe.objective),
-        *sets.notes,
-        *sets.closing_notes(),
-        padding(train, order, recipe, packing),
-    ]:
+    notes = [*sets.notes, *sets.closing_notes()]
+    padded, packed = (forwards(train, order, recipe, packing=is_packed) for is_packed in (False, True))
+    figures = {name: figures_of("data.train", train)}
+    figures |= {
+        f"evaluation {set_name}".strip(): figures_of(f"data.eval.{set_name}".rstrip("."), tokens)
+        for set_name, tokens in sets.eval.items()
+    }
+    of_train, *of_eval = (in_words(name, of_set, train, recipe.objective) for name, of_set in figures.items())
+    for line in [of_train, *notes, padding(recipe, padded, packed, packing)]:
         say(f"  {line}")
-    say("\n".join(histogram(train, recipe.data.max_length)), is_coloured=True)
-    for set_name, tokens in sets.eval.items():
-        say(f"  {figures(f'evaluation {set_name}'.strip(), tokens, recipe.objective)}")
+    lengths = length_ranges(train, recipe.data.max_length)
+    say("\n".join(histogram(lengths)), is_coloured=True)
+    for line in of_eval:
+        say(f"  {line}")
     num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)
     epoch = "not known of a stream" if num_steps is None else f"{num_steps:,}"
     say(f"  steps per epoch: {epoch}")
-    return 0
+    return Previewed(
+        recipe=str(recipe_path),
+        samples=samples,
+        sets=list(figures.values()),
+        padded=padded,
+        packed=packed,
+        rows_are=packing.words,
+        lengths=lengths,
+        steps_per_epoch=num_steps,
+        notes=notes,
+    )
 
 
 def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
@@ -119,71 +139,119 @@ def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
     return model_source.fetch_model(model.name_or_path, model.revision, TOKENIZER_FILES)
 
 
-def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
-    """The sequence as text, each trained stretch marked."""
+def pieces(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase") -> list[Piece]:
+    """The sequence as text, cut where training begins or ends."""
     start, end = tokens.offsets[sequence], tokens.offsets[sequence + 1]
     is_trained = tokens.is_label[start:end].copy()
     is_trained[0] = False  # nothing predicts a first token
-    ids, text, before = tokens.ids[start:end].tolist(), "", ""
+    ids, cut, before = tokens.ids[start:end].tolist(), [], ""
     for trained, run in groupby(range(end - start), key=lambda i: bool(is_trained[i])):
         # Decoded from the start, as a stretch by itself would lose the space before it.
         so_far = tokenizer.decode(ids[: max(run) + 1])
-        piece = so_far[len(before) :]
-        text += mark(shown(piece)) if trained else shown(piece)
+        cut.append(Piece(text=so_far[len(before) :], is_trained=trained))
         before = so_far
-    return text
+    return cut
 
 
-def _headline(tokens: TokenSet, sequence: int, objective: Objective) -> str:
+def in_marks(cut: list[Piece], mark: Callable[[str], str]) -> str:
+    """The text, each trained piece marked."""
+    return "".join(mark(shown(piece.text)) if piece.is_trained else shown(piece.text) for piece in cut)
+
+
+def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
+    """The sequence as text, each trained stretch marked."""
+    return in_marks(pieces(tokens, sequence, tokenizer), mark)
+
+
+def _seen(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", objective: Objective) -> SeenSample:
     sample, place = divmod(sequence, tokens.group_size)
-    which = f", {objective.sequences[place]}" if tokens.group_size > 1 else ""
-    what = f"{'sample' if tokens.group_size == 1 else objective.sample} {sample}{which}"
-    return f"--- {what}: {tokens.lengths[sequence]:,} tokens, {tokens.num_targets[sequence]:,} trained"
-
-
-def figures(name: str, tokens: TokenSet, objective: Objective) -> str:
-    """Counts, lengths and trained share of a set, in a line."""
-    lengths = tokens.lengths
-    what = "samples" if tokens.group_size == 1 else f"{objective.sample}s"
-    return (
-        f"{name}: {len(tokens):,} {what}, {lengths.sum():,} tokens (mean {lengths.mean():.0f}, median"
-        f" {np.median(lengths):.0f}, max {lengths.max():,} a sequence), {tokens.num_targets.sum() / lengths.sum():.1%}"
-        " trained"
+    return SeenSample(
+        sample=sample,
+        sequence=objective.sequences[place] if tokens.group_size > 1 else None,
+        num_tokens=int(tokens.lengths[sequence]),
+        num_trained=int(tokens.num_targets[sequence]),
+        pieces=pieces(tokens, sequence, tokenizer),
     )
 
 
-def histogram(tokens: TokenSet, max_length: int) -> list[str]:
-    """Lengths of whole rows, a line for each range that has some; those over `max_length` in red."""
+def _headline(seen: SeenSample, tokens: TokenSet, objective: Objective) -> str:
+    which = f", {seen.sequence}" if seen.sequence is not None else ""
+    what = f"{'sample' if tokens.group_size == 1 else objective.sample} {seen.sample}{which}"
+    return f"--- {what}: {seen.num_tokens:,} tokens, {seen.num_trained:,} trained"
+
+
+def figures_of(key: str, tokens: TokenSet) -> TokenFigures:
+    """Counts, lengths and trained share of a set."""
+    lengths = tokens.lengths
+    return TokenFigures(
+        set=key,
+        num_samples=len(tokens),
+        num_tokens=int(lengths.sum()),
+        mean_tokens=float(lengths.mean()),
+        median_tokens=float(np.median(lengths)),
+        max_tokens=int(lengths.max()),
+        trained_ratio=float(tokens.num_targets.sum() / lengths.sum()),
+    )
+
+
+def in_words(name: str, of_set: TokenFigures, tokens: TokenSet, objective: Objective) -> str:
+    """Figures of a set, in a line."""
+    what = "samples" if tokens.group_size == 1 else f"{objective.sample}s"
+    return (
+        f"{name}: {of_set.num_samples:,} {what}, {of_set.num_tokens:,} tokens (mean {of_set.mean_tokens:.0f}, median"
+        f" {of_set.median_tokens:.0f}, max {of_set.max_tokens:,} a sequence), {of_set.trained_ratio:.1%} trained"
+    )
+
+
+def length_ranges(tokens: TokenSet, max_length: int) -> list[LengthRange]:
+    """How many whole rows are of which length, for each range that has some."""
     lengths = tokens.row_lengths
     if lengths is None:
         return []
     width = -(-(int(lengths.max()) + 1) // NUM_RANGES)
     counts = np.bincount(lengths // width, minlength=NUM_RANGES)
+    return [
+        LengthRange(least=i * width, most=(i + 1) * width - 1, rows=int(counts[i]), is_over=i * width > max_length)
+        for i in np.flatnonzero(counts).tolist()
+    ]
+
+
+def histogram(ranges: list[LengthRange]) -> list[str]:
+    """A line for each range of lengths; those over data.max_length in red."""
+    if not ranges:
+        return []
     block = BLOCK if can_show(BLOCK, sys.stdout.encoding) else "#"
+    largest = max(part.rows for part in ranges)
     lines: list[Row] = ["  tokens of a row as it is in the data:"]
-    for i in np.flatnonzero(counts).tolist():
-        count = int(counts[i])
-        bar = block * -(-count * BAR_WIDTH // int(counts.max()))
-        is_over = i * width > max_length
-        note = "over data.max_length" if is_over else ""
+    for part in ranges:
+        bar = block * -(-part.rows * BAR_WIDTH // largest)
+        note = "over data.max_length" if part.is_over else ""
         cells = (
-            f"{i * width:,} to {(i + 1) * width - 1:,}",
-            f"{count:,}",
-            coloured(bar, "red" if is_over else "green"),
+            f"{part.least:,} to {part.most:,}",
+            f"{part.rows:,}",
+            coloured(bar, "red" if part.is_over else "green"),
         )
         lines.append((*cells, note))
     return page(*lines, indent=4).split("\n")
 
 
-def padding(tokens: TokenSet, order: np.ndarray, recipe: Recipe, chosen: Packing) -> str:
-    """Forwards per step and the padding in them, padded and packed, over the first steps on one process."""
+def _limits(recipe: Recipe) -> dict[str, Any]:
+    return recipe.batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
+
+
+def forwards(tokens: TokenSet, order: np.ndarray, recipe: Recipe, *, packing: bool) -> Forwards:
+    """Forwards per step and the padding in them, over the first steps on one process."""
     from cookbook.training.data.batches import Layout, measure
 
-    batch, fills = recipe.batch, {}
-    limits = batch.model_dump(include={"micro_batch_size", "micro_batch_tokens"})
-    for packing in (False, True):
-        layout = Layout(num_ranks=1, rank=0, pad_id=0, packing=packing, **limits)
-        fill = measure(tokens, order, layout, global_batch_size=batch.global_batch_size)
-        fills[packing] = f"{fill.forwards:.1f} forwards a step with {fill.padding:.1%} padding"
-    limit = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
-    return f"{limit}, one process: {fills[False]} if padded, {fills[True]} if packed (a run's rows are {chosen.words})"
+    layout = Layout(num_ranks=1, rank=0, pad_id=0, packing=packing, **_limits(recipe))
+    fill = measure(tokens, order, layout, global_batch_size=recipe.batch.global_batch_size)
+    return Forwards(forwards_a_step=fill.forwards, padding_ratio=fill.padding)
+
+
+def padding(recipe: Recipe, padded: Forwards, packed: Forwards, chosen: Packing) -> str:
+    """Forwards of a step, padded and packed, in a line."""
+    limit = ", ".join(f"{key} {value}" for key, value in _limits(recipe).items() if value is not None)
+    fills = [
+        f"{way.forwards_a_step:.1f} forwards a step with {way.padding_ratio:.1%} padding" for way in (padded, packed)
+    ]
+    return f"{limit}, one process: {fills[0]} if padded, {fills[1]} if packed (a run's rows are {chosen.words})"

@@ -6,8 +6,9 @@ from typing import Annotated
 from typer import Option
 
 from cookbook.commands.report import pages
-from cookbook.commands.report.summary import summarize
-from cookbook.commands.shared.arguments import run_folder
+from cookbook.commands.report.summary import best_in_words, best_run, measure, reported, summarize
+from cookbook.commands.shared.arguments import AsJson, run_folder
+from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import read_history
 from cookbook.commands.shared.named_file import write_named_file
 from cookbook.system.console import page, say
@@ -21,9 +22,11 @@ def report(
     folders: Annotated[list[Path], run_folder("run.output_dir of a run; of several, to compare them")],
     *,
     out: Annotated[Path | None, OUT] = None,
+    as_json: AsJson = False,
 ) -> int:
     """Show what a run did and write its page; or compare runs."""
     runs = [read_history(folder) for folder in folders]
+    rows, best = [], None
     if len(runs) == 1:
         (folder,), (run,) = folders, runs
         summary = summarize(run)
@@ -32,9 +35,11 @@ def report(
     else:
         if len(set(map(Path.resolve, folders))) < len(folders):
             raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
-        rows = pages.differences(runs)
+        rows, best = pages.differences(runs), best_run(list(map(measure, runs)))
         say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
+        if best is not None:
+            say(best_in_words(*best))
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs)
     write_named_file(path, masked(text), pages.BEGINNING)
     say(path)
-    return 0
+    return answer(reported(runs, rows, best and best[0].run, str(path))) if as_json else 0

@@ -101,7 +101,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     for i, key in enumerate(_keys([run])):
         lines = _lines_of(run, key, _steps)
         charts.append(_chart(key, lines, has_legend=len(lines) > 1, marks=marks, starts=starts, number=i))
-    body = [_table(("", ""), [("state", run.state), *summary]), "<h2>Curves</h2>", _grid(charts)]
+    body = [_table(("", ""), [("state", run.state.words), *summary]), "<h2>Curves</h2>", _grid(charts)]
     if starts or marks:
         red = "Red: a step was skipped, or its gradient was unusual; see the events."
         body.append(f'<p class="soft">Dotted: the run was started again. {red}</p>')

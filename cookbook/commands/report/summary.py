@@ -1,7 +1,9 @@
 """A run in a few lines: losses, time, speed, memory, and where its model is."""
 
+from collections.abc import Sequence
 from statistics import mean, median
 
+from cookbook.commands.shared.answer_forms import HeldOut, Reported, RunSummary, SettingThatDiffers
 from cookbook.commands.shared.history import History
 from cookbook.system.console import several
 from cookbook.system.shipped import short
@@ -10,44 +12,105 @@ JUDGED = ("reward_accuracy", "accuracy", "absolute_error")
 """Metrics of steps and evaluations that say how often, or how far, a model is wrong."""
 
 
-def summarize(run: History) -> dict[str, str]:
-    """The value of each row in words, by the row's name."""
-    steps, evaluations, record = run.steps, run.evaluations, run.record
+LAST = 10
+"""Steps at the end, of which means are shown."""
+
+
+def measure(run: History) -> RunSummary:
+    """The numbers of a run."""
+    steps, record = run.steps, run.record
     first, last = steps[0], steps[-1]
-    tail = steps[-10:]
     # On simulated GPUs there is nothing to measure.
     is_measured = all({"step_seconds", "tokens_per_second"} <= line.keys() for line in steps)
+    peaks = [line["peak_memory_gib"] for line in steps if line.get("peak_memory_gib") is not None]
+    held_out = []
+    for name in dict.fromkeys(line.get("eval_set", "") for line in run.evaluations):
+        of_set = [line for line in run.evaluations if line.get("eval_set", "") == name]
+        means = {key.removeprefix("eval_"): value for key, value in of_set[-1].items() if key.startswith("eval_")}
+        means = {key: value for key, value in means.items() if isinstance(value, int | float)}
+        losses = {"first_loss": of_set[0]["eval_loss"], "last_loss": of_set[-1]["eval_loss"]}
+        held_out.append(
+            HeldOut(set=name, **losses, first_step=of_set[0]["step"], step=of_set[-1]["step"], metrics=means)
+        )
+    export = run.folder / "export"
+    return RunSummary(
+        run=str(run.folder),
+        state=run.state.name,
+        reason=run.state.reason,
+        first_step=first["step"],
+        last_step=last["step"],
+        first_loss=first["loss"],
+        last_loss=mean(line["loss"] for line in steps[-LAST:]),
+        epochs=last["epoch"],
+        held_out=held_out,
+        training_seconds=sum(line["step_seconds"] for line in steps) if is_measured else None,
+        tokens_per_second=median(line["tokens_per_second"] for line in steps) if is_measured else None,
+        peak_memory_gib=max(peaks, default=None),
+        strategy=record["strategy"]["file"] if record else None,
+        processes=record["strategy"]["processes"] if record else None,
+        model=str(export) if export.is_dir() else None,
+    )
+
+
+def summarize(run: History) -> dict[str, str]:
+    """The value of each row in words, by the row's name."""
+    numbers, record, tail = measure(run), run.record, run.steps[-LAST:]
     rows = {
-        "loss": f"{first['loss']:.3f} at step {first['step']}, {mean(line['loss'] for line in tail):.3f} at the end"
+        "loss": f"{numbers.first_loss:.3f} at step {numbers.first_step}, {numbers.last_loss:.3f} at the end"
         f" (mean of the last {len(tail)} steps)"
     }
     if run.rounds:
         shown = [f"{line['reward']:.3f} in round {line['round']}" for line in (run.rounds[0], run.rounds[-1])]
         rows["mean reward"] = ", ".join(dict.fromkeys(shown))
-    for name in dict.fromkeys(line.get("eval_set", "") for line in evaluations):
-        of_set = [line for line in evaluations if line.get("eval_set", "") == name]
-        shown = [f"{line['eval_loss']:.3f} at step {line['step']}" for line in (of_set[0], of_set[-1])]
-        rows[f"held-out loss{name and f' of {name}'}"] = ", ".join(dict.fromkeys(shown))
+    for held in numbers.held_out:
+        of_set = held.set and f" of {held.set}"
+        shown = [f"{held.first_loss:.3f} at step {held.first_step}", f"{held.last_loss:.3f} at step {held.step}"]
+        rows[f"held-out loss{of_set}"] = ", ".join(dict.fromkeys(shown))
         for key in JUDGED:
-            if f"eval_{key}" in of_set[-1]:
-                text = f"{of_set[-1][f'eval_{key}']:.2f} at step {of_set[-1]['step']}"
-                rows[f"held-out {key.replace('_', ' ')}{name and f' of {name}'}"] = text
+            if key in held.metrics:
+                rows[f"held-out {key.replace('_', ' ')}{of_set}"] = f"{held.metrics[key]:.2f} at step {held.step}"
     for key in JUDGED:
-        if key in last:
+        if key in tail[-1]:
             rows[key.replace("_", " ")] = f"{mean(line[key] for line in tail):.2f} (mean of the last {len(tail)} steps)"
-    time_taken = f" in {sum(line['step_seconds'] for line in steps):.0f} s" if is_measured else ""
-    rows["training"] = f"steps {first['step']} to {last['step']}{time_taken}, {last['epoch']:.2f} epochs"
+    time_taken = "" if numbers.training_seconds is None else f" in {numbers.training_seconds:.0f} s"
+    steps = f"steps {numbers.first_step} to {numbers.last_step}"
+    rows["training"] = f"{steps}{time_taken}, {numbers.epochs:.2f} epochs"
     ends = [event["reason"] for event in run.events if event.get("event") == "finish" and event.get("reason")]
     if ends:
         rows["end"] = ends[-1]
-    if is_measured:
-        rows["tokens/s"] = f"{median(line['tokens_per_second'] for line in steps):,.0f} (median step, all processes)"
-    if peaks := [line["peak_memory_gib"] for line in steps if line.get("peak_memory_gib") is not None]:
-        rows["peak memory"] = f"{max(peaks):.2f} GiB (largest process)"
+    if numbers.tokens_per_second is not None:
+        rows["tokens/s"] = f"{numbers.tokens_per_second:,.0f} (median step, all processes)"
+    if numbers.peak_memory_gib is not None:
+        rows["peak memory"] = f"{numbers.peak_memory_gib:.2f} GiB (largest process)"
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
         rows["strategy"] = short(f"{strategy['file']}, {several(strategy['processes'], 'process')} on {device}")
-    export = run.folder / "export"
-    rows["model"] = str(export) if export.is_dir() else "none: the run was not finished"
+    rows["model"] = numbers.model or "none: the run was not finished"
     return rows
+
+
+def best_run(runs: Sequence[RunSummary]) -> tuple[RunSummary, HeldOut] | None:
+    """The run whose last held-out loss is least, with that evaluation, on the first set that all runs have; None where
+    they share none.
+    """
+    held = [{evaluation.set: evaluation for evaluation in run.held_out} for run in runs]
+    shared = [name for name in held[0] if all(name in of_run for of_run in held)]
+    if not shared:
+        return None
+    pairs = [(run, of_run[shared[0]]) for run, of_run in zip(runs, held, strict=True)]
+    return min(pairs, key=lambda pair: pair[1].last_loss)
+
+
+def best_in_words(run: RunSummary, held: HeldOut) -> str:
+    return f"best held-out loss{held.set and f' of {held.set}'}: {held.last_loss:.4f}, at the end of {run.run}"
+
+
+def reported(runs: Sequence[History], rows: Sequence[Sequence[str]], best: str | None, page: str) -> Reported:
+    """The report of runs, for programs.
+
+    Args:
+        rows: of `pages.differences`.
+    """
+    differing = [SettingThatDiffers(key=key, values=values, affects=effect) for key, *values, effect in rows]
+    return Reported(runs=list(map(measure, runs)), differences=differing, best=best, page=page)

@@ -17,6 +17,20 @@ from cookbook.system.record_forms import Event, Form, Line, Measured, Record, Sa
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunState:
+    """State of a run, by its status.json and its process."""
+
+    name: str
+    """starting, running, exporting, killed, stopped, finished, failed or unknown."""
+    reason: str | None = None
+    has_ended: bool = True
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}: {self.reason.splitlines()[0]}" if self.reason else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
 class History:
     """A run's files; what is missing is empty."""
 
@@ -29,7 +43,7 @@ class History:
     """run.json."""
     settings: dict[str, Any]
     """recipe.yaml by `section.key`."""
-    state: str
+    state: RunState
     samples: list[dict[str, Any]]
     """Lines of samples.jsonl."""
     monitor: list[dict[str, Any]]
@@ -75,7 +89,7 @@ def read_history(folder: Path) -> History:
         events=lines_of(folder / EVENTS, Event),
         record=record,
         settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
-        state=state_of(folder)[0],
+        state=state_of(folder),
         samples=lines_of(folder / SAMPLES, Sample),
         monitor=sorted(measured, key=lambda line: line["time"]),
     )
@@ -92,17 +106,18 @@ def read_ranks(folder: Path, form: type[Form]) -> list[dict[str, Any]]:
     return sorted(filter(None, records), key=lambda record: record["rank"])
 
 
-def state_of(folder: Path) -> tuple[str, bool]:
-    """The state of a run, with its reason, and whether it has ended."""
+def state_of(folder: Path) -> RunState:
+    """The state of a run."""
     record = status.read(folder)
     if record is None:
-        is_damaged = (folder / status.FILE).exists()
-        return f"unknown: {status.FILE} is damaged" if is_damaged else "starting", is_damaged
+        if (folder / status.FILE).exists():
+            return RunState(name="unknown", reason=f"{status.FILE} is damaged")
+        return RunState(name="starting", has_ended=False)
     state, reason = record["state"], record.get("reason")
     is_here = record.get("host") == socket.gethostname() and record.get("pid") is not None
     if not status.has_ended(record):
         # A killed process writes no last state. The pid says nothing about a run of another machine.
         if is_here and not psutil.pid_exists(record["pid"]):
-            return "killed", True
-        return ("exporting" if state == "stopped" else state), False
-    return (f"{state}: {reason.splitlines()[0]}" if reason else state), True
+            return RunState(name="killed")
+        return RunState(name="exporting" if state == "stopped" else state, has_ended=False)
+    return RunState(name=state, reason=reason or None)

@@ -1,0 +1,300 @@
+"""Protects what scripts read: with --json each command prints one object, as documented, and nothing else.
+
+python -m pytest -q tests/test_for_programs.py
+"""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from conftest import RECIPE, RECIPE_TEXT, ROOT, Book
+from documented import documented, schemas
+from small_data import chat, make_tokenizer
+
+from cookbook.commands import launch, schema
+from cookbook.commands.cli import GROUPS, app, main
+from cookbook.commands.next import WAYS
+from cookbook.commands.shared.answer_forms import ANSWERS
+from cookbook.commands.shared.for_programs import as_object
+from cookbook.commands.shared.history import RunState
+from cookbook.system import versions
+
+STEP = {"epoch": 0.1, "step_seconds": 2.0, "tokens_per_second": 50.0, "num_tokens": 100, "peak_memory_gib": 1.5}
+OF_AXOLOTL = """\
+base_model: Qwen/Qwen3-0.6B
+datasets: [{path: rows.jsonl, type: alpaca}]
+val_set_size: 0.1
+learning_rate: 1e-4
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: adamw_torch
+sequence_len: 512
+output_dir: outputs/mine
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def make_run(folder: Path, losses: Sequence[float] = (3.0, 2.5, 2.0, 1.5), **state: Any) -> Path:
+    """A run's folder with the files of a run of these losses, and `state` in its status."""
+    folder.mkdir(parents=True)
+    lines: list[dict[str, Any]] = [{"step": step, "loss": loss, **STEP} for step, loss in enumerate(losses, 1)]
+    lines.append({"step": len(losses), "eval_loss": losses[-1] + 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "recipe.yaml").write_text((ROOT / "recipes/quickstart.yaml").read_text())
+    record = {
+        "strategy": {"file": "accelerate_configs/zero2.yaml", "processes": 2},
+        "hardware": {"cores": 4},
+        "max_steps": 40,
+        "command": ["train.py", "recipes/quickstart.yaml", "--set", "seed=7"],
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    if state:
+        status = {"step": len(losses), "pid": os.getpid(), "host": socket.gethostname(), "started": 1e9} | state
+        (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+@pytest.fixture
+def small(book: Book) -> Book:
+    """A recipe on three rows, with a tokenizer in a folder."""
+    book.write("rows.jsonl", "\n".join(json.dumps(chat("hi", answer)) for answer in ("ho", "hoho", "ho")))
+    make_tokenizer().save_pretrained(book.root / "model")
+    scratch = re.search(r"  from_scratch:\n(    .*\n)+", RECIPE_TEXT)
+    assert scratch is not None
+    book.edit(RECIPE, (scratch[0], "  name_or_path: ./model\n"), ("train: python-stdlib", "train: rows.jsonl"))
+    book.edit(RECIPE, ("  eval: {path: python-stdlib, split: test}\n", ""))
+    return book
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    """The documented object of a command that ends with a code."""
+    assert main([*words, "--json"]) == code
+    return documented(words[0], capsys.readouterr().out, is_refused=code == 2)
+
+
+def test_every_command_with_json_is_documented_and_no_other(monkeypatch, capsys):
+    with_json = set()
+    for name in (command.__name__.replace("_", "-") for group in GROUPS.values() for command in group):
+        assert main([name, "--help"]) == 0
+        with_json |= {name} if " --json " in capsys.readouterr().out else set()
+    assert with_json == ANSWERS.keys() and len(app.registered_commands) > len(with_json) >= 12
+    assert schemas().keys() - {"refused"} == with_json
+    monkeypatch.chdir(ROOT)
+    assert schemas() == schema.answer_schemas(), "run cookbook schema"
+    assert (ROOT / "docs/for_programs.md").read_text() == schema.for_programs(), "run cookbook schema"
+
+
+def test_check_has_rows_warnings_and_notes_of_versions(book, monkeypatch, capsys):
+    book.write("rows.jsonl", "\n".join(json.dumps(chat("hi", answer)) for answer in ("ho", "hoho", "ho")))
+    book.edit(RECIPE, ("train: python-stdlib", "train: rows.jsonl"))
+    book.edit(RECIPE, ("  eval: {path: python-stdlib, split: test}\n", ""))
+    monkeypatch.setattr(versions, "notes", lambda: ["versions: untested: transformers 99.1"])
+    found = ask(capsys, "check", RECIPE, "--data", "--set", "schedule.warmup_steps=30", "--set", "run.max_steps=6")
+    (recipe,) = found["recipes"]
+    (rows,) = recipe["rows"]
+    assert recipe["recipe"] == RECIPE and recipe["processes"] == 2
+    assert (rows["set"], rows["path"], rows["rows"]) == ("data.train", "rows.jsonl", 3)
+    warmup, of_versions = found["warnings"]
+    assert (warmup["key"], warmup["value"]) == ("schedule.warmup_steps", 30)
+    assert of_versions["text"] == "versions: untested: transformers 99.1"
+
+
+def test_all_mistakes_are_objects_with_place_value_and_what_to_write(book, capsys):
+    book.edit(RECIPE, ("learning_rate:", "learnin_rate:"))
+    found = ask(capsys, "check", RECIPE, "--set", "mixed_precision=fp17", code=2)
+    by_key = {error["key"]: error for error in found["errors"]}
+    typo, precision = by_key["optim.learnin_rate"], by_key["mixed_precision"]
+    line = next(i for i, text in enumerate((book.root / RECIPE).read_text().splitlines(), 1) if "learnin_rate" in text)
+    assert (typo["file"], typo["line"], typo["instead"]) == (RECIPE, line, "did you mean learning_rate?")
+    assert isinstance(typo["value"], float), "the value of the file, not its text"
+    assert precision["value"] == "fp17" and precision["file"] is None and "bf16" in precision["instead"]
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "line", "key", "problem", "instead"),
+    [
+        ("a/b.yaml:3: optim.x: unknown key; write y", "a/b.yaml", 3, "optim.x", "unknown key", "write y"),
+        ("a.jsonl:7: no text; write one", "a.jsonl", 7, None, "no text", "write one"),
+        ("--set run.x is 'a; b' (text); use c", None, None, "run.x", "is 'a; b' (text)", "use c"),
+        ("--set seed=7: batch.x is 7, no. Use 8.", None, None, "batch.x", "is 7, no", "Use 8."),
+        ("--samples is -1; it must be at least 0", None, None, "--samples", "is -1", "it must be at least 0"),
+        ("RECIPE is missing; write it", None, None, "RECIPE", "is missing", "write it"),
+        ("run.resume is 'x': no checkpoint", None, None, "run.resume", "is 'x': no checkpoint", None),
+        ("outputs/a: no such folder; write b", "outputs/a", None, None, "no such folder", "write b"),
+        ("r.yaml under zero3: batch.x is 1; write 2", "r.yaml", None, "batch.x", "is 1", "write 2"),
+        ("something odd happened", None, None, None, "something odd happened", None),
+    ],
+)  # fmt: skip
+def test_a_message_is_taken_apart_by_its_form(text, file, line, key, problem, instead):
+    found = as_object(text)
+    assert (found.file, found.line, found.key) == (file, line, key)
+    assert (found.problem, found.instead, found.text) == (problem, instead, text)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [f"{command} nowhere.yaml" for command in ("preview", "explain", "plan", "doctor", "convert", "check")]
+    + [f"{command} nowhere" for command in ("why-slow", "report", "watch", "evaluate", "checkpoint")]
+    + ["next README.md", "check --fast"],
+)
+def test_a_refused_command_answers_with_its_mistakes_alone(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").touch()
+    assert main([*line.split(), "--json"]) == 2
+    printed = capsys.readouterr()
+    (error,) = documented(line.split()[0], printed.out, is_refused=True)["errors"]
+    assert error["text"] and printed.err == ""
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == error["text"], "as in words"
+
+
+def test_preview_has_the_trained_pieces(small, capsys):
+    found = ask(capsys, "preview", RECIPE, "--samples", "3")
+    assert len(found["samples"]) == 3 and found["padded"]["padding_ratio"] >= found["packed"]["padding_ratio"]
+    for sample in found["samples"]:
+        trained = [piece["text"] for piece in sample["pieces"] if piece["is_trained"]]
+        assert trained in (["ho<|im_end|>"], ["hoho<|im_end|>"])
+        assert sample["num_trained"] == len(trained[0]) - len("<|im_end|>") + 1, "a letter is a token"
+    assert found["sets"][0]["num_tokens"] == sum(sample["num_tokens"] for sample in found["samples"])
+
+
+def test_numbers_of_a_run_are_those_of_its_lines(tmp_path, capsys):
+    run, other = make_run(tmp_path / "a", state="finished"), make_run(tmp_path / "b", [3.0, 9.0, 1.0], state="finished")
+    (watched,) = ask(capsys, "watch", str(run))["runs"]
+    assert (watched["state"], watched["step"], watched["max_steps"]) == ("finished", 4, 40)
+    assert watched["loss"] == pytest.approx((3 + 2.5 + 2 + 1.5) / 4) and watched["seconds_left"] is None
+    slow = ask(capsys, "why-slow", str(run))
+    assert slow["num_steps"] == 2 and slow["seconds_a_step"] == 2.0 and slow["tokens_per_second"] == 50.0
+    assert sum(slow["shares"].values()) == pytest.approx(1)
+    found = ask(capsys, "report", str(run), str(other), "--out", str(tmp_path / "compare.html"))
+    assert [of["last_loss"] for of in found["runs"]] == [pytest.approx(2.25), pytest.approx(13 / 3)]
+    assert found["best"] == str(other), "whose held-out loss is 1.5, and not 2.0"
+    (alone,) = ask(capsys, "report", str(run))["runs"]
+    assert alone == found["runs"][0]
+
+
+def test_a_damaged_line_is_a_warning(tmp_path, capsys):
+    run = make_run(tmp_path / "a", state="finished")
+    (run / "events.jsonl").write_text('{"event": 1}\n')
+    (warning,) = ask(capsys, "report", str(run))["warnings"]
+    assert warning["file"] == str(run / "events.jsonl") and "damaged" in warning["problem"]
+
+
+def test_convert_has_files_settings_and_what_is_left_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(OF_AXOLOTL)
+    found = ask(capsys, "convert", "theirs.yaml")
+    assert found["recipe"] == "recipes/theirs.yaml" and set(found["files"]) == {"recipes/theirs.yaml"}
+    assert found["settings"]["optim"]["learning_rate"] == 1e-4 and Path(found["recipe"]).is_file()
+    assert all(mistake["text"] for mistake in found["to_correct"]) and "strategy single" in " ".join(found["notes"])
+
+
+@pytest.mark.parametrize("arguments", [["quickstart.yaml"], ["zero2", "zero3"]])
+def test_explain_and_its_comparison_are_as_documented(arguments, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = [f"recipes/{word}" if word.endswith(".yaml") else word for word in arguments]
+    assert ask(capsys, "explain", *words)["errors"] == []
+
+
+def test_what_a_library_prints_does_not_reach_stdout(book, monkeypatch, capfd):
+    def noisy() -> list[str]:
+        print("from Python")
+        os.write(1, b"from C\n")
+        subprocess.run(["echo", "from a child"], check=True)
+        return []
+
+    monkeypatch.setattr(versions, "notes", noisy)
+    assert main(["check", RECIPE]) == 0 and capfd.readouterr().out.count("from ") == 3, "the noise is there"
+    assert main(["check", RECIPE, "--json"]) == 0
+    printed = capfd.readouterr()
+    assert documented("check", printed.out) and printed.err.count("from ") == 3
+
+
+def test_a_document_that_lies_would_be_found(tmp_path, capsys):
+    main(["watch", str(make_run(tmp_path / "a", state="finished")), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    for change in ({"runs": [{**answer["runs"][0], "step": "4"}]}, {"new": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            documented("watch", json.dumps(answer | change))
+
+
+# `next`.
+
+
+def finished(folder: Path) -> Path:
+    return make_run(folder, state="finished", exit_code=0)
+
+
+STATES: dict[str, Callable[[Path], Any]] = {
+    "never started": lambda folder: None,
+    "starting": lambda folder: (folder.parent / f".{folder.name}.lock").write_text(
+        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": ""})
+    ),
+    "running": lambda folder: make_run(folder, state="running"),
+    "exporting": lambda folder: make_run(folder, state="stopped", reason="export"),
+    "killed": lambda folder: make_run(folder, state="running", pid=2**22 + 1),
+    "stopped": lambda folder: make_run(folder, state="stopped", reason="SIGTERM"),
+    "finished": finished,
+    "failed": lambda folder: make_run(folder, state="failed", reason="OSError: no network"),
+    "diverged": lambda folder: make_run(folder, state="failed", reason="FloatingPointError: step 4: ..."),
+    "out of memory": lambda folder: make_run(
+        folder, state="failed", reason="OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    ),
+    "hung": lambda folder: make_run(folder, state="failed", reason="hang: no sign for 30 min"),
+    "damaged": lambda folder: (make_run(folder) / "status.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("verdict", STATES)
+def test_next_has_one_verdict_for_each_state_with_a_command_that_is_taken(verdict, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "run"
+    STATES[verdict](folder)
+    found = ask(capsys, "next", str(folder))
+    assert found["verdict"] == verdict and found["why"]
+    assert main(["next", str(folder)]) == 0 and (found["command"] or "").split(" ")[0] in capsys.readouterr().out
+    if verdict == "never started":
+        assert found["command"] is None and f"run.output_dir={folder}" in found["advice"]
+        return
+    program, command, *words = shlex.split(found["command"])
+    assert program == "cookbook"
+    launched: list[list[str]] = []
+    monkeypatch.setattr(launch, "run_child", lambda command, *_: launched.append(command) or 0)
+    if command in ("watch", "plan"):  # the one goes on until the run ends, the other takes seconds
+        assert words[0].startswith(str(folder)) and Path(words[0]).exists()
+    elif command == "checkpoint":
+        assert main([command, *words]) == 2 and "no checkpoint in it" in capsys.readouterr().err
+    else:
+        assert main([command, *words]) == 0, capsys.readouterr().err
+    if verdict in ("killed", "stopped", "failed", "hung"):
+        (line,) = launched
+        assert "zero2.yaml" in " ".join(line) and "seed=7" in line and f"run.output_dir={folder}" in line
+        assert "run.resume=auto" in line
+    if verdict == "diverged":
+        (line,) = launched
+        assert f"run.output_dir={folder}-half-rate" in line and any(word.endswith("rate=0.0015") for word in line)
+
+
+def test_there_is_a_state_for_each_verdict():
+    assert STATES.keys() == WAYS.keys() == set(schemas()["next"]["properties"]["verdict"]["enum"])
+
+
+def test_a_run_that_never_started_is_started_by_the_recipe_that_writes_there(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("cookbook.commands.next.recipe_files", lambda: [Path("recipes/quickstart.yaml")])
+    monkeypatch.setattr("cookbook.commands.next.state_of", lambda _: RunState(name="starting"))
+    found = ask(capsys, "next", "outputs/quickstart")
+    assert found["command"] == "cookbook launch recipes/quickstart.yaml"
