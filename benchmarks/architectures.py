@@ -237,7 +237,8 @@ def plan(lab: Lab, folder: Path) -> dict[str, Any]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(mistakes):
             code = cookbook(words)
         if code == REFUSED:
-            return {"refused": reason_of(mistakes.getvalue(), folder)}
+            errors = [error["text"] for error in json.loads(said.getvalue())["errors"]]
+            return {"refused": reason_of("\n".join(errors), folder)}
         (forecast,) = (one for one in json.loads(said.getvalue())["forecasts"] if "fsdp2" in one["strategy"])
         if forecast["verdict"] == "cannot run":
             return {"refused": "; ".join(forecast["why"])}
