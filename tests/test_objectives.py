@@ -244,8 +244,18 @@ def answers(batch, logits) -> dict[str, torch.Tensor]:
     return batch | {"old_logps": old, "token_reference_logps": reference, "values": advantages}
 
 
+@pytest.fixture
+def drawn(answers) -> dict[str, torch.Tensor]:
+    """Answers whose tokens were drawn from another distribution than the model's, some from a nearly impossible one."""
+    away = torch.randn(len(answers["old_logps"]), generator=torch.Generator().manual_seed(5)).double()
+    return answers | {"sampled_logps": answers["old_logps"] + away}
+
+
 def loss_of_answers(answers, keys: dict) -> tuple[float, float]:
-    """Token by token from eqs. 3 and 4 of arXiv 2402.03300 and eq. 7 of arXiv 2507.18071; and the clipped share."""
+    """Token by token from eqs. 3 and 4 of arXiv 2402.03300 and eq. 7 of arXiv 2507.18071; and the clipped share.
+
+    Of tokens that were drawn from another distribution each is weighted by exp(old - sampled), which is cut off at 3.
+    """
     logps = answers["logps"]
     loss = clipped = 0.0
     divisor = len(logps) if keys.get("loss_type", "dapo") == "dapo" else 2 * NUM_PAIRS
@@ -263,13 +273,17 @@ def loss_of_answers(answers, keys: dict) -> tuple[float, float]:
             inside = max(min(ratio, 1 + high), 1 - low)
             divergence = (math.exp(away) - away - 1) * (ratio if keys.get("use_bias_correction_kl", True) else 1)
             one = -min(ratio * advantage, inside * advantage) + keys.get("beta", 0) * divergence
+            if "sampled_logps" in answers:
+                one *= min(math.exp(answers["old_logps"][i].item() - answers["sampled_logps"][i].item()), 3.0)
             loss += one / keys["max_completion_length"] if "max_completion_length" in keys else one * weight
             clipped += weight * (ratio * advantage > inside * advantage)
     return loss / divisor, clipped / divisor
 
 
+@pytest.mark.parametrize("source", ["answers", "drawn"])
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
-def test_grpo_is_the_equations_of_its_papers(answers, logits, keys):
+def test_grpo_is_the_equations_of_its_papers(request, logits, keys, source):
+    answers = request.getfixturevalue(source)
     outcome = Objective.of(name="grpo", **keys).compute(model(logits), answers)
     names = ("input_ids", "targets", "target_positions")
     logps = -model(logits)(**{name: answers[name] for name in names}).detach().double()
@@ -278,6 +292,41 @@ def test_grpo_is_the_equations_of_its_papers(answers, logits, keys):
     assert outcome.metrics["clipped"].item() / outcome.count == pytest.approx(clipped) and clipped > 0
     swapped = answers | {"values": -answers["values"]}
     assert abs(Objective.of(name="grpo", **keys).compute(model(logits), swapped).loss_sum - outcome.loss_sum) > 0.01
+
+
+def test_truncated_samples_give_the_gradient_of_the_policy_itself(batch):
+    """One token, all that top-k leaves of a vocabulary, each as often as it is drawn: the expected gradient is the sum
+    of p A grad log p over what is left, by autograd of the probabilities; without weights it is another one."""
+    chance = torch.Generator().manual_seed(8)
+    logits, rewards = torch.randn(VOCAB, generator=chance).double(), torch.randn(VOCAB, generator=chance).double()
+    kept = logits.topk(3).indices
+    drawn = logits[kept].softmax(0)
+    gradients = []
+    for names in (("old_logps", "sampled_logps"), ("old_logps",)):
+        leaf = logits.clone().requires_grad_()
+        for token, chance_of in zip(kept, drawn, strict=True):
+            logp = leaf.log_softmax(0)[token]
+            one = {
+                "target_sequences": torch.tensor([0]),
+                "num_sequences": 1,
+                "targets": token[None],
+                "values": rewards[token][None],
+                "old_logps": logp.detach()[None],
+                "sampled_logps": chance_of.log()[None],
+            }
+            given = {name: value for name, value in one.items() if name in names or not name.endswith("_logps")}
+            outcome = Objective.of(name="grpo").compute(lambda logp=logp, **_: -logp[None], {**inputs(batch), **given})
+            (chance_of * outcome.loss_sum).backward()
+        gradients.append(leaf.grad)
+    leaf = logits.clone().requires_grad_()
+    (-(leaf.softmax(0) * rewards)[kept]).sum().backward()
+    # grad p = p grad log p
+    assert gradients[0] == pytest.approx(leaf.grad, abs=1e-6)
+    assert (gradients[1] - leaf.grad).abs().max() > 0.05
+
+
+def inputs(batch) -> dict[str, torch.Tensor]:
+    return {name: batch[name] for name in ("input_ids", "target_positions")}
 
 
 def test_advantages_are_those_within_a_group():
@@ -310,9 +359,13 @@ def test_parts_of_a_batch_add_up_to_its_loss_and_their_means_do_not(answers, log
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["answers", "drawn"])
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
-def test_grpo_is_that_of_trl(tmp_path, grid, answers, keys):
-    """Loss and gradient norm of `GRPOTrainer._compute_loss` on the same answers."""
+def test_grpo_is_that_of_trl(request, tmp_path, grid, keys, source):
+    """Loss and gradient norm of `GRPOTrainer._compute_loss` on the same answers. TRL has the weights of tokens that
+    were drawn otherwise too, but not on the divergence."""
+    answers = request.getfixturevalue(source)
+    keys = keys | ({"beta": 0.0} if source == "drawn" else {})
     need_trl()
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -341,9 +394,14 @@ def test_grpo_is_that_of_trl(tmp_path, grid, answers, keys):
     mask = (grid != -100).int()
     ids = torch.cat([torch.ones(len(grid), 1, dtype=torch.long), grid.clamp(min=0)], 1)
     by_place = {}
-    for name in ("old_logps", "token_reference_logps"):
+    weighted = answers | {
+        "sampled_logps": torch.exp(answers["old_logps"] - answers.get("sampled_logps", 0)).clamp(max=3)
+    }
+    for name in ("old_logps", "token_reference_logps", "sampled_logps"):
         by_place[name] = torch.zeros(grid.shape, dtype=torch.float64)
-        by_place[name][mask.bool()] = answers[name]
+        by_place[name][mask.bool()] = weighted[name]
+    trainer.use_vllm = source == "drawn"
+    trainer.vllm_importance_sampling_correction = True
     theirs = trainer._compute_loss(
         network,
         {
@@ -356,6 +414,7 @@ def test_grpo_is_that_of_trl(tmp_path, grid, answers, keys):
             "old_per_token_logps": by_place["old_logps"],
             "ref_per_token_logps": by_place["token_reference_logps"],
             "num_items_in_batch": mask.sum(),
+            "importance_sampling_ratio": by_place["sampled_logps"],
         },
     )
     theirs.backward()

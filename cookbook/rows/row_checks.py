@@ -26,9 +26,13 @@ Row = dict[str, Any]
 FOR_TEMPLATE = ("tools", "functions", "chat_template_kwargs")
 """Keys of what a chat template is given besides the messages."""
 
-LOGPROBS = {"logprobs": "old_logps", "reference_logprobs": "token_reference_logps"}
-"""Keys of a group with log-probabilities, and what a token set calls them: when an answer was sampled, and under the
-reference."""
+LOGPROBS = {
+    "logprobs": "old_logps",
+    "sampled_logprobs": "sampled_logps",
+    "reference_logprobs": "token_reference_logps",
+}
+"""Keys of a group with log-probabilities, and what a token set calls them: of the model that sampled an answer; of the
+distribution that it was drawn from, if temperature or truncation made another of it; and under the reference."""
 NUMBERS = ("rewards", *LOGPROBS)
 """Keys of a group whose values are numbers."""
 TOKENS = ("prompt_ids", "completion_ids")

@@ -21,7 +21,7 @@ INPUTS = (
     "draw_words",
     "token_lengths",
 )
-BY_TARGET = ("old_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
+BY_TARGET = ("old_logps", "sampled_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
 """What a batch may have for each target, beside `targets`."""
 
 Batch = dict[str, Any]

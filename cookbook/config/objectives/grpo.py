@@ -27,6 +27,10 @@ class GRPO(Objective):
     A sample is one answer. Its advantage is its reward less the mean of its group's. The loss of a token with ratio r
     of its probability to that when it was sampled is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta KL, and
     lengths and counts in its mean are those of the global batch. Keys have TRL's names and defaults.
+
+    Where temperature or truncation drew a token from another distribution than the model's, its loss is weighted by the
+    ratio of both probabilities when it was sampled, so that r is clipped around 1 all the same: section 3 of Hilton et
+    al. 2021 (arXiv 2110.00641).
     """
 
     rows = ("chat_group", "group", "sampled_group")
@@ -58,6 +62,10 @@ class GRPO(Objective):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whether r is a token's ratio, or for all tokens of an answer the geometric mean of theirs: GSPO, eq. 7 of
     Zheng et al. 2025 (arXiv 2507.18071), whose epsilon is 3e-4 and 4e-4 above."""
+
+    importance_sampling_clip_max: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    """The largest weight of a token that was drawn from another distribution than the model's; TRL's
+    vllm_importance_sampling_clip_max with `token_truncate`. Truncation alone gives none above 1."""
 
     @model_validator(mode="after")
     def _has_its_constant(self):
@@ -114,22 +122,25 @@ class GRPO(Objective):
         nll = negative_log_likelihood(model, batch)
         logps = -nll.double()
         log_ratios = logps - batch["old_logps" if "old_logps" in batch else "token_reference_logps"]
+        drawn = self._weights(logps, batch)
         divergence = torch.zeros_like(logps)
         if self.beta:
             away = batch["token_reference_logps"] - logps
             divergence = torch.exp(away) - away - 1
         if self.importance_sampling_level == "token":
             corrected = divergence * log_ratios.exp() if self.use_bias_correction_kl else divergence
-            columns = [*self._clipped(log_ratios.exp()), corrected]
+            least, most, *others = self._clipped(log_ratios.exp())
+            columns = [drawn * least, drawn * most, *others, drawn * corrected, drawn]
             sums, counts = sums_by_sequence(torch.stack(columns, 1), batch)
             num_tokens = counts[:, 0]
-            *policy, divergences = sums.unbind(1)
+            *policy, divergences, drawn_sums = sums.unbind(1)
         else:
-            sums, counts = sums_by_sequence(torch.stack([log_ratios, divergence], 1), batch)
-            num_tokens, divergences = counts[:, 0], sums[:, 1]
+            sums, counts = sums_by_sequence(torch.stack([log_ratios, drawn * divergence, drawn], 1), batch)
+            num_tokens, divergences, drawn_sums = counts[:, 0], sums[:, 1], sums[:, 2]
             ratio = (sums[:, 0] / num_tokens).exp()
             divergences = divergences * ratio if self.use_bias_correction_kl else divergences
-            policy = [one * num_tokens for one in self._clipped(ratio)]
+            least, most, *others = self._clipped(ratio)
+            policy = [least * drawn_sums, most * drawn_sums, *(one * num_tokens for one in others)]
         least, most, ratios, below, above = policy
         # Not A itself times a token's ratio: of ranks that share a sequence, only one has its advantage.
         advantages = batch["values"]
@@ -138,12 +149,22 @@ class GRPO(Objective):
         weights = 1 / num_tokens if self.mean_over == "samples" else torch.ones_like(num_tokens)
         metrics = {"ratio": ratios, "clipped": torch.where(is_good, above, below) * (advantages != 0)}
         metrics |= {"kl": divergences} if self.beta else {}
+        metrics |= {"sampling_weight": drawn_sums} if "sampled_logps" in batch else {}
         sums_of = {name: (weights * values).detach().sum() for name, values in metrics.items()}
         if self.max_completion_length is not None:
             weights = torch.full_like(num_tokens, 1 / self.max_completion_length)
         count = len(advantages) if self.mean_over == "samples" else len(batch["targets"])
         # `nll` keeps the graph of an empty micro-batch: every process must run the backward's collectives.
         return LossOutput((weights * losses).sum().float() + 0.0 * nll.sum(), count, sums_of)
+
+    def _weights(self, logps: "Tensor", batch: dict[str, Any]) -> "Tensor":
+        """For each target the ratio of the model's probability when it was sampled to that which it was drawn with."""
+        import torch
+
+        if "sampled_logps" not in batch:
+            return torch.ones_like(logps)
+        old = batch["old_logps" if "old_logps" in batch else "token_reference_logps"]
+        return (old - batch["sampled_logps"]).exp().clamp(max=self.importance_sampling_clip_max)
 
     def _clipped(self, ratios: "Tensor") -> "list[Tensor]":
         """What min(r A, clip(r) A) is for an A of 1, and for -1 times -1; r; whether it is below the range; above."""

@@ -108,7 +108,7 @@ class Objective(Named):
         """Whether an objective that needs a reference does so for a set that has these log-probabilities.
 
         Args:
-            given: of `old_logps` and `token_reference_logps`.
+            given: of `old_logps`, `sampled_logps` and `token_reference_logps`.
         """
         return True
 

@@ -229,8 +229,8 @@ def collate(
         `num_sequences` S, 0 without samples.
         `values` (W,) float64, if the token set has them: a number for each sample; (0,) without samples.
         `reference_logps` (S,) float64, if the token set has them; (0,) without samples.
-        `old_logps` and `token_reference_logps` (L,) float64, `teacher_tokens` (L, k) int32 and `teacher_logps`
-        (L, 1 + k) float32, if the token set has them.
+        `old_logps`, `sampled_logps` and `token_reference_logps` (L,) float64, `teacher_tokens` (L, k) int32 and
+        `teacher_logps` (L, 1 + k) float32, if the token set has them.
         `draw_words` and `token_lengths` (B, T) int32, if something is drawn: `draws.token_words`, and the tokens of the
             sequence of each.
     """

@@ -86,6 +86,8 @@ class TokenSet:
     """float64 [S]: log-probability of the labels of each sequence under the reference model."""
     old_logps: np.ndarray | None = None
     """float64, a log-probability for each target of all sequences: when it was sampled."""
+    sampled_logps: np.ndarray | None = None
+    """The log-probabilities of targets in the distribution that they were drawn from, where that is not the model's."""
     token_reference_logps: np.ndarray | None = None
     """The log-probabilities of targets under the reference model. Rows may have both."""
     teacher_tokens: np.ndarray | None = None
@@ -121,9 +123,8 @@ class TokenSet:
 
     @property
     def given_logps(self) -> set[str]:
-        """Names of the log-probabilities of each target that are there: `old_logps`, `token_reference_logps`."""
-        given = {"old_logps": self.old_logps, "token_reference_logps": self.token_reference_logps}
-        return {name for name, values in given.items() if values is not None}
+        """Names of the log-probabilities of each target that are there, of those in `LOGPROBS`."""
+        return {name for name in LOGPROBS.values() if getattr(self, name) is not None}
 
     @property
     def epoch_sizes(self) -> list[int]:
@@ -139,7 +140,7 @@ class TokenSet:
         for array in (self.ids, self.is_label, self.offsets):
             digest.update(f"{array.dtype} {array.shape} ".encode())
             digest.update(np.ascontiguousarray(array).data)
-        for numbers in (self.values, self.old_logps, self.token_reference_logps):
+        for numbers in (self.values, *(getattr(self, name) for name in LOGPROBS.values())):
             if numbers is not None:
                 digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
