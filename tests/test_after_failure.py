@@ -14,6 +14,7 @@ import pytest
 
 from cookbook.commands.launch import run_and_restart
 from cookbook.commands.rounds.sampling import Sampler
+from cookbook.config.sections import RoundsSection
 from cookbook.start.launchers import NOTE_FILE
 from cookbook.system import signals, status
 from tests.curves import write_chats
@@ -79,6 +80,8 @@ def test_a_reward_reads_an_answer_without_its_end_and_what_follows(sampled, kept
 
     sampler = Sampler.__new__(Sampler)
     sampler.ends, sampler.tokenizer = [2, 3], SimpleNamespace(decode=decode)
-    answer = sampler._answer(sampled)
-    assert (answer.ids, answer.has_ended) == (kept, has_ended)
+    sampler.rounds, sampler.seed = RoundsSection(num_rounds=1, prompts_per_round=1), 4
+    answer = sampler._answer(sampled, [[-float(i), 0.0] for i in range(len(sampled))])
+    assert (answer.ids, answer.has_ended, answer.seed) == (kept, has_ended, 4)
+    assert answer.logps == [0.0, -1.0, -2.0] and answer.drawn_logps is None
     assert answer.text == ("five" if has_ended else "five!")

@@ -676,10 +676,17 @@ class RoundsSection(Section):
     max_completion_length: int = Field(default=256, gt=0)
     """Tokens after which an answer is cut off."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Temperature of sampling. The loss is that of temperature 1 in any case, so with another one its answers are not
-    the model's own."""
+    """Temperature of sampling. The policy that is trained is that of temperature 1 in any case: with another one, or
+    with truncation, grpo weights each token by the ratio of both probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the most probable tokens that together have this probability; below 1 as with temperature."""
+    """Sample from the most probable tokens that together have this probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many of the most probable tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from the tokens that are at least this fraction as probable as the most probable one."""
+    max_kl_sampler_trainer: float = Field(default=0.05, gt=0, allow_inf_nan=False)
+    """The divergence of the weights that are trained from who sampled, above which rounds stop: a mean over all tokens
+    of a round. Rounding in bf16 makes some thousandths of it."""
     generation_batch_size: int = Field(default=64, gt=0)
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
     sampler: Sampler = TRANSFORMERS
@@ -687,6 +694,17 @@ class RoundsSection(Section):
     started for each round; or the address of such a server, as http://localhost:8000."""
     round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_penalty(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if str(key).endswith("_penalty"):
+                raise ValueError(
+                    f"{key}: a penalty makes a token's probability depend on which tokens were sampled before, and the"
+                    " policy that is trained has none; take it out"
+                )
+        return values
 
     @model_validator(mode="after")
     def _fits_itself(self):
@@ -702,3 +720,13 @@ class RoundsSection(Section):
     @property
     def weights(self) -> list[float]:
         return self.reward_weights or [1.0] * len(self.reward_funcs)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The settings by which a token is drawn from the model's probabilities."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+    @property
+    def changes_distribution(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's."""
+        return any(value != type(self).model_fields[name].default for name, value in self.sampling.items())

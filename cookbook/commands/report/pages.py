@@ -19,6 +19,7 @@ from cookbook.system.record_files import SAMPLES
 
 TITLES = {
     "reward": "Mean reward of a round",
+    "kl_sampler_trainer": "Divergence of the trained weights from the sampler",
     "loss": "Loss",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cookbook.commands.launch import launch
-from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
+from cookbook.commands.rounds import prompt_rows, rounds_folder, sampler_divergence, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.round_samples import Sampling, write_samples
 from cookbook.commands.rounds.rounds_folder import Round
@@ -214,12 +214,15 @@ def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) ->
     """Assignments of the run of a round, where it differs from the recipe."""
     kind = kind_of_samples(recipe.objective)
     assert kind is not None
-    columns = {key: key for key in (*kind.keys, *kind.logps) if key in current.lines[0]}
+    assert recipe.rounds is not None
+    # What transformers' generate rounded otherwise than a training forward, the run computes before its first step.
+    left_out = {"logprobs"} if recipe.rounds.sampler == TRANSFORMERS else set()
+    columns = {key: key for key in (*kind.keys, *kind.logps) if key in current.lines[0] and key not in left_out}
     values: dict[str, Any] = {
         "rounds.round": current.number,
         "data.train": {"path": str(current.samples), "columns": columns},
         "data.columns": None,
-        "data.ignore": None,
+        "data.ignore": sorted(left_out & {*current.lines[0]}) or None,
         "run.output_dir": str(current.run),
         "run.resume": "auto",
     }
@@ -234,7 +237,8 @@ def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) ->
 def _in_words(current: Round) -> str:
     summary = rounds_folder.summary_of(current.number, current.lines)
     reward = f"mean reward {summary['reward']:.3f} of " if "reward" in summary else ""
+    apart = f", kl_sampler_trainer {summary[sampler_divergence.KL]:.1g}" if sampler_divergence.KL in summary else ""
     return (
-        f"ROUND {current.number}: {reward}{summary['num_answers']:,} answers,"
-        f" {summary['ended']:.0%} ended within {summary['completion_tokens']:.0f} tokens on average; trains on them"
+        f"ROUND {current.number}: {reward}{summary['num_answers']:,} answers, {summary['ended']:.0%} ended within"
+        f" {summary['completion_tokens']:.0f} tokens on average{apart}; trains on them"
     )

@@ -1,8 +1,8 @@
 """Samples of a round: answers to its prompts, with their rewards and what a reference model gives them."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from cookbook.start.in_rounds import needs_reference
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
-    from cookbook.commands.rounds.sampling import Sampler
+    from cookbook.commands.rounds.sampling import Answer, Sampler
     from cookbook.commands.rounds.served import Served
 
 
@@ -82,14 +82,35 @@ def _open_judges(judges: dict[str, str], recipe: Recipe) -> Iterator[dict[str, A
 
 
 def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
-    """A line for each prompt of a round."""
+    """A line for each prompt of a round.
+
+    Raises:
+        RecipeError: it was not sampled with the weights that it trains.
+    """
+    from cookbook.commands.rounds import proof
+    from cookbook.commands.rounds.sampling import OpenFile
+
     recipe = how.recipe
     assert recipe.rounds is not None
     chosen = prompt_rows.of_round(current.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
     # A hash: with seed + number, round 2 of one seed would draw as round 1 of the next.
     seed = int(hashlib.sha256(f"{recipe.seed} {current.number}".encode()).hexdigest()[:12], 16)
-    with _sampler(current, model, recipe) as sampler:
-        groups = sampler.answers([how.ids[row] for row in chosen], seed)
+    with ExitStack() as opened:
+        sampler: Any = opened.enter_context(_sampler(current, model, recipe))
+        lines = _lines(current, chosen, sampler.answers([how.ids[row] for row in chosen], seed), how)
+        if recipe.rounds.sampler != TRANSFORMERS:
+            opened.close()  # a server's memory is free before the model is opened here
+            sampler = opened.enter_context(closing(OpenFile(model, is_bf16=recipe.compute_precision == "bf16")))
+        others = [] if recipe.rounds.sampler == TRANSFORMERS else rounds_folder.earlier_models(current, how.first_model)
+        proof.prove(lines, sampler, recipe, [other for other in others if other != model], current.number)
+    weights = rounds_folder.weights_digest(model)
+    return [{"round": line.pop("round"), "weights": weights, **line} for line in lines]
+
+
+def _lines(
+    current: Round, chosen: Sequence[int], groups: Sequence[Sequence["Answer"]], how: Sampling
+) -> list[dict[str, Any]]:
+    assert how.recipe.rounds is not None
     lines = []
     for row, group in zip(chosen, groups, strict=True):
         line: dict[str, Any] = {
@@ -100,9 +121,12 @@ def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
             "num_tokens": [len(answer.ids) for answer in group],
             "prompt_ids": how.ids[row],
             "completion_ids": [answer.ids for answer in group],
+            "seeds": [answer.seed for answer in group],
+            "sampling": how.recipe.rounds.sampling,
         }
-        if all(answer.logps is not None for answers in groups for answer in answers):
-            line["logprobs"] = [answer.logps for answer in group]
+        for key, of in (("logprobs", "logps"), ("sampled_logprobs", "drawn_logps")):
+            if all(getattr(answer, of) is not None for answers in groups for answer in answers):
+                line[key] = [getattr(answer, of) for answer in group]
         lines.append(line)
     return lines
 

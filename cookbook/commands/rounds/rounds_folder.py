@@ -18,8 +18,11 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from cookbook.commands.rounds import sampler_divergence
+from cookbook.commands.shared.find_model import ADAPTER, CACHE
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.system import status
+from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, cannot_write, make_folder
 from cookbook.system.record_files import METRICS, RUN, SAMPLES, read_json, read_lines, replace_file
 
@@ -34,7 +37,7 @@ class Round:
     """A round in the folder of all."""
 
     def __init__(self, output_dir: Path, number: int) -> None:
-        self.number = number
+        self.output_dir, self.number = output_dir, number
         self.folder = output_dir / "rounds" / f"{number:04}"
         self.run = self.folder / "run"
         self.samples, self.unscored = self.folder / SAMPLES, self.folder / UNSCORED
@@ -92,6 +95,23 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         raise RecipeError(cannot_write(path, error, "make room, and start again: what is sampled stays")) from None
 
 
+def earlier_models(current: Round, first_model: str) -> list[Path]:
+    """Folders of the models of earlier rounds that are still there, which a server may have kept."""
+    exports = [Round(current.output_dir, number).export for number in range(1, current.number)]
+    return [Path(first_model), *(export for export in exports if export.is_dir())]
+
+
+def weights_digest(model: Path) -> str:
+    """The digest of a model's weights, or of an adapter's."""
+    from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS
+    from cookbook.training.models import model_source
+
+    if (model / ADAPTER).is_file():
+        weights = model / ADAPTER_WEIGHTS
+        return sha256_of([weights], cache=CACHE)[weights]
+    return model_source.weights_digest(model, cache=CACHE)
+
+
 def tidy(rounds: Sequence[Round], keep: int) -> None:
     """Remove what no round will read: the checkpoints of finished runs, and all but the newest exports.
 
@@ -120,6 +140,7 @@ def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "round": number,
         **(_of_rewards(lines) if "rewards" in lines[0] else {}),
+        **sampler_divergence.metrics(lines),
         "ended": fmean(has_ended for line in lines for has_ended in line["ended"]),
         "completion_tokens": fmean(lengths),
         "num_answers": len(lengths),

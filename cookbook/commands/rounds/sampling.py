@@ -1,13 +1,14 @@
 """Samples answers with a model's folder, in this process. Imports torch."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
+from cookbook.commands.rounds.drawing import Drawing, logps
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.shared import generation
 from cookbook.config.recipe import Recipe
@@ -17,6 +18,8 @@ from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models import language_model, tokenizer_files
 
 PROBED_TOKENS = 8
+TOKENS_AT_A_TIME = 8192
+"""Tokens of prompts and answers in one forward that computes their log-probabilities."""
 ALIKE = 0.2
 """Largest mean difference of logits, in their deviations, that counts as rounding: of tiny models in bf16 0.011
 at most, and 0.37 or more where others changed what was computed. A deep mixture in bf16 may take another expert."""
@@ -29,7 +32,11 @@ class Answer(NamedTuple):
     """Without special tokens."""
     has_ended: bool
     logps: list[float] | None = None
-    """Log-probability of each token at temperature 1, if who sampled it says so."""
+    """Log-probability of each token at temperature 1 over the whole vocabulary, if who sampled it says so."""
+    drawn_logps: list[float] | None = None
+    """Log-probability of each token in the distribution that it was drawn from, if that is another."""
+    seed: int = 0
+    """The seed that it was drawn with, alone or beside others of its batch."""
 
 
 def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[int]]:
@@ -87,6 +94,25 @@ class OpenFile:
         if is_bf16 and self.model.device.type == "cuda":
             self.model.to(torch.bfloat16)
 
+    def logits(self, prompt: list[int], answers: list[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each answer the logits at its tokens, (N, V), and the tokens, (N,); of a forward over the whole answers,
+        as in training."""
+        width, start, device = max(map(len, answers)), len(prompt) - 1, self.model.device
+        size = max(1, TOKENS_AT_A_TIME // (len(prompt) + width))
+        for first in range(0, len(answers), size):
+            part = answers[first : first + size]
+            ids = torch.tensor(
+                [prompt + answer + answer[-1:] * (width - len(answer)) for answer in part], device=device
+            )
+            with torch.inference_mode():  # what is after an answer changes nothing in it
+                logits = self.model(input_ids=ids).logits[:, start:-1]
+            for answer, row in zip(part, logits, strict=True):
+                yield row[: len(answer)], torch.tensor(answer, device=device)
+
+    def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens of each answer, at temperature 1 over the whole vocabulary."""
+        return [logps(logits, tokens).tolist() for logits, tokens in self.logits(prompt, answers)]
+
     def close(self) -> None:
         del self.model
         gc.collect()
@@ -96,20 +122,6 @@ class OpenFile:
 
 class Reference(OpenFile):
     """The model before the first round."""
-
-    def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of the tokens of each answer, at temperature 1; all answers in one forward."""
-        width, start, device = max(map(len, answers)), len(prompt) - 1, self.model.device
-        ids = torch.tensor([prompt + answer + answer[-1:] * (width - len(answer)) for answer in answers], device=device)
-        with torch.inference_mode():  # what is after an answer changes nothing in it
-            logits = self.model(input_ids=ids).logits[:, start:-1]
-        by_answer = []
-        for answer, row in zip(
-            answers, logits, strict=True
-        ):  # the whole in float32 would be four times a group's logits
-            logps = row[: len(answer)].float().log_softmax(-1)
-            by_answer.append(logps.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0].tolist())
-        return by_answer
 
 
 class Sampler(OpenFile):
@@ -123,8 +135,6 @@ class Sampler(OpenFile):
         self.model.generation_config = GenerationConfig()
         self.settings = GenerationConfig(
             do_sample=True,
-            temperature=rounds.temperature,
-            top_p=rounds.top_p,
             top_k=0,
             max_new_tokens=rounds.max_completion_length,
             num_return_sequences=rounds.num_generations,
@@ -138,7 +148,8 @@ class Sampler(OpenFile):
         sampled: list[list[Answer]] = []
         group_of = self._grouping(prompts)
         for start in range(0, len(prompts), size):
-            torch.manual_seed(seed + start)
+            self.seed = seed + start
+            torch.manual_seed(self.seed)
             part = prompts[start : start + size]
             groups: dict[int, list[int]] = {}
             for place, prompt in enumerate(part):
@@ -191,24 +202,37 @@ class Sampler(OpenFile):
                 break
         return True
 
-    def _generate(self, prompts: list[list[int]], settings: GenerationConfig) -> Any:
+    def _generate(
+        self, prompts: list[list[int]], settings: GenerationConfig, drawing: LogitsProcessor | None = None
+    ) -> Any:
         width, pad = max(map(len, prompts)), self.settings.pad_token_id
         ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=self.model.device)
         mask = torch.tensor(
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=self.model.device
         )
         with torch.inference_mode():
-            return self.model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+            return self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([] if drawing is None else [drawing]),
+            )
 
     def sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
         width, each = max(map(len, prompts)), self.settings.num_return_sequences
         groups: list[list[Answer]] = [[] for _ in prompts]
         for _ in range(self.rounds.num_generations // each):
-            for i, row in enumerate(self._generate(prompts, self.settings)[:, width:].tolist()):
-                groups[i // each].append(self._answer(row))
+            drawing = Drawing(self.rounds)
+            sequences = self._generate(prompts, self.settings, drawing)
+            rows = zip(sequences[:, width:].tolist(), drawing.of(sequences), strict=True)
+            for i, (ids, of_tokens) in enumerate(rows):
+                groups[i // each].append(self._answer(ids, of_tokens))
         return groups
 
-    def _answer(self, ids: list[int]) -> Answer:
+    def _answer(self, ids: list[int], of_tokens: list[list[float]]) -> Answer:
         end = next((i for i, token in enumerate(ids) if token in self.ends), None)
         ids = ids if end is None else ids[: end + 1]
-        return Answer(ids, self.tokenizer.decode(ids, skip_special_tokens=True), end is not None)
+        by_model, drawn = map(list, zip(*of_tokens[: len(ids)], strict=True))
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        drawn_logps = drawn if self.rounds.changes_distribution else None
+        return Answer(ids, text, end is not None, by_model, drawn_logps, self.seed)

@@ -25,9 +25,10 @@ from urllib.parse import urlsplit
 
 from transformers import GenerationConfig
 
+from cookbook.commands.rounds import rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, end_tokens
-from cookbook.commands.shared.find_model import ADAPTER, CACHE
+from cookbook.commands.shared.find_model import ADAPTER
 from cookbook.config.outside_words import is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
@@ -35,13 +36,11 @@ from cookbook.facts.language_part import open_config
 from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
 from cookbook.start.in_rounds import KEY
 from cookbook.system.console import say
-from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 from cookbook.system.masking import may_have_secret
 from cookbook.system.signals import die_with_parent
 from cookbook.training.adapters.base_model import BASE_RECORD
-from cookbook.training.adapters.peft_folder import ADAPTER_WEIGHTS
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3600.0
@@ -51,7 +50,7 @@ START_SECONDS = 3600.0
 END_SECONDS = 60.0
 LOG = "vllm.log"
 INVARIANCE = "VLLM_BATCH_INVARIANT"
-NOTHING_ELSE = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Written out, as a folder's generation_config.json fills in what is not."""
 
 
@@ -110,18 +109,15 @@ def _make_folder(current: Round, model: Path) -> Path:
     """Make the folder that a server reads: a link to the model's, or an adapter and its base merged into one model."""
     from cookbook.run.publish.merged import write_merged
     from cookbook.training.checkpoint.write_model import building
-    from cookbook.training.models.model_source import weights_digest
 
     current.folder.mkdir(parents=True, exist_ok=True)
+    folder = current.folder_for_server(rounds_folder.weights_digest(model))
     if (model / ADAPTER).is_file():
-        weights = model / ADAPTER_WEIGHTS
-        folder = current.folder_for_server(sha256_of([weights], cache=CACHE)[weights])
         if not folder.is_dir():
             say(f"  writes {folder}, the adapter and its base as one model", flush=True)
             with building(folder) as build:
                 write_merged(model, build, None)
         return folder
-    folder = current.folder_for_server(weights_digest(model, cache=CACHE))
     if not folder.is_symlink():
         folder.symlink_to(model.resolve(), target_is_directory=True)
     return folder
@@ -306,9 +302,8 @@ class Served:
         self.settings = {
             "model": model["id"],
             "max_tokens": rounds.max_completion_length,
-            "temperature": rounds.temperature,
-            "top_p": rounds.top_p,
-            **NOTHING_ELSE,
+            **rounds.sampling,
+            **NO_PENALTY,
             "stop_token_ids": self.ends,
             "logprobs": 0,
             "return_token_ids": True,
@@ -355,7 +350,8 @@ class Served:
                 f" at one of its end tokens {self.ends} nor after {most}"
             )
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(ids, text, end is not None, self._logps(choices[0].get("logprobs"), len(ids)))
+        logps = self._logps(choices[0].get("logprobs"), len(ids))
+        return Answer(ids, text, end is not None, logps, seed=seed)
 
     def _logps(self, logprobs: Any, count: int) -> list[float] | None:
         """None if the server returns none."""
