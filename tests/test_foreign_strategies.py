@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_foreign_strategies.py
 """
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -30,7 +31,7 @@ from pydantic import BaseModel, ValidationError
 
 from benchmarks import deepspeed_facts
 from cookbook.commands.cli import main
-from cookbook.config.accelerate_yaml import FsdpBlock
+from cookbook.config.accelerate_yaml import AccelerateFile, DeepspeedBlock, FsdpBlock, ParallelismBlock
 from cookbook.config.deepspeed_json import OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule, learning_rate
@@ -920,3 +921,75 @@ def test_auto_sizes_are_forecast_and_explained_as_accelerate_fills_them_in(tmp_p
         assert found is not None
         memory.append(found.allocated)
     assert memory[0] == memory[1] != memory[2]
+
+
+SECTIONS = {
+    "FSDP Arguments": "fsdp_config",
+    "DeepSpeed Arguments": "deepspeed_config",
+    "ParallelismConfig Arguments": "parallelism_config",
+}
+"""Where a file has the flags of a group of accelerate's launcher."""
+OF_LAUNCHER = [
+    (SECTIONS.get(group.title or "", "dynamo_config"), flag)
+    for group in launch_command_parser()._action_groups
+    for flag in group._group_actions
+    if group.title in SECTIONS or flag.dest.startswith("dynamo_")
+]
+OWN_KEYS = {
+    *(f"{section}.{flag.dest}" for section, flag in OF_LAUNCHER),
+    *(item.name for item in dataclasses.fields(ClusterConfig) if not item.name.endswith("_config")),
+}
+ANOTHER = {
+    **{
+        f"{section}.{flag.dest}": next(iter(set(flag.choices or ()) - {flag.default}), None)
+        for section, flag in OF_LAUNCHER
+    },
+    "mixed_precision": "bf16",
+    "distributed_type": "MULTI_XPU",
+    "compute_environment": "AMAZON_SAGEMAKER",
+}
+"""Values that an owner has beside its default, where neither a number nor a text is one."""
+
+
+def fields_of_file() -> set[str]:
+    blocks = {"fsdp_config": FsdpBlock, "deepspeed_config": DeepspeedBlock, "parallelism_config": ParallelismBlock}
+    return {
+        *AccelerateFile.model_fields,
+        *(f"{name}.{key}" for name, block in blocks.items() for key in block.model_fields),
+    }
+
+
+def outcome_of(file: Path, path: str) -> str:
+    """What becomes of a key in a file: "refused", "passed over", "compared", "read", or "silent"."""
+    section, _, key = path.rpartition(".")
+    strategy, mistakes = None, []
+    try:
+        strategy = load_strategy(file)
+    except RecipeError as error:
+        mistakes = error.mistakes
+    if strategy is None:
+        names = (key.removeprefix(f"{section}_"), f"the mesh of {section} is")
+        named = [mistake for mistake in mistakes if any(name in mistake for name in names)]
+        return "refused" if named else "silent"
+    if any(key in text for text in strategy.passed):
+        return "passed over"
+    if any(key in claim.place for claim in strategy.claims):
+        return "compared"
+    return "read" if path in fields_of_file() else "silent"
+
+
+def test_each_key_of_accelerate_is_read_passed_over_compared_or_refused_by_its_name(tmp_path: Path):
+    """By its own classes and flags: a key that a new version adds is refused as unknown, or fails here."""
+    outcomes = {}
+    for path in sorted(OWN_KEYS):
+        section, _, key = path.rpartition(".")
+        family = {"fsdp_config": "fsdp2", "deepspeed_config": "zero3"}.get(section, "ddp")
+        written = yaml_of_accelerate(tmp_path, family).read_text()
+        for value in (ANOTHER.get(path) or "text", 7, True):
+            values = yaml.safe_load(written)
+            (values.setdefault(section, {}) if section else values)[key] = value
+            (tmp_path / "edited.yaml").write_text(yaml.dump(values))
+            outcomes[path, value] = outcome_of(tmp_path / "edited.yaml", path)
+    assert [case for case, outcome in outcomes.items() if outcome == "silent"] == []
+    assert {*outcomes.values()} == {"refused", "passed over", "compared", "read"}
+    assert len(OWN_KEYS) > 60
