@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from pydantic import BaseModel, ValidationError
 
 from benchmarks import deepspeed_facts
 from cookbook.commands.cli import main
+from cookbook.commands.convert.keys import Conversion
 from cookbook.config.accelerate_yaml import AccelerateFile, DeepspeedBlock, FsdpBlock, ParallelismBlock
 from cookbook.config.deepspeed_json import OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
+from cookbook.config.foreign import tables
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule, learning_rate
 from cookbook.config.strategy import load_strategy
@@ -41,9 +44,10 @@ from cookbook.start.hosts import Hosts
 from cookbook.start.run_plan import launch_command, machine_problems
 from cookbook.system import status
 from cookbook.system.child import run_child
-from cookbook.system.files import RecipeError
+from cookbook.system.files import Document, RecipeError
 from cookbook.system.hardware import parse_machines
 from tests.curves import ROOT, SGD, Lab, distance
+from tests.test_owner_schemas import lists_of
 
 LOSS, NORM = 2e-6, 1e-6
 """As in tests/test_equivalence.py."""
@@ -993,3 +997,37 @@ def test_each_key_of_accelerate_is_read_passed_over_compared_or_refused_by_its_n
     assert [case for case, outcome in outcomes.items() if outcome == "silent"] == []
     assert {*outcomes.values()} == {"refused", "passed over", "compared", "read"}
     assert len(OWN_KEYS) > 60
+
+
+def cases_of_owners() -> Iterator[tuple[str, str, Any]]:
+    """Owner, dotted key, value: each key of accelerate and DeepSpeed, with values of three types and its default."""
+    for path in sorted(OWN_KEYS):
+        yield from (("accelerate", path, value) for value in (ANOTHER.get(path) or "text", 7, True))
+    facts = json.loads(deepspeed_facts.FACTS.read_text())
+    for block, keys in facts["blocks"].items():
+        for key, fact in keys.items():
+            yield from (("deepspeed", f"{block}.{key}", value) for value in ("text", 7, True, fact.get("default")))
+
+
+def test_convert_has_each_key_of_accelerate_and_deepspeed_in_exactly_one_list():
+    lists = {}
+    for owner, path, value in cases_of_owners():
+        if value is None:
+            continue
+        values: Any = value
+        for name in reversed(path.split(".")):
+            values = {name: values}
+        conversion = Conversion(None)
+        conversion.read(Document("file.json", values), tables().projects[owner])
+        lists[owner, path, str(value)] = lists_of(conversion, path)
+    assert {case: names for case, names in lists.items() if len(names) != 1} == {}
+    assert {name for names in lists.values() for name in names} >= {"recipe", "idle", "notes", "changes", "sizes"}
+
+
+def test_an_empty_section_asks_for_nothing():
+    conversion = Conversion(None)
+    values = {"zero_optimization": {"stage": 3, "offload_param": {"nvme_path": None}, "offload_optimizer": {}}}
+    conversion.read(Document("file.json", values), tables().projects["deepspeed"])
+    assert conversion.changes == [] and "zero_optimization.offload_optimizer" in conversion.idle
+    conversion.read(Document("file.json", {"zero_optimisation": {}}), tables().projects["deepspeed"])
+    assert any("no key of DeepSpeed" in line for line in conversion.changes)

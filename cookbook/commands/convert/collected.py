@@ -102,7 +102,11 @@ class Collected:
         key = project.entry(dotted)
         if key is not None and key.ours is not None:
             self._translate(key, dotted, value, place, is_default=project.is_default(dotted, value))
-        elif project.passes_over(dotted, value) or (key is not None and project.is_default(dotted, value)):
+        elif (
+            project.passes_over(dotted, value)
+            or (key is not None and project.is_default(dotted, value))
+            or (key is None and value == {} and project.has_section(dotted))
+        ):
             self.idle.append(dotted)
         elif key is None:
             self.changes.append(f"{place}: no key of {project.name}; docs/recipes.md has all of ours")
