@@ -4,6 +4,7 @@ python -m pytest -q -m "slow or not slow" tests/test_draws.py
 """
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,7 +140,9 @@ def test_without_something_to_draw_a_batch_has_no_words():
     assert "draw_words" not in steps_of(draw_seed=None).micro_batches[0]
 
 
-def model_of(config: PreTrainedConfig, *, packed: bool = False, recompute: bool = False) -> PreTrainedModel:
+def model_of(
+    config: PreTrainedConfig, *, packed: bool = False, recompute: bool = False, alpha: float = 0.0
+) -> PreTrainedModel:
     config = type(config)(**(config.to_dict() | {"attn_implementation": PACKED} if packed else config.to_dict()))
     if packed:
         config._attn_implementation = PACKED
@@ -150,7 +153,7 @@ def model_of(config: PreTrainedConfig, *, packed: bool = False, recompute: bool 
     if recompute and model.supports_gradient_checkpointing:
         save_activations(model, selective=False, has_draws=True)
     add_loss(model)
-    sample_draws.draw_for_tokens(model, 0.0, 0, 1)
+    sample_draws.draw_for_tokens(model, alpha, 0, 1)
     # In float32 a unit of its ReLU is within a last bit of 0.
     return model.train().double() if config.model_type == "ctrl" else model.train()
 
@@ -167,6 +170,29 @@ def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     assert first.keys() == second.keys()
     largest = max(float(one.abs().max()) for one in first.values())
     return max(float((first[name] - second[name]).abs().max()) for name in first) / largest
+
+
+def test_noise_of_the_embeddings_is_that_of_the_paper_in_training_alone():
+    """NEFTune (Jain et al. 2023, algorithm 1): uniform in (-1, 1), times alpha / sqrt(L d), by the draws of numpy."""
+    alpha, config = 5.0, tiny_config("llama")
+    model, embedded = model_of(config, alpha=alpha), []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, ids, out: embedded.append(out - module.weight[ids[0]]))
+    step = steps_of(micro_batch_size=8)
+    whole, batch = gradients(model, step), step.micro_batches[0]
+    for noise, words, lengths in zip(embedded[0], batch["draw_words"], batch["token_lengths"], strict=True):
+        length, width = int(lengths[0]), noise.shape[-1]
+        places = [i for i in range(8) if draws.token_words(7, i, 0, length).tolist() == words[:length].tolist()]
+        even = (draws_of(7, *places, 0, length, "neftune", width) + 0.5) / 2**15 - 1
+        by_hand = even * alpha / math.sqrt(length * width)
+        assert np.allclose(noise[:length].detach(), by_hand, atol=1e-6) and np.abs(by_hand).max() > 0.1
+    hook.remove()
+    ids = batch["input_ids"]
+    with sample_draws.drawn_row(batch["draw_words"], batch["token_lengths"]):
+        assert (model.eval().get_input_embeddings()(ids) == embeddings.weight[ids]).all()
+    for packing in (False, True):
+        model = model_of(config, packed=packing, alpha=alpha)
+        assert apart(whole, gradients(model, steps_of(micro_batch_size=2, packing=packing))) < 1e-5
 
 
 def with_dropout(model_type: str) -> PreTrainedConfig | None:
