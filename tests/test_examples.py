@@ -17,7 +17,7 @@ import simulated_gpus
 from cookbook.commands.cli import main
 from tests.needs import need_simulated_gpus
 
-EXAMPLES = {"one_curve": 165, "own_model": 75}
+EXAMPLES = {"one_curve": 165, "own_model": 75, "same_state": 150}
 """Most lines of each: a page that is read to its end."""
 
 
@@ -58,6 +58,20 @@ def test_one_curve_under_three_strategies_and_another_with_the_mean_of_means(tmp
         assert off[strategy] <= 1e-5 and off[f"{strategy}, mean of means"] >= 1e-3
     assert held["DDP"] == held["one process"]
     assert held["ZeRO-3"] < 0.6 * held["DDP"] > held["FSDP2"]
+
+
+@pytest.mark.slow
+def test_one_state_from_strategy_to_strategy_and_another_where_the_moments_are_forgotten(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples/same_state.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    rows = re.findall(r"(?m)^(\S.*?) +(\d+) of +(\d+) +(\d+e[+-]\d+)$", done.stdout)
+    *kept, (name, changed, of_all, off) = rows
+    assert len(kept) == 2 and {strategy for row in kept for strategy in row[0].split(", ")} == {
+        *("one process", "DDP", "FSDP2")
+    }
+    assert all(int(row[1]) == 0 < int(row[2]) and float(row[3]) < 1e-6 for row in kept)
+    assert name.endswith("weights alone") and 0 < int(changed) < int(of_all) and float(off) > 1e-4
 
 
 def own_model(strategy: str, folder: Path, *flags: str) -> list[str]:
