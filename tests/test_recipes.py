@@ -37,7 +37,9 @@ def _in_the_repository(monkeypatch):
 
 def test_the_library_is_there():
     assert len(ON_GPUS) >= 17
-    assert [name for name in LIBRARY if name not in ON_GPUS] == ["recipes/sums/grpo.yaml", "recipes/sums/sft.yaml"]
+    assert [name for name in LIBRARY if name not in ON_GPUS] == [
+        f"recipes/{folder}/{name}.yaml" for folder in ("calculator", "sums") for name in ("grpo", "sft")
+    ]
     assert "recipes/qwen25_7b/sft.yaml" in LIBRARY  # make finetune-7b
 
 
@@ -159,7 +161,7 @@ def test_offline_facts_know_what_the_recipes_name_and_nothing_else():
         models |= {recipe.model.name_or_path} - {None}
         data |= {source.path for source in (*recipe.data.train, *recipe.data.eval.values())}
     here = {path for path in models | data if Path(path).exists()}
-    assert all(path.startswith("recipes/sums/") for path in here)
+    assert all(path.startswith(("recipes/sums/", "recipes/calculator/")) for path in here)
     models, data = models - here, data - here
     assert set(FACTS["models"]) == models
     assert set(FACTS["data"]) == data - {BUILTIN_SOURCE}
@@ -176,9 +178,10 @@ def test_a_known_structure_has_the_published_number_of_parameters(name):
     assert model.num_parameters() == facts["num_parameters"]
 
 
-def test_the_model_beside_the_sums_has_the_sizes_of_the_recipe_that_made_it():
-    sizes = load_recipe(Path("recipes/sums/sft.yaml")).model.from_scratch
-    config = json.loads(Path("recipes/sums/model/config.json").read_text())
+@pytest.mark.parametrize("folder", ["recipes/sums", "recipes/calculator"])
+def test_the_model_beside_a_recipe_has_the_sizes_of_the_recipe_that_made_it(folder):
+    sizes = load_recipe(Path(folder) / "sft.yaml").model.from_scratch
+    config = json.loads(Path(folder, "model/config.json").read_text())
     assert sizes is not None and {key: config[key] for key in sizes.model_dump()} == sizes.model_dump()
 
 

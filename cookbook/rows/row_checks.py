@@ -33,7 +33,9 @@ LOGPROBS = {
 }
 """Keys of a group with log-probabilities, and what a token set calls them: of the model that sampled an answer; of the
 distribution that it was drawn from, if temperature or truncation made another of it; and under the reference."""
-NUMBERS = ("rewards", *LOGPROBS)
+MASK = "completion_mask"
+"""Key of a group of token ids: for each answer 1 for a token that the policy wrote, and 0 for one without loss."""
+NUMBERS = ("rewards", MASK, *LOGPROBS)
 """Keys of a group whose values are numbers."""
 TOKENS = ("prompt_ids", "completion_ids")
 """Keys of a group whose values are token ids; TRL's names."""
@@ -418,7 +420,16 @@ def check_chat_group(raw: Row) -> Row:
 
 def check_sampled_group(raw: Row) -> Row:
     answers, numbers = _check_group(raw, "completion_ids")
-    return {**_check_tokens(raw, answers), **numbers}
+    row = {**_check_tokens(raw, answers), **numbers}
+    if is_empty(masks := from_json(raw.get(MASK))):
+        return row
+    lengths = [len(answer) for answer in row["completion_ids"]]
+    are_lists = isinstance(masks, list) and all(isinstance(mask, list) for mask in masks)
+    if not are_lists or [len(mask) for mask in masks] != lengths:
+        raise BadRow("a mask of another length", f"`{MASK}` has not one number for each of `completion_ids`")
+    if any(value not in (0, 1) for mask in masks for value in mask) or not all(map(any, masks)):
+        raise BadRow("not a mask", f"`{MASK}` is of 0 and 1, and each answer has a 1")
+    return {**row, MASK: [list(map(int, mask)) for mask in masks]}
 
 
 def check_sampled(raw: Row) -> Row:

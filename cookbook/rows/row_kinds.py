@@ -14,6 +14,7 @@ from cookbook.rows.messages import Chat, check_messages, check_text
 from cookbook.rows.row_checks import (
     CHAT_KEYS,
     LOGPROBS,
+    MASK,
     TOKENS,
     Row,
     are_messages,
@@ -78,6 +79,8 @@ class RowKind:
     """The chat of each sequence, for the chat template, and the number of leading assistant turns without loss."""
     tokens: Callable[[Row], tuple[list[int], list[list[int]]]] | None = None
     """The token ids of the prompt, without loss, and those that follow it in each sequence; nothing is added."""
+    masks: Callable[[Row], list[list[int]] | None] = lambda row: None
+    """For each sequence 1 for a token with loss, for rows of tokens; None: all but the prompt's."""
     prompt_may_train: bool = False
     """True if the objective decides whether prompts, or all tokens of a chat, carry loss."""
     value: Callable[[Row], float] | None = None
@@ -377,9 +380,10 @@ for _kind in (
     RowKind(
         name="sampled_group",
         keys=(*TOKENS, "rewards"),
-        other_keys=tuple(LOGPROBS),
+        other_keys=(*LOGPROBS, MASK),
         check=check_sampled_group,
         tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
+        masks=lambda row: row.get(MASK),
         values=lambda row: row["rewards"],
         logps=tuple(LOGPROBS),
         made_up=_make_up_tokens,

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from cookbook.config.environments import environments
 from cookbook.config.objectives import Objective
 from cookbook.config.outside_words import is_address
 from cookbook.config.recipe import Recipe
@@ -60,8 +61,9 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
     if kind is None:
         what = "which does not train on sampled tokens; in rounds write grpo or distill"
         yield f"objective.name is {objective.name}, {what}"
-    elif kind.values is not None and not rounds.reward_funcs:
+    elif kind.values is not None and not rounds.reward_funcs and rounds.environment is None:
         yield f"rounds.reward_funcs is empty, and {objective.name} trains on rewards; name a function or a reward model"
+    yield from _of_environment(recipe, kind)
     if objective.asks is not None and (ratio := getattr(objective, "kd_ratio", 1.0)) != 1:
         yield (
             f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the"
@@ -78,6 +80,22 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
                 f"rounds.reward_funcs has {name!r}, which no file in plugins registers; {there}; the name of a reward"
                 " model's folder has a /"
             )
+
+
+def _of_environment(recipe: Recipe, kind: RowKind | None) -> Iterator[str]:
+    rounds = recipe.rounds
+    assert rounds is not None
+    if (name := rounds.environment) is None:
+        return
+    if name not in (known := environments()):
+        there = f"they have {', '.join(known)}" if known else "none registers an environment"
+        yield f"rounds.environment is {name!r}, which no file in plugins registers; {there}"
+    if kind is not None and kind.values is None:
+        what = f"{recipe.objective.name} trains on all tokens of an answer"
+        yield f"rounds.environment is {name}, and {what}; write objective.name: grpo"
+    for key in ("reward_funcs", "user_message"):
+        if value := getattr(rounds, key):
+            yield f"rounds.{key} is {value!r}, but the environment asks, and gives the reward; take one of them out"
 
 
 def _of_weights(recipe: Recipe, strategy: Strategy) -> Iterator[str]:

@@ -110,7 +110,7 @@ def check(
     mistakes = placed(mistakes, path, assignments)
     asked: list[Prompt] = []
     with gathered(mistakes):
-        asked = prompt_rows.read_prompts(recipe.data, recipe.rounds)
+        asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)
     refuse(mistakes)
     scoring.try_functions(recipe.rounds, asked[0])
     return recipe, asked
@@ -217,7 +217,7 @@ def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) ->
     assert recipe.rounds is not None
     # What transformers' generate rounded otherwise than a training forward, the run computes before its first step.
     left_out = {"logprobs"} if recipe.rounds.sampler == TRANSFORMERS else set()
-    columns = {key: key for key in (*kind.keys, *kind.logps) if key in current.lines[0] and key not in left_out}
+    columns = {key: key for key in (*kind.keys, *kind.other_keys) if key in current.lines[0] and key not in left_out}
     values: dict[str, Any] = {
         "rounds.round": current.number,
         "data.train": {"path": str(current.samples), "columns": columns},

@@ -6,8 +6,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from cookbook.config.environments import environments
 from cookbook.config.sections import DataSection, RoundsSection, Source
 from cookbook.rows.json_text import BadRow
 from cookbook.rows.messages import Chat, check_text, read_messages
@@ -30,7 +32,12 @@ class Prompt:
     """The other columns of its row, for reward functions."""
 
 
-def read_prompts(data: DataSection, rounds: RoundsSection) -> list[Prompt]:
+def environment_seed(seed: int, place: str) -> int:
+    """The seed of an environment for a row, in all rounds and for all answers the same."""
+    return int(hashlib.sha256(f"environment {seed} {Path(place).name}".encode()).hexdigest()[:12], 16)
+
+
+def read_prompts(data: DataSection, rounds: RoundsSection, seed: int = 0) -> list[Prompt]:
     """All prompts, in the order of their files.
 
     Raises:
@@ -40,7 +47,11 @@ def read_prompts(data: DataSection, rounds: RoundsSection) -> list[Prompt]:
     for source in data.train:
         for place, raw in islice(raw_rows(source), source.max_rows):
             try:
-                prompts.append(_read(raw, place, source, rounds.user_message))
+                prompts.append(
+                    _read(raw, place, source, rounds.user_message)
+                    if rounds.environment is None
+                    else _begin(raw, place, source, rounds.environment, seed)
+                )
                 bad_rows.num_good += 1
             except BadRow as bad:
                 bad_rows.add(place, bad)
@@ -49,6 +60,24 @@ def read_prompts(data: DataSection, rounds: RoundsSection) -> list[Prompt]:
     if not prompts:
         raise RecipeError("data.train: no prompt in it")
     return prompts
+
+
+def _begin(raw: Any, place: str, source: Source, name: str, seed: int) -> Prompt:
+    """The messages by which an environment begins with a row."""
+    if isinstance(raw, BadRow):
+        raise raw
+    if not isinstance(raw, dict):
+        raise BadRow("not an object", f"{kind_in_words(raw)}; an environment begins with an object")
+    columns = drop_columns(raw, source.ignore or ())
+    begun = environments()[name].kind(environment_seed(seed, place))
+    try:
+        asked = begun.start(dict(columns))
+    except Exception as error:  # any of a user's class
+        raise BadRow(f"environment {name}: start fails", f"{type(error).__name__}: {error}") from error
+    asked = read_messages(asked, "start")
+    if asked[-1]["role"] == "assistant":
+        raise BadRow(f"environment {name}: start ends with an answer", "its last message must ask for one")
+    return Prompt(place=place, asked=asked, columns=columns)
 
 
 def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:

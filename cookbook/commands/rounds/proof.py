@@ -24,7 +24,8 @@ ROUNDING = 1e-6
 MOST_LEFT_OUT = 0.01
 """Share of tokens that truncation by the trainer's own logits may leave out, as the two were rounded otherwise."""
 
-Probabilities = Callable[[list[int], list[list[int]]], list[list[float]]]
+Masks = list[list[int]] | None
+Probabilities = Callable[[list[int], list[list[int]], Masks], list[list[float]]]
 
 
 class Group(NamedTuple):
@@ -35,6 +36,8 @@ class Group(NamedTuple):
     logps: list[list[float]]
     """By who sampled them."""
     ended: list[bool]
+    masks: Masks = None
+    """Which of their tokens were sampled; None: all."""
 
 
 class Cause(NamedTuple):
@@ -61,7 +64,7 @@ def prove(lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others
     assert rounds is not None
     num_left_out = measure(lines, trainer, rounds)
     check(lines, trainer, recipe, others, number)
-    num_tokens = sum(len(ids) for line in lines for ids in line["completion_ids"])
+    num_tokens = sum(len(logprobs) for line in lines for logprobs in line["trainer_logprobs"])
     if num_left_out > MOST_LEFT_OUT * num_tokens:
         settings = ", ".join(f"{name} {value:g}" for name, value in rounds.sampling.items())
         raise RecipeError(
@@ -76,7 +79,9 @@ def measure(lines: list[dict[str, Any]], trainer: OpenFile, rounds: RoundsSectio
     num_left_out = 0
     for line in lines:
         by_trainer, drawn = [], []
-        for i, (logits, tokens) in enumerate(trainer.logits(line["prompt_ids"], line["completion_ids"])):
+        for i, (logits, tokens) in enumerate(
+            trainer.logits(line["prompt_ids"], line["completion_ids"], line.get("completion_mask"))
+        ):
             own = logps(logits, tokens)
             by_trainer.append(own.tolist())
             if not rounds.changes_distribution or "sampled_logprobs" in line:
@@ -144,14 +149,15 @@ def _suspects(lines: list[dict[str, Any]], by_answer: Sequence[float]) -> list[G
     places = [(k, i) for k, line in enumerate(lines) for i in range(len(line["completion_ids"]))]
     ranked = sorted(zip(by_answer, places, strict=True), reverse=True)[:NUM_SUSPECTS]
     ranked = [item for item in ranked if item[0] >= ranked[0][0] / FITS]
-    keys = ("completion_ids", "logprobs", "ended")
+    keys = ("completion_ids", "logprobs", "ended", "completion_mask")
     return [
-        Group(lines[k]["prompt_ids"], *([lines[k][key][i]] for key in keys)) for _, (k, i) in sorted(ranked, key=repr)
+        Group(lines[k]["prompt_ids"], *([lines[k][key][i]] for key in keys if key in lines[k]))
+        for _, (k, i) in sorted(ranked, key=repr)
     ]
 
 
 def _divergences(group: Group, probabilities: Probabilities) -> list[list[float]]:
-    by_other = probabilities(group.prompt, group.answers)
+    by_other = probabilities(group.prompt, group.answers, group.masks)
     return [sampler_divergence.of_tokens(own, other) for own, other in zip(group.logps, by_other, strict=True)]
 
 
@@ -169,8 +175,8 @@ def _of_settings(suspects: list[Group], trainer: OpenFile, rounds: RoundsSection
     if not rounds.changes_distribution:
         return
 
-    def drawn(prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
-        pairs = trainer.logits(prompt, answers)
+    def drawn(prompt: list[int], answers: list[list[int]], masks: Masks) -> list[list[float]]:
+        pairs = trainer.logits(prompt, answers, masks)
         return [logps(truncated(logits, rounds, tokens), tokens).tolist() for logits, tokens in pairs]
 
     words = "its log-probabilities are those after temperature and truncation: let it return the model's own"
@@ -204,7 +210,7 @@ def _of_prompts(suspects: list[Group], trainer: OpenFile) -> Iterator[Cause]:
 
 def _of_precision(suspects: list[Group], trainer: OpenFile, worst: float) -> str:
     """The last words: that rounding in another precision is as large, or that nothing explains it."""
-    own, before = trainer.model.dtype, [trainer.logps(group.prompt, group.answers) for group in suspects]
+    own, before = trainer.model.dtype, [trainer.logps(group.prompt, group.answers, group.masks) for group in suspects]
     exact = [group._replace(logps=of_group) for group, of_group in zip(suspects, before, strict=True)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype == own:

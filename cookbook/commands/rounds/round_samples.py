@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cookbook.commands.rounds import prompt_rows, rounds_folder, scoring
+from cookbook.commands.rounds import conversations, prompt_rows, rounds_folder, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe
+from cookbook.rows.row_checks import MASK
 from cookbook.start.in_rounds import needs_reference
 from cookbook.system.files import RecipeError
 
@@ -48,6 +49,9 @@ def write_samples(current: Round, model: Path, how: Sampling) -> None:
     with _open_judges(how.judges, recipe) as models:
         for line in rounds_folder.read_answers(current.unscored):
             prompt, texts = how.asked[line["row"]], line["completions"]
+            if rounds.environment is not None:
+                lines.append(line | {"prompt": prompt.asked})
+                continue
             line |= {"prompt": prompt.asked, "completions": scoring.as_asked(prompt, texts)}
             if rounds.reward_funcs:
                 scores = scoring.score(rounds, prompt, texts, line["completion_ids"], models)
@@ -58,7 +62,7 @@ def write_samples(current: Round, model: Path, how: Sampling) -> None:
 
         reference = Reference(Path(how.first_model), is_bf16=recipe.compute_precision == "bf16")
         for line in lines:
-            line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"])
+            line["reference_logprobs"] = reference.logps(line["prompt_ids"], line["completion_ids"], line.get(MASK))
         reference.close()
     rounds_folder.write_lines(current.samples, lines)
     current.unscored.unlink()
@@ -97,7 +101,10 @@ def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
     seed = int(hashlib.sha256(f"{recipe.seed} {current.number}".encode()).hexdigest()[:12], 16)
     with ExitStack() as opened:
         sampler: Any = opened.enter_context(_sampler(current, model, recipe))
-        lines = _lines(current, chosen, sampler.answers([how.ids[row] for row in chosen], seed), how)
+        if recipe.rounds.environment is None:
+            lines = _lines(current, chosen, sampler.answers([how.ids[row] for row in chosen], seed), how)
+        else:
+            lines = _talks(current, chosen, sampler, seed, how)
         if recipe.rounds.sampler != TRANSFORMERS:
             opened.close()  # a server's memory is free before the model is opened here
             sampler = opened.enter_context(closing(OpenFile(model, is_bf16=recipe.compute_precision == "bf16")))
@@ -128,6 +135,31 @@ def _lines(
             if all(getattr(answer, of) is not None for answers in groups for answer in answers):
                 line[key] = [getattr(answer, of) for answer in group]
         lines.append(line)
+    return lines
+
+
+def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: Sampling) -> list[dict[str, Any]]:
+    """A line for each prompt, whose completions are conversations with the recipe's environment."""
+    asked, ids = [how.asked[row] for row in chosen], [how.ids[row] for row in chosen]
+    groups = conversations.converse(sampler, asked, ids, how.recipe, seed)
+    lines = _lines(current, chosen, [[talk.turns[-1] for talk in group] for group in groups], how)
+    for line, group in zip(lines, groups, strict=True):
+        rewards = [talk.reward for talk in group]
+        line |= {
+            "completions": [talk.messages[len(talk.prompt.asked) :] for talk in group],
+            "num_tokens": [sum(talk.mask) for talk in group],
+            "completion_ids": [talk.tokens for talk in group],
+            MASK: [talk.mask for talk in group],
+            "num_turns": [len(talk.turns) for talk in group],
+            "seeds": [[turn.seed for turn in talk.turns] for talk in group],
+            "rewards": rewards,
+            "scores": {how.recipe.rounds.environment if how.recipe.rounds else "": rewards},
+        }
+        for key, of in (("logprobs", "logps"), ("sampled_logprobs", "drawn_logps")):
+            of_turns = [[getattr(turn, of) for turn in talk.turns] for talk in group]
+            line.pop(key, None)
+            if all(logps is not None for turns in of_turns for logps in turns):
+                line[key] = [[logp for logps in turns for logp in logps] for turns in of_turns]
     return lines
 
 

@@ -143,6 +143,7 @@ def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **sampler_divergence.metrics(lines),
         "ended": fmean(has_ended for line in lines for has_ended in line["ended"]),
         "completion_tokens": fmean(lengths),
+        **({"turns": fmean(turn for line in lines for turn in line["num_turns"])} if "num_turns" in lines[0] else {}),
         "num_answers": len(lengths),
     }
 
@@ -183,9 +184,14 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
     return step
 
 
+def _in_text(messages: list[dict[str, Any]]) -> str:
+    first, *others = messages
+    return "\n".join([first["content"], *(f"{message['role']}: {message['content']}" for message in others)])
+
+
 def _continuation(step: int, line: dict[str, Any]) -> dict[str, Any]:
     asked = line["prompt"]
-    answer = line["completions"][0] if isinstance(asked, str) else line["completions"][0][0]["content"]
+    answer = line["completions"][0] if isinstance(asked, str) else _in_text(line["completions"][0])
     text = (
         asked if isinstance(asked, str) else "\n".join(f"{message['role']}: {message['content']}" for message in asked)
     )

@@ -94,9 +94,15 @@ class OpenFile:
         if is_bf16 and self.model.device.type == "cuda":
             self.model.to(torch.bfloat16)
 
-    def logits(self, prompt: list[int], answers: list[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def logits(
+        self, prompt: list[int], answers: list[list[int]], masks: list[list[int]] | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each answer the logits at its tokens, (N, V), and the tokens, (N,); of a forward over the whole answers,
-        as in training."""
+        as in training.
+
+        Args:
+            masks: of each answer 1 for a token that is asked about.
+        """
         width, start, device = max(map(len, answers)), len(prompt) - 1, self.model.device
         size = max(1, TOKENS_AT_A_TIME // (len(prompt) + width))
         for first in range(0, len(answers), size):
@@ -106,12 +112,17 @@ class OpenFile:
             )
             with torch.inference_mode():  # what is after an answer changes nothing in it
                 logits = self.model(input_ids=ids).logits[:, start:-1]
-            for answer, row in zip(part, logits, strict=True):
-                yield row[: len(answer)], torch.tensor(answer, device=device)
+            for i, (answer, row) in enumerate(zip(part, logits, strict=True), start=first):
+                row, tokens = row[: len(answer)], torch.tensor(answer, device=device)
+                is_asked = slice(None) if masks is None else torch.tensor(masks[i], device=device).bool()
+                yield row[is_asked], tokens[is_asked]
 
-    def logps(self, prompt: list[int], answers: list[list[int]]) -> list[list[float]]:
-        """Log-probabilities of the tokens of each answer, at temperature 1 over the whole vocabulary."""
-        return [logps(logits, tokens).tolist() for logits, tokens in self.logits(prompt, answers)]
+    def logps(
+        self, prompt: list[int], answers: list[list[int]], masks: list[list[int]] | None = None
+    ) -> list[list[float]]:
+        """Log-probabilities of the tokens of each answer, at temperature 1 over the whole vocabulary; for `masks` see
+        `logits`."""
+        return [logps(logits, tokens).tolist() for logits, tokens in self.logits(prompt, answers, masks)]
 
     def close(self) -> None:
         del self.model
@@ -137,14 +148,15 @@ class Sampler(OpenFile):
             do_sample=True,
             top_k=0,
             max_new_tokens=rounds.max_completion_length,
-            num_return_sequences=rounds.num_generations,
             eos_token_id=self.ends,
             pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0],
         )
 
-    def answers(self, prompts: list[list[int]], seed: int) -> list[list[Answer]]:
-        """`num_generations` answers to each prompt, the same for the same seed, weights, machine and prompts."""
-        size = max(1, self.rounds.generation_batch_size // self.rounds.num_generations)
+    def answers(self, prompts: list[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
+        """`count` answers to each prompt, by default `num_generations`, the same for the same seed, weights, machine
+        and prompts."""
+        self.count = self.settings.num_return_sequences = count or self.rounds.num_generations
+        size = max(1, self.rounds.generation_batch_size // self.count)
         sampled: list[list[Answer]] = []
         group_of = self._grouping(prompts)
         for start in range(0, len(prompts), size):
@@ -221,7 +233,7 @@ class Sampler(OpenFile):
     def sample(self, prompts: list[list[int]]) -> list[list[Answer]]:
         width, each = max(map(len, prompts)), self.settings.num_return_sequences
         groups: list[list[Answer]] = [[] for _ in prompts]
-        for _ in range(self.rounds.num_generations // each):
+        for _ in range(self.count // each):
             drawing = Drawing(self.rounds)
             sequences = self._generate(prompts, self.settings, drawing)
             rows = zip(sequences[:, width:].tolist(), drawing.of(sequences), strict=True)

@@ -309,13 +309,13 @@ class Served:
             "return_token_ids": True,
         }
 
-    def answers(self, prompts: Sequence[list[int]], seed: int) -> list[list[Answer]]:
-        """`num_generations` answers to each prompt, each with a seed of its own.
+    def answers(self, prompts: Sequence[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
+        """`count` answers to each prompt, by default `num_generations`, each with a seed of its own.
 
         Raises:
             RecipeError: the server fails, or answers otherwise than it was asked.
         """
-        count, size = self.rounds.num_generations, self.rounds.generation_batch_size
+        count, size = count or self.rounds.num_generations, self.rounds.generation_batch_size
         asked = [ids for ids in prompts for _ in range(count)]
         with ThreadPoolExecutor(size) as pool:
             try:

@@ -105,7 +105,7 @@ class Encoder:
             raise RecipeError(f"{rows.place}: {name} has no tokenizer.json; a fast tokenizer is needed")
         kind = kinds()[rows.kind]
         if kind.tokens is not None:
-            return (_join_sampled(*kind.tokens(row)) for row in rows.rows)
+            return (_join_sampled(*kind.tokens(row), kind.masks(row)) for row in rows.rows)
         train_on = self.train_on if kind.prompt_may_train or self.train_on == "all" else "assistant"
         if kind.chats is None:
             return _encode_plain_rows(rows, kind, Pieces(self.tokenizer), train_on, self.keys)
@@ -125,9 +125,12 @@ class Encoder:
         return _encode_chats(rows, kind.chats, self._chats[train_on])
 
 
-def _join_sampled(prompt: list[int], answers: list[list[int]]) -> EncodedRow:
+def _join_sampled(prompt: list[int], answers: list[list[int]], masks: list[list[int]] | None) -> EncodedRow:
     """Sequences of given tokens: an answer that was cut off learns no end, and one that ended has its end in it."""
-    return EncodedRow([(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for answer in answers])
+    masks = [[1] * len(answer) for answer in answers] if masks is None else masks
+    return EncodedRow(
+        [(prompt + answer, [0] * len(prompt) + mask) for answer, mask in zip(answers, masks, strict=True)]
+    )
 
 
 def _encode_plain_rows(
