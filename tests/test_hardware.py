@@ -295,10 +295,10 @@ def test_what_a_kind_of_machine_has_that_no_figure_tells_is_a_note():
         ("12x80GB", "one machine with 12 is 1x12x80GB"),
         ("13xH100", "as in 13x1xH100"),
         ("100xH100", "as in 25x4xH100"),
-        ("9000xH100", "write 1 to 16"),
+        ("90000xH100", "write 1 to 16"),
         ("2x17xH100", "17 GPUs to a machine"),
         (f"{'9' * 40}xH100", "write 1 to 16"),
-        ("5000x8xH100", "write 1 to 1024"),
+        ("9000x8xH100", "write 1 to 8192"),
         ("8xH100; rm -rf /", "not understood"),
     ],
 )

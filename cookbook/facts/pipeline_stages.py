@@ -129,7 +129,11 @@ class Begun:
 
 @cache
 def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[Begun]:
-    """The distinct counts that a stage has at the forwards and backwards of a step, in no order."""
+    """The distinct counts that a stage has at the forwards and backwards of a step, in no order. In the middle of a
+    long step they repeat with each round, of which some are left out.
+    """
+    most = num_stages * (num_stages + 4 * chunks + 4)  # rounds of as many micro-batches as stages, from there on
+    num_micro_batches -= max(0, num_micro_batches - most) // num_stages * num_stages
     moments, counts, is_first = set(), [0] * chunks, True
     for is_backward, chunk, _ in pipeline_order(num_micro_batches, stage, num_stages, chunks):
         counts[chunk] += not is_backward

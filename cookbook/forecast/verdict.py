@@ -16,7 +16,6 @@ from cookbook.forecast import second_process
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.costs.flops import Step, sizes_of
 from cookbook.forecast.costs.inputs import (
-    CostInputs,
     Skeleton,
     bytes_of,
     cost_inputs,
@@ -26,7 +25,7 @@ from cookbook.forecast.costs.inputs import (
 )
 from cookbook.forecast.costs.loading import loading as loading_of
 from cookbook.forecast.costs.loading import machine_bytes
-from cookbook.forecast.costs.states import FLOAT32, States, checkpoint_bytes
+from cookbook.forecast.costs.states import FLOAT32, States, checkpoint_bytes, heaviest
 from cookbook.forecast.costs.states import states as states_of
 from cookbook.forecast.costs.traffic import Transfer, transfers
 from cookbook.forecast.ledger import TooLong
@@ -192,7 +191,7 @@ def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: P
     """
     traces = TraceCache(config, recipe)
     strategy = strategy.of_width(traces.sizes.hidden)
-    held = _of_heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
+    held = heaviest(traces.skeleton, cost_inputs(recipe, strategy, plan.num_processes, num_local=plan.num_local))
     return _gpu_memory(traces, strategy, held, plan, gpu)(traces.work(strategy, micro_batch_of(recipe)))
 
 
@@ -214,16 +213,6 @@ def time_of_run(
     found = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
     assert found is not None
     return found
-
-
-def _of_heaviest(found: Skeleton, inputs: CostInputs) -> States:
-    """The states of the rank that holds most: equal shards of flat tensors differ in padding and touched weights, and
-    stages of a pipeline in what lies at both ends.
-    """
-    strategy = inputs.strategy
-    differ = strategy.kind in ("fsdp1", "pp") or strategy.zero_stage in (1, 2)
-    ranks = range(inputs.num_processes) if differ else range(1)
-    return max((states_of(found, inputs, rank) for rank in ranks), key=lambda one: one.gpu.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +253,7 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
         raise RecipeError(f"{strategy.path}: {problem}")
     plan = _plan(recipe, strategy, count, machines, recipe_name)
     inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
-    held = _of_heaviest(found, inputs)
+    held = heaviest(found, inputs)
     hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
     host, offloaded, disk = machine_bytes(found, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
     return _Placed(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
@@ -395,6 +384,10 @@ def _step_of(traces: TraceCache, plan: Plan, num_tokens: float | None = None) ->
         gradient_dtype=recipe.optim.gradient_dtype,
         is_compiled=recipe.model.compile,
     )
+
+
+PRICED_TOKENS = 10_000_000
+"""Tokens of which a price is said where the length of a run is not known."""
 
 
 def tokens_of_step(recipe: Recipe) -> int:

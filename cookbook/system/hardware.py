@@ -14,7 +14,7 @@ MAX_GPUS = 16
 """Most GPUs of one machine: a DGX-2 has as many. The trays of a larger NVLink domain (GB200 NVL72) are machines."""
 USUAL_GPUS = 8
 """Most GPUs of one machine, but for few: HGX and DGX boards since the A100, AMD's platforms, cloud machines."""
-MAX_MACHINES = 1024
+MAX_MACHINES = 8192
 
 DRIVER_RESERVE_GIB = 0.75
 """Memory that nvidia-smi reports and torch never gets: 0.25 GiB on a T4 (15.00 and 14.75), 0.35 on an RTX

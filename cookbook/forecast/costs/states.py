@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from cookbook.config.optim import Optimizer
@@ -183,6 +184,56 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
         gradients_between=step.pop("gradients_between", gpu.gradients),
         **step,
     )
+
+
+def heaviest(skeleton: Skeleton, inputs: CostInputs) -> States:
+    """The states of the rank that holds most, the first of several."""
+    ranks = _ranks_that_differ(skeleton, inputs)
+    return max((states(skeleton, inputs, rank) for rank in ranks), key=lambda held: held.gpu.total)
+
+
+def _ranks_that_differ(skeleton: Skeleton, inputs: CostInputs) -> list[int]:
+    """A rank of each amount of GPU memory that may be the largest. Shards of stages are padded to equal size, or the
+    first has most; equal shards of flat tensors differ in which weights they touch.
+    """
+    strategy, count = inputs.strategy, inputs.num_processes
+    if strategy.kind == "pp":
+        return [*range(0, count, inputs.mesh.stage_size)]
+    if strategy.kind == "fsdp1":
+        return _ranks_fsdp1(skeleton, inputs)
+    are_whole = strategy.offload_optimizer is None and gradient_bytes(inputs) <= inputs.low_bytes
+    if strategy.zero_stage in (1, 2) and are_whole:
+        return [_fullest_zero12(skeleton, inputs)]
+    return [0]
+
+
+def _ranks_fsdp1(skeleton: Skeleton, inputs: CostInputs) -> list[int]:
+    """The ranks in whose shards a weight begins or ends, and for all between two such ranks the first."""
+    ranks = {0, inputs.num_processes - 1}
+    for group in _by_layer(skeleton).values():
+        starts, length = _flat_fsdp1(group, ALIGNMENT_FSDP1 // inputs.low_bytes, inputs.num_processes)
+        share = length // inputs.num_processes
+        ends = [start + weight.num_elements for start, weight in zip(starts, group, strict=True)]
+        for place in (*starts, *ends) if share else ():
+            ranks |= {place // share - 1, place // share, place // share + 1}
+    return sorted(rank for rank in ranks if 0 <= rank < inputs.num_processes)
+
+
+def _fullest_zero12(skeleton: Skeleton, inputs: CostInputs) -> int:
+    """The rank whose shards touch the weights with most elements, which keeps their gradients whole (`_zero12`)."""
+    count = inputs.num_processes
+    kept = [0] * count
+    for group in _param_groups(skeleton, inputs.optim):
+        total = sum(weight.num_elements for weight in group)
+        part = _round_up(total, 2 * count) // count
+        changes, start = [0] * (count + 1), 0
+        for weight in group:
+            changes[start // part] += weight.num_elements
+            changes[(start + weight.num_elements - 1) // part + 1] -= weight.num_elements
+            start += weight.num_elements
+        for rank, touched in enumerate(accumulate(changes[:count])):
+            kept[rank] += touched + part - max(0, min(total - rank * part, part))
+    return max(range(count), key=kept.__getitem__)
 
 
 def _engine(strategy: Strategy) -> tuple[str, Engine]:
