@@ -470,7 +470,7 @@ def text_blocks(page: str) -> list[str]:
 @pytest.mark.slow
 def test_the_table_of_the_plan_page_is_what_plan_prints():
     (shown,) = [block for block in text_blocks("docs/plan.md") if block.startswith("PLAN")]
-    options = ["--gpus", "8xH100", "--host-gib", "1024"]
+    options = ["--gpus", "8xH100", "--host-gib", "1024", "--all"]
     command = [sys.executable, "-m", "cookbook", "plan", "recipes/qwen25_7b/sft.yaml", *options]
     environment = clean_environment(HF_HUB_OFFLINE="1")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

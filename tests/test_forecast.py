@@ -26,7 +26,7 @@ from cookbook.config.strategy import known_strategies, load_strategy
 from cookbook.facts.pipeline_stages import in_flight
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
-from cookbook.forecast.costs.states import ResidentBytes, States
+from cookbook.forecast.costs.states import ResidentBytes, States, heaviest
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.mesh_sizes import better_sizes, changed_sizes, resized
@@ -47,7 +47,6 @@ from cookbook.forecast.verdict import (
     TRACES,
     Forecast,
     Verdict,
-    _of_heaviest,
     _verdict,
     of_run,
     rank,
@@ -428,7 +427,7 @@ def test_the_forecast_is_of_the_process_that_holds_most():
     weights = tuple(Weight(name="", shape=(1, size), layer=0, **WEIGHT) for size in (90, 10))
     model = Skeleton(weights=weights, num_layers=1, is_tied=False, buffers=())
     strategy = load_strategy(Path("accelerate_configs/zero2.yaml"))
-    assert _of_heaviest(model, CostInputs(strategy=strategy, num_processes=2)).gpu.gradients == 2 * (90 + 10)
+    assert heaviest(model, CostInputs(strategy=strategy, num_processes=2)).gpu.gradients == 2 * (90 + 10)
 
 
 def test_a_teacher_s_memory_is_said_in_the_precision_of_its_pass():
@@ -758,7 +757,7 @@ def test_json_has_what_the_table_is_made_of():
     assert (done.returncode, done.stderr) == (0, "")
     found = documented("plan", done.stdout)
     (sizes,) = found["sizes"]
-    printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words).stdout)
+    printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words, "--all").stdout)
     assert [str(row["sizes"]["tp_size"]) for row in sizes["forecasts"]] == printed
     one, tp = sorted(found["forecasts"], key=lambda one: "tp" in one["strategy"])
     gathers = [message["calls"] for message in one["messages"] if message["kind"] == "all-gather"]
@@ -806,7 +805,7 @@ def test_the_table_is_the_same_on_a_busy_machine_and_by_any_clock(path, capsys, 
     def answer() -> tuple[str, str]:
         for made in (TRACES, SKELETONS, FOUND):
             made.clear()
-        assert main(["plan", path, "--gpus", "8xH100", "--strategy", "zero3"]) == 0
+        assert main(["plan", path, "--gpus", "8xH100", "--strategy", "zero3", "--all"]) == 0
         return capsys.readouterr()
 
     calm = answer()
@@ -838,7 +837,7 @@ def test_no_order_of_a_set_decides_a_byte_of_the_answer():
 
 
 def test_the_answer_for_people(capsys):
-    assert main(["plan", LLAMA, "--strategy", "zero3", "--strategy", "ddp"]) == 0
+    assert main(["plan", LLAMA, "--strategy", "zero3", "--strategy", "ddp", "--all"]) == 0
     printed = capsys.readouterr().out
     assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
     assert "zero3: the one that fits" in printed
@@ -847,7 +846,9 @@ def test_the_answer_for_people(capsys):
     assert "names the memory" in printed or "gives the memory and not the speed" in printed
 
 
-@pytest.mark.parametrize(("i", "is_there"), [(0, "on the GPUs alone"), (1, "micro-batches in flight")])
+@pytest.mark.parametrize(
+    ("i", "is_there"), [(0, "YES, on 8xH100"), (1, "on the GPUs alone"), (2, "micro-batches in flight")]
+)
 def test_what_the_page_shows_is_printed_today(i, is_there, capsys):
     blocks = re.findall(r"\$ cookbook (plan .*)\n((?:.*\n)*?)```", PAGE.read_text())
     command, shown = blocks[i]
@@ -870,12 +871,12 @@ def test_the_label_says_what_a_machine_has(capsys):
     assert main(["plan", path, "--strategy", "zero3_offload", "--json"]) == 0
     assert documented("plan", capsys.readouterr().out)["forecasts"][0]["verdict"] == "fits"
     assert main(["plan", path, "--strategy", "zero3_offload", "--host-gib", "20", "--json"]) == 1
-    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB"]) == 0
+    assert main(["plan", path, "--strategy", "zero3_offload", "--gpus", "8x80GB", "--all"]) == 0
     assert "host memory unknown, needs" in capsys.readouterr().out
 
 
 def test_where_all_cannot_run_they_say_why(capsys):
-    assert main(["plan", LLAMA, "--gpus", "3xH100", "--strategy", "ddp", "--strategy", "zero3"]) == 1
+    assert main(["plan", LLAMA, "--gpus", "3xH100", "--strategy", "ddp", "--strategy", "zero3", "--all"]) == 1
     printed = capsys.readouterr().out
     assert "ddp, zero3 cannot run:" in printed and "micro_batch_size" in printed
 
@@ -908,7 +909,7 @@ def test_a_model_that_no_run_would_take_is_refused(model_type, tmp_path, capsys)
 
 
 def test_what_does_not_fit_ends_with_1(capsys):
-    assert main(["plan", LLAMA, "--gpus", "1x24GB", "--strategy", "single"]) == 1
+    assert main(["plan", LLAMA, "--gpus", "1x24GB", "--strategy", "single", "--all"]) == 1
     printed = capsys.readouterr().out
     assert "Nothing fits. Nearest is single" in printed
 

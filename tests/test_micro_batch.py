@@ -14,6 +14,7 @@ from cookbook.commands.shared import auto_settings
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import load_strategy, strategy_path
+from cookbook.forecast import ranking
 from cookbook.forecast.ranking import by_auto, forecast_all
 from cookbook.forecast.show import as_record, in_words
 from cookbook.start.run_plan import autos, make_plan, without_auto
@@ -104,7 +105,7 @@ def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_plan_has_a_row_of_what_auto_takes_for_each_strategy():
+def test_plan_has_a_row_of_what_auto_takes_for_each_strategy(monkeypatch):
     """With a number in the recipe too; the time with compile is that of a recipe which compiles."""
     machines = parse_machines("2xH100")
     named = [load_strategy(strategy_path(name)) for name in ("ddp", "zero3", "pp")]
@@ -123,6 +124,7 @@ def test_plan_has_a_row_of_what_auto_takes_for_each_strategy():
     (alone,) = forecast_all(chosen, named[:1], machines, "", limits=False).forecasts
     assert (alone.time, alone.memory) == (found["ddp"].best.time, found["ddp"].best.forecast.memory)
 
+    monkeypatch.setattr(ranking, "MOST_BY_AUTO", 1)
     few = by_auto(report, "", all_of_them=False)
     assert [one.strategy.name for one in few] == [report.forecasts[0].strategy.name], "the recipe's own is another"
     words = in_words(report, "", num_samples=None, price=None, settings=few)

@@ -10,15 +10,12 @@ from cookbook.config.strategy import Strategy
 from cookbook.forecast.mesh_sizes import sizes_of_mesh
 from cookbook.forecast.ranking import Fitting, best_that_fits, fitting, more_gpus
 from cookbook.forecast.step_time import Range, no_forecast
-from cookbook.forecast.verdict import UNKNOWN, Forecast, TraceCache, tokens_of_step
+from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
 from cookbook.start.run_plan import even
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Gpu, Machines, parse_machines
 from cookbook.system.prices import PRICES
 from cookbook.training.models.structure import config_of, not_served
-
-TOKENS = 10_000_000
-"""Tokens of which a price is said where the length of a run is not known."""
 
 KINDS: tuple[Checkpointing, ...] = (False, True)
 """Kinds of checkpointing; without the selective one, which takes as many traces again for a few percent."""
@@ -49,10 +46,10 @@ class Card:
         return tokens_of_step(self.recipe)
 
     def hours(self, num_steps: int | None) -> tuple[float, float] | None:
-        """Hours of a run, or where its length is not known of `TOKENS` tokens."""
+        """Hours of a run, or where its length is not known of `PRICED_TOKENS` tokens."""
         if self.time is None:
             return None
-        return self.time.hours(TOKENS / self.tokens_of_step if num_steps is None else num_steps)
+        return self.time.hours(PRICED_TOKENS / self.tokens_of_step if num_steps is None else num_steps)
 
     def price(self, num_steps: int | None) -> tuple[float, float] | None:
         """Price of the same."""

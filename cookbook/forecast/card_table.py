@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from cookbook.forecast.any_gpus import TOKENS, Card, CardReport
+from cookbook.forecast.any_gpus import Card, CardReport
 from cookbook.forecast.show import count_in_words, num_steps, range_in_words
+from cookbook.forecast.verdict import PRICED_TOKENS
 from cookbook.system.console import Row, page
 from cookbook.system.hardware import GIB, in_gib
 from cookbook.system.prices import SOURCE
@@ -18,14 +19,14 @@ def in_words(report: CardReport, recipe_name: str, next_step: str, *, num_sample
         is_all: every GPU of the table was asked.
     """
     steps = num_steps(report.recipe, num_samples)
-    lines = [page((f"PLAN of {recipe_name}: {_run_in_words(report)}",), indent=0)]
+    lines = [page((f"GPUs for {recipe_name}: {_run_in_words(report)}",), indent=0)]
     if not report.cards:
         lines.append(page(("NO: it fits on no number of these GPUs that was tried",)))
     else:
         least = min(report.cards, key=lambda card: (card.machines.num_gpus, card.gpu.memory_mib))
         order = "by price:" if report.cards[0].price(steps) else "the least first:"
         lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
-        amount = f"{TOKENS // 10**6} M tokens" if steps is None else f"{steps:,} steps"
+        amount = f"{PRICED_TOKENS // 10**6} M tokens" if steps is None else f"{steps:,} steps"
         rows: list[Row] = [("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount}")]
         lines.append(page(*rows, *(_row(card, steps) for card in report.cards)))
     notes = [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
@@ -74,7 +75,7 @@ def as_record(report: CardReport, recipe_name: str, *, num_samples: int | None) 
         | {"structure_from": report.origin},
         "notes": [*report.notes, *report.no_time],
         "steps": steps,
-        "tokens": TOKENS if steps is None else None,
+        "tokens": PRICED_TOKENS if steps is None else None,
         "a_sample": {"tokens_at_most": recipe.data.max_length},
         "prices_from": SOURCE if _is_listed(report) else "--price",
         "cards": [_card_record(card, steps) for card in report.cards],

@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def forecast_all(
     *,
     limits: bool = True,
     more: bool = False,
+    is_whole: bool = True,
 ) -> PlanReport:
     """Forecasts of all strategies, ranked by verdict, time and simplicity.
 
@@ -76,6 +77,7 @@ def forecast_all(
         limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
         more: name each kind of change that helps and not the first alone, how many GPUs would do among them; also where
             something fits that offloads or is not sure to.
+        is_whole: with `more`, name all kinds of change and not the first that helps.
 
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
@@ -90,9 +92,10 @@ def forecast_all(
     found = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
     ranked = _simplest_first(sorted(found, key=rank), machines)
     best, suggestion = ranked[0], None
-    if best.verdict == "does not fit" or (more and best.verdict in MAY_RUN and not _is_sure(best)):
+    is_small = small_batch(recipe, machines) is not None and best.verdict == "cannot run"
+    if is_small or best.verdict == "does not fit" or (more and best.verdict in MAY_RUN and not _is_sure(best)):
         ways = Ways(traces, strategies, others, machines, is_sure=best.verdict in MAY_RUN)
-        suggestion = ways.in_words() if more else next(iter(ways), None)
+        suggestion = ways.in_words() if is_whole and more else ways.first() if more else next(iter(ways), None)
     return PlanReport(
         recipe=traces.recipe,
         machines=machines,
@@ -104,7 +107,11 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
-        notes=(*traces.skeleton.notes, *_teacher_notes(recipe, machines)),
+        notes=(
+            *traces.skeleton.notes,
+            *_teacher_notes(recipe, machines),
+            *filter(None, [small_batch(recipe, machines)]),
+        ),
     )
 
 
@@ -141,6 +148,9 @@ class Ways:
     def __iter__(self) -> Iterator[str]:
         """Other strategies; a smaller micro-batch, recomputation, both, its inputs in host memory; an adapter."""
         new = self._new
+        if self._is_small:
+            yield from self._of_batch()
+            return
         if best := self._best(self.traces, new):
             yield f"strategy {best.strategy.name} fits{_if_there(best)}"
         for ladder in (self._of_memory(), self._of_adapters()):
@@ -156,14 +166,45 @@ class Ways:
                     yield f"with {words}, {best.strategy.name} fits{_if_there(best)}"
                     break
 
+    def _of_batch(self) -> Iterator[str]:
+        """A global batch with samples for each GPU, with what else it takes; or fewer GPUs for that of the recipe."""
+        recipe = self.traces.recipe
+        each = self.machines.num_gpus * micro_batch_of(recipe)
+        size = -(-recipe.batch.global_batch_size // each) * each
+        larger = recipe.batch.model_copy(update={"global_batch_size": size})
+        enlarged = replace(self, traces=self.traces.changed(batch=larger))
+        every = _without_fsdp1([*self.strategies, *self._new])
+        words = f"with batch.global_batch_size: {size}"
+        if best := self._best(enlarged.traces, [strategy for strategy in every if not sizes_of_mesh(strategy)]):
+            yield f"{words}, {best.strategy.name} fits{_if_there(best)}"
+        else:
+            yield from (f"{words}, {way.removeprefix('with ')}" for way in islice(enlarged, 1))
+        for fewer in _fewer_gpus(self.machines, recipe.batch.global_batch_size):
+            if best := best_that_fits(self.traces, every, fewer, ("fits", *UNKNOWN)):
+                yield f"on {fewer.text}, {best.strategy.name} fits{_if_there(best)}"
+                return
+
+    def first(self) -> str | None:
+        """The first that helps; where none does, how many GPUs or which would."""
+        if way := next(chain(self, self._of_meshes()), None):
+            return way
+        every = _without_fsdp1([*self.strategies, *self._new])
+        enough = "" if self._is_small else _enough(self.traces, every, self.machines, self.is_sure)
+        return f"take more: {enough}" if enough else None
+
     def in_words(self) -> str | None:
         """All of them, with other sizes of meshes, and how many GPUs or which would do."""
         every = _without_fsdp1([*self.strategies, *self._new])
-        ways, enough = [*self], _enough(self.traces, every, self.machines, self.is_sure)
+        ways = [*self]
+        enough = "" if self._is_small else _enough(self.traces, every, self.machines, self.is_sure)
         ways = [*self._of_meshes(), *ways]
         if not ways and not self.is_sure:
             return f"{NOTHING_HELPS}: {enough}" if enough else None
         return "; or ".join([*ways, *([f"take more: {enough}"] if enough else [])]) or None
+
+    @property
+    def _is_small(self) -> bool:
+        return small_batch(self.traces.recipe, self.machines) is not None
 
     @property
     def _new(self) -> list[Strategy]:
@@ -217,6 +258,28 @@ class Ways:
         if model.recompute is True:
             return {}
         return {"model": model.model_copy(update={"gradient_checkpointing": True})}
+
+
+def small_batch(recipe: Recipe, machines: Machines) -> str | None:
+    """Say why most strategies cannot run, if a step has fewer samples than there are GPUs."""
+    size, count = recipe.batch.global_batch_size, machines.num_gpus
+    if size >= count:
+        return None
+    return (
+        f"batch.global_batch_size: {size} is less than the {count:,} GPUs, so that only meshes can share it;"
+        f" take fewer GPUs, or batch.global_batch_size: {count}"
+    )
+
+
+def _fewer_gpus(machines: Machines, most: int) -> Iterator[Machines]:
+    """At most so many of the GPUs, powers of two, the most first."""
+    kind = re.sub(r"^(\d+x)*", "", machines.text)
+    count = 1 << most.bit_length() - 1
+    while count >= 1:
+        each = min(count, 1 << machines.gpus_each.bit_length() - 1)
+        text = f"{count // each}x" * (count > each) + f"{each}x{kind}"
+        yield replace(machines, text=text, gpus_each=each, num_machines=count // each)
+        count //= 2
 
 
 def _without_fsdp1(strategies: list[Strategy]) -> list[Strategy]:
@@ -440,20 +503,32 @@ class ByAuto:
     compiled: Range | None
     """The time of a step with `model.compile` as well."""
 
+    @property
+    def time(self) -> Range | None:
+        """The time of a step, compiled where that is served and faster."""
+        plain = self.best.time
+        if plain is None or self.compiled is None:
+            return plain
+        return min(plain, self.compiled, key=lambda time: time.low + time.high)
+
+
+MOST_BY_AUTO = 5
+"""Strategies whose order with `auto` is found out, of all that may run."""
+
 
 def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[ByAuto]:
     """Strategies as `launch` would run them with `auto` for the keys where the recipe has it, or if it has none, for
     micro-batch and checkpointing; those that may run and, whatever its verdict, the recipe's own, if anything fits.
 
     Args:
-        all_of_them: not the best and the recipe's own alone, since each takes up to a second.
+        all_of_them: not the best `MOST_BY_AUTO` and the recipe's own alone, since each takes up to a second.
     """
     recipe, machines = report.recipe, report.machines
     if machines.usable_gib is None or not machines.gpus_each:
         return []
     own, model = Path(recipe.strategy), recipe.model
     able = [one for one in report.forecasts if one.verdict in MAY_RUN]
-    chosen = able if all_of_them else able[:1]
+    chosen = able if all_of_them else able[:MOST_BY_AUTO]
     chosen += [one for one in report.forecasts if Path(one.strategy.path) == own and one.plan and one not in chosen]
     keys = autos(recipe) or [MICRO_BATCH, CHECKPOINTING]
     kinds = KINDS if CHECKPOINTING in keys else [model.gradient_checkpointing]

@@ -14,7 +14,7 @@ from cookbook.forecast.ranking import NOTHING_HELPS, ByAuto, PlanReport
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
-from cookbook.system.console import Row, coloured, page
+from cookbook.system.console import Row, coloured, page, width
 from cookbook.system.hardware import in_gib
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ BAR = 40
 OWN = "*"
 """Marks the strategy that the recipe names."""
 HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "step", "limit", "host GiB", "disk GiB")
+LEFT_OUT = ("disk GiB", "host GiB", "limit", "length", "GPUs", "micro batch")
 OF_KERNELS = "by transformers' own code of layers with a state; with flash-linear-attention, mamba-ssm or causal-conv1d"
 """Before the second rate of models that have such layers."""
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -66,14 +67,16 @@ def in_words(
     keys = autos(recipe)
     least = [f"{' and '.join(keys)} by auto: here the least, at the end what launch takes"] if settings and keys else []
     parts = [
-        f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",
+        page(
+            (f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",), indent=0
+        ),
         page(*notes, ("model", model), ("a step", step), ("", most), *((words,) for words in least)),
     ]
     if best.memory is not None:
         parts += ["", _table(report), "", _bars(report)]
     reasons: dict[tuple[str, str], list[str]] = {}
     for forecast in report.forecasts:
-        if forecast.memory is None:
+        if forecast.memory is None and not _is_for_more_gpus(report, forecast):
             why = forecast.why[0].split(": ", 1)[-1] if forecast.verdict == "cannot run" else forecast.why[0]
             reasons.setdefault((forecast.verdict, why), []).append(forecast.strategy.name)
     parts += [""] if reasons else []
@@ -89,12 +92,35 @@ def in_words(
     return "\n".join(parts)
 
 
+def _shown(report: PlanReport) -> list[Forecast]:
+    """Forecasts that have a row: those that may run, or where nothing fits the nearest."""
+    known = [forecast for forecast in report.forecasts if forecast.memory is not None]
+    return [forecast for forecast in known if forecast.verdict != "does not fit"] or known[:1]
+
+
+def _is_for_more_gpus(report: PlanReport, forecast: Forecast) -> bool:
+    """Return whether a strategy is a mesh that one GPU can never run, where that is all there is."""
+    is_mesh = forecast.strategy.written_mesh.num_processes > 1
+    return report.machines.num_gpus == 1 and is_mesh and report.forecasts[0].memory is not None
+
+
+def _without_room(report: PlanReport) -> list[str]:
+    """A line of the strategies that do not fit and have no row, with the nearest."""
+    shown = _shown(report)
+    rest = [one for one in report.forecasts if one.verdict == "does not fit" and one not in shown]
+    if not rest:
+        return []
+    memory, names = rest[0].memory, ", ".join(forecast.strategy.name for forecast in rest)
+    assert memory is not None and report.machines.usable_gib is not None
+    nearest = f"{in_gib(*memory.needed)} of {in_gib(report.machines.usable_gib * GIB)} GiB"
+    return [f"does not fit: {names}; {'nearest ' * (len(rest) > 1)}{rest[0].strategy.name}, {nearest}"]
+
+
 def _table(report: PlanReport) -> str:
-    rows: list[Row] = [HEADER]
+    rows: list[tuple[str | Text, ...]] = [HEADER]
     notes = []
-    for forecast in report.forecasts:
-        if forecast.memory is None:
-            continue
+    for forecast in _shown(report):
+        assert forecast.memory is not None
         low, high = forecast.memory.needed if report.machines.gpus_each else (forecast.memory.allocated,) * 2
         name, time = forecast.strategy.name, "-"
         if _is_own(report, forecast):
@@ -117,7 +143,21 @@ def _table(report: PlanReport) -> str:
         )
     if report.time_caveat and any(forecast.time for forecast in report.forecasts):
         notes.append(f"! {report.time_caveat}")
-    return page(*rows, *((note,) for note in notes))
+    kept = _columns_kept(rows)
+    if left := [HEADER[i] for i in range(len(HEADER)) if i not in kept]:
+        notes.append(f"a wider terminal also has: {', '.join(left)}")
+    notes += _without_room(report)
+    return page(*([row[i] for i in kept] for row in rows), *((note,) for note in notes))
+
+
+def _columns_kept(rows: Sequence[Sequence["str | Text"]]) -> list[int]:
+    """Columns of `HEADER` that the terminal has room for; the least important are left out first."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    kept = [*range(len(HEADER))]
+    for name in LEFT_OUT:
+        if sum(widths[i] + 1 for i in kept) + 1 > width():
+            kept.remove(HEADER.index(name))
+    return kept
 
 
 def _sizes(meshes: Sequence[Sizes]) -> str:
@@ -176,7 +216,7 @@ def _is_own(report: PlanReport, forecast: Forecast) -> bool:
 def _bars(report: PlanReport) -> str:
     """A bar for each strategy, their legend, and what the table leaves open."""
     usable, num_gpus = report.machines.usable_gib, report.machines.num_gpus
-    shown = [(forecast, forecast.memory) for forecast in report.forecasts if forecast.memory is not None]
+    shown = [(forecast, forecast.memory) for forecast in _shown(report) if forecast.memory is not None]
     bar_bytes = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
     legend = [f"{letter} {words}" for letter, _, words in PARTS]
     notes = ["  ".join(legend[:4]), "  ".join([*legend[4:], "- CUDA, NCCL and fragments, at most"])]
@@ -237,6 +277,7 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
     ]
     steps = num_steps(report.recipe, num_samples)
     length = f"{steps:,} steps" if steps else "not known: run.num_epochs of unread data; give --samples"
+    length = "; ".join([length, *overridden(recipe, num_samples)])
     if time is None:
         rows.append(("time", str(report.no_time)))
     else:
@@ -288,7 +329,7 @@ def _reason(report: PlanReport, best: Forecast) -> str:
         return "fits"
     if num_fitting == 1:
         return "the one that fits"
-    return f"the {'fastest' if best.time else 'simplest'} of {num_fitting} that fit"
+    return f"the {'fastest' if best.time else 'simplest'} of {num_fitting} that fit, with the recipe's settings"
 
 
 def num_steps(recipe: Recipe, num_samples: int | None) -> int | None:
@@ -298,6 +339,15 @@ def num_steps(recipe: Recipe, num_samples: int | None) -> int | None:
     if num_samples is None:
         return None
     return recipe.run.total_steps(-(-num_samples // recipe.batch.global_batch_size))
+
+
+def overridden(recipe: Recipe, num_samples: int | None) -> list[str]:
+    """A note on `--samples`, if a key of the recipe decides the length of the run instead."""
+    if num_samples is None or recipe.run.max_steps is None:
+        return []
+    size, decides = recipe.batch.global_batch_size, f"run.max_steps: {recipe.run.max_steps} decides, and not --samples"
+    seen, epoch = recipe.run.max_steps * size, -(-num_samples // size)
+    return [f"{decides}: {seen:,} samples; for one epoch of {num_samples:,} --set run.max_steps={epoch}"]
 
 
 def range_in_words(low: float, high: float, unit: str) -> str:

@@ -32,6 +32,11 @@ def console(file: TextIO | None = None) -> "Console":
     return terminal
 
 
+def width() -> int:
+    """Columns of a page on stdout."""
+    return console().width
+
+
 def shown(text: str) -> str:
     """A text of others, as of a row, an answer or a file's name, for a terminal: what would move its cursor, write its
     clipboard or turn its lines around stands in Python's notation, and secrets of the environment are masked.

@@ -40,7 +40,7 @@ def plan(
     fabric: Annotated[float | None, Option(help="Gbit/s of each GPU's network card; default: 100 to 400")] = None,
     samples: Annotated[int | None, Option(callback=positive, help="rows of data.train, for the run's time")] = None,
     price: Annotated[float | None, Option(callback=positive, help="of a GPU for an hour, in any currency")] = None,
-    is_all: Annotated[bool, Option("--all", help="every GPU of the table, with --gpus any")] = False,
+    is_all: Annotated[bool, Option("--all", help="the table; of --gpus any, every GPU")] = False,
     as_json: AsJson = False,
     assignments: Assignments,
 ) -> int:
@@ -65,6 +65,7 @@ def plan(
     with imports():
         from transformers.utils import logging
 
+        from cookbook.forecast import headline
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import by_auto, forecast_all
         from cookbook.forecast.second_process import second_process
@@ -78,17 +79,21 @@ def plan(
         named = strategies if strategy else None
         return _of_any_gpus(recipe, name, named, next_step, is_free=of_model, room=room, **options)
     others = load_known() if strategy else []
+    is_long = as_json or is_all
     with second_process():
-        outlook = forecast_all(recipe, strategies, machines, name, others, more=True)
-        sizes = better_sizes(recipe, strategies, machines, name)
+        outlook = forecast_all(recipe, strategies, machines, name, others, limits=is_long, more=True, is_whole=is_long)
+        sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
         settings = by_auto(outlook, name, all_of_them=strategy is not None)
+    best = headline.best_by_auto(outlook, settings)
+    of_run: dict[str, Any] = {"num_samples": samples, "price": price}
     if as_json:
-        record = as_record(outlook, name, num_samples=samples, price=price, sizes=sizes, settings=settings)
-        answer(Planned(**record))
+        answer(Planned(**as_record(outlook, name, sizes=sizes, settings=settings, **of_run)))
     else:
-        text = in_words(outlook, name, num_samples=samples, price=price, sizes=sizes, settings=settings)
-        say(short(text), is_coloured=True)
-    return 0 if outlook.forecasts[0].verdict in MAY_RUN else 1
+        follows = ["launch", what] if not of_model else ["init", what, "ROWS", "--gpus", machines.text]
+        lines = headline.in_words(outlook, settings, next_step=["cookbook", *follows], is_recipe=not of_model, **of_run)
+        table = ["", in_words(outlook, name, sizes=sizes, settings=settings, **of_run)] if is_all else []
+        say(short("\n".join([lines, *table])), is_coloured=True)
+    return 0 if best is not None or outlook.forecasts[0].verdict in MAY_RUN else 1
 
 
 def _of_any_gpus(

@@ -1,0 +1,176 @@
+"""The answer in four lines: whether a run fits and what to take, its memory, its time and price, and the next step."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cookbook.forecast.memory import GIB, Memory
+from cookbook.forecast.ranking import ByAuto, PlanReport, small_batch
+from cookbook.forecast.show import num_steps, overridden, range_in_words
+from cookbook.forecast.step_time import Range
+from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, rank, tokens_of_step
+from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos
+from cookbook.system.console import page, width
+from cookbook.system.hardware import in_gib
+
+
+def best_by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> ByAuto | None:
+    """The fastest strategy as `launch` runs it with `auto`, compiled where that is served; on one GPU the plain process
+    unless another is surely faster. None: nothing is known to fit.
+    """
+    ranked = sorted(settings, key=_rank)
+    if not ranked or report.machines.num_gpus != 1:
+        return next(iter(ranked), None)
+    best, order = ranked[0], rank(ranked[0].best.forecast)[0]
+    for setting in ranked:
+        is_plain = setting.strategy.kind == "single" and rank(setting.best.forecast)[0] == order
+        if is_plain and (setting.time is None or best.time is None or setting.time.low <= best.time.high):
+            return setting
+    return best
+
+
+def _rank(setting: ByAuto) -> tuple:
+    """A key by which the best setting is the least."""
+    order, _, *others = rank(setting.best.forecast)
+    seconds = setting.time.low + setting.time.high if setting.time else 0.0
+    return order, round(seconds, 3), *others
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run that the four lines describe."""
+
+    forecast: Forecast
+    memory: Memory
+    time: Range | None
+    compiled: Range | None
+    """The time with `model.compile` as well."""
+    settings: str
+    """Strategy and settings, in words."""
+    options: list[str]
+    """Options of a launch, in words of a command line."""
+
+
+def in_words(
+    report: PlanReport,
+    settings: Sequence[ByAuto],
+    *,
+    next_step: list[str],
+    is_recipe: bool,
+    num_samples: int | None,
+    price: float | None,
+) -> str:
+    """The answer.
+
+    Args:
+        settings: strategies as `launch` runs them with `auto`.
+        next_step: the command that follows if something fits, without its options.
+        is_recipe: a recipe was asked for, and the options make it that run.
+        num_samples: rows of the training data, for the length of the run.
+        price: of a GPU for an hour.
+    """
+    run, best = _run(report, settings), report.forecasts[0]
+    where = "the CPU" if report.machines.usable_gib is None else report.machines.text
+    if run is None or run.forecast.verdict not in MAY_RUN:
+        rows = [("next", _first(report.suggestion) or "--all has the reasons")]
+        if best.memory is not None:
+            rows.insert(0, ("memory", f"{_memory(report, best.memory)}, of {best.strategy.name}"))
+        return "\n".join([page((f"NO, on {where}: {_why_not(report)}",), indent=0), page(*rows)])
+    rows = [("memory", _memory(report, run.memory) + _elsewhere(run.forecast))]
+    rows.append(("time", _time(report, run, num_samples, price)))
+    of_batch = small_batch(report.recipe, report.machines)
+    rows += [("note", note) for note in (*overridden(report.recipe, num_samples), *filter(None, [of_batch]))]
+    if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
+        rows.append(("or", f"{'on the GPUs alone ' * (best.verdict in MAY_RUN)}{_first(report.suggestion)}"))
+    is_short = run.forecast.verdict == "tight" and report.suggestion is not None
+    rows.append(
+        ("next", str(_first(report.suggestion)) if is_short else _command([*next_step, *run.options * is_recipe]))
+    )
+    return "\n".join([page((f"{_answer(run.forecast)} on {where}: {run.settings}",), indent=0), page(*rows)])
+
+
+ANSWERS: dict[Verdict, str] = {"fits": "YES,", "tight": "MAYBE,", "not judged": "NOT JUDGED"}
+
+
+def _answer(forecast: Forecast) -> str:
+    disk = f" and {in_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
+    needed = f"YES, if a machine has {in_gib(forecast.host)} GiB of memory{disk},"
+    return ANSWERS.get(forecast.verdict, needed)
+
+
+def _run(report: PlanReport, settings: Sequence[ByAuto]) -> _Run | None:
+    own = report.recipe.strategy
+    if setting := best_by_auto(report, settings):
+        fitting, memory = setting.best, setting.best.forecast.memory
+        assert memory is not None
+        words = f"{setting.strategy.name}, micro-batch {fitting.batch.micro_batch_size}, checkpointing"
+        words += f" {str(fitting.checkpointing).lower()}"
+        options = [] if setting.strategy.path == own else ["--strategy", setting.strategy.name]
+        for key in [] if autos(report.recipe) else [MICRO_BATCH, CHECKPOINTING]:
+            options += ["--set", f"{key}=auto"]
+        return _Run(fitting.forecast, memory, fitting.time, setting.compiled, words, options)
+    best = report.forecasts[0]
+    if best.memory is None:
+        return None
+    options = [] if best.strategy.path == own else ["--strategy", best.strategy.name]
+    return _Run(best, best.memory, best.time, None, f"{best.strategy.name} with the recipe's own settings", options)
+
+
+def _why_not(report: PlanReport) -> str:
+    best = report.forecasts[0]
+    if of_batch := small_batch(report.recipe, report.machines):
+        return of_batch
+    if best.memory is None:
+        reasons = dict.fromkeys(one.why[0].split(": ", 1)[-1] for one in report.forecasts)
+        return f"no strategy can run: {next(iter(reasons))}"
+    return f"nothing fits; nearest is {best.strategy.name}: {'; '.join(best.why)}"
+
+
+def _memory(report: PlanReport, memory: Memory) -> str:
+    usable = report.machines.usable_gib
+    if usable is None:
+        return f"{in_gib(memory.allocated)} GiB; a CPU's memory is shared, so nothing is judged"
+    return f"{in_gib(*memory.needed)} of {in_gib(usable * GIB)} GiB of each GPU"
+
+
+def _elsewhere(forecast: Forecast) -> str:
+    disk = f", {in_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
+    return f"; {in_gib(forecast.host)} GiB of each machine's memory{disk}" if forecast.strategy.offloads else ""
+
+
+def _time(report: PlanReport, run: _Run, num_samples: int | None, price: float | None) -> str:
+    if run.time is None:
+        return str(report.no_time) + "; no price without a time" * (price is not None)
+    steps, tokens = num_steps(report.recipe, num_samples), tokens_of_step(report.recipe)
+    words = f"{range_in_words(run.time.low, run.time.high, ' s')} a step of {tokens:,} tokens"
+    if run.compiled is not None:
+        words += f", compiled {range_in_words(run.compiled.low, run.compiled.high, ' s')}"
+    amount = steps if steps is not None else PRICED_TOKENS / tokens
+    what = f"{steps:,} steps" if steps is not None else f"{PRICED_TOKENS // 10**6} M tokens"
+    words += f"; {what}: {_hours(*run.time.hours(amount))}"
+    if price is not None:
+        total = run.time.price(amount, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
+        words += f", price {range_in_words(*total, '')}"
+    return words
+
+
+def _first(suggestion: str | None) -> str | None:
+    """The first of several ways."""
+    return suggestion and suggestion.split("; or ")[0]
+
+
+def _hours(low: float, high: float) -> str:
+    return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
+
+
+def _command(words: list[str]) -> str:
+    """A command for a shell, in lines that a terminal does not break; an option and its value stay together."""
+    lines = [""]
+    for i, word in enumerate(words):
+        text = shlex.quote(word)
+        follows = i > 0 and words[i - 1].startswith("--")
+        value = len(shlex.quote(words[i + 1])) + 1 if word.startswith("--") else 0
+        if not follows and len(lines[-1]) + len(text) + value > width() - 14:
+            lines.append("")
+        lines[-1] += " " * bool(lines[-1]) + text
+    return " \\\n  ".join(lines)

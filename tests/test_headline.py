@@ -1,0 +1,197 @@
+"""The answer of `plan` in four lines, and what it says of options and batches that are not what they seem.
+
+python -m pytest -q tests/test_headline.py
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from cookbook.commands.cli import main
+from cookbook.config.recipe import load_recipe
+from cookbook.config.strategy import known_strategies, load_strategy
+from cookbook.facts.pipeline_stages import Begun, begun, pipeline_order
+from cookbook.forecast import headline
+from cookbook.forecast.costs.inputs import cost_inputs
+from cookbook.forecast.costs.states import heaviest, states
+from cookbook.forecast.ranking import ByAuto, Fitting, _fewer_gpus, by_auto, forecast_all
+from cookbook.forecast.show import in_words, overridden
+from cookbook.forecast.step_time import Range
+from cookbook.forecast.verdict import Forecast, TraceCache
+from cookbook.start.run_plan import MOST_SAMPLES, even
+from cookbook.system import console
+from cookbook.system.files import RecipeError
+from cookbook.system.hardware import parse_machines
+from cookbook.training.models.structure import config_of
+
+SMALL = "recipes/sums/sft.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def strategies(*names: str):
+    return [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
+
+
+def answer(capsys, *words: str, code: int = 0) -> list[str]:
+    assert main(["plan", *words]) == code, capsys.readouterr().err
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_answer_is_four_lines_and_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(console, "WIDTH", 80)
+    words = (SMALL, "--set", "mixed_precision=bf16", "--gpus", "1xH100", "--strategy", "single")
+    lines = answer(capsys, *words)
+    assert re.match(r"YES, on 1xH100: single, micro-batch \d+, checkpointing \w+$", lines[0])
+    starts = [line.split()[0] for line in lines[1:] if line[2] != " "]
+    assert starts == ["memory", "time", "next"]
+    assert "cookbook launch recipes/sums/sft.yaml" in "\n".join(lines)
+    everything = answer(capsys, *words, "--all")
+    assert everything[: len(lines)] == lines and len(everything) > 3 * len(lines)
+    assert max(map(len, everything)) <= 80
+    assert "a wider terminal also has" in "\n".join(everything)
+
+
+def test_the_fastest_by_auto_comes_first_even_if_its_own_settings_are_slow():
+    def setting(name: str, seconds: float, compiled: float | None = None, low: float | None = None) -> ByAuto:
+        time = Range(low=low or seconds, high=seconds, bottleneck="", parts=())
+        (strategy,) = strategies(name)
+        best = Forecast(strategy=strategy, verdict="fits", why=[], time=time)
+        faster = None if compiled is None else replace(time, low=compiled, high=compiled)
+        return ByAuto(strategy, Fitting(True, load_recipe(Path(SMALL)).batch, best), faster)
+
+    def first(gpus: str, *settings: ByAuto) -> str:
+        report = forecast_all(load_recipe(Path(SMALL)), strategies("single"), parse_machines(gpus), "", limits=False)
+        best = headline.best_by_auto(report, settings)
+        return best.strategy.name
+
+    eager, compiled = setting("zero3", 3.0), setting("fsdp2", 4.0, compiled=2.0)
+    assert first("8xH100", eager, setting("fsdp2", 4.0)) == "zero3"
+    assert first("8xH100", eager, compiled) == "fsdp2"
+    assert first("1xH100", eager, setting("single", 5.0, low=2.5)) == "single", "not surely slower"
+    assert first("1xH100", eager, setting("single", 5.0)) == "zero3"
+    assert first("2xH100", eager, setting("single", 5.0, low=2.5)) == "zero3"
+
+
+def test_meshes_that_one_gpu_can_never_run_are_not_named(capsys):
+    recipe = load_recipe(Path(SMALL))
+    report = forecast_all(recipe, strategies("single", "tp", "pp"), parse_machines("1xH100"), "", limits=False)
+    assert "cannot run" not in in_words(report, "", num_samples=None, price=None)
+    alone = forecast_all(recipe, strategies("tp"), parse_machines("1xH100"), "", limits=False)
+    assert "tp cannot run" in in_words(alone, "", num_samples=None, price=None), "what was asked for"
+
+
+def test_what_does_not_fit_is_one_line_with_the_nearest():
+    recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))
+    found = forecast_all(recipe, strategies("single", "ddp", "zero3"), parse_machines("8xH100"), "", limits=False)
+    printed = in_words(found, "", num_samples=None, price=None)
+    assert re.search(r"does not fit: single, ddp; nearest single, \d+ to \d+ of 79 GiB\n", printed)
+    assert not re.search(r"^  ddp +8", printed, flags=re.MULTILINE)
+
+
+def test_samples_beside_max_steps_are_named_and_the_epoch_is_right():
+    recipe = load_recipe(Path(SMALL))
+    size = recipe.batch.global_batch_size
+    steps = recipe.model_copy(update={"run": recipe.run.model_copy(update={"max_steps": 10, "num_epochs": None})})
+    (note,) = overridden(steps, 7 * size - 1)
+    assert f"{10 * size:,} samples" in note and note.endswith("--set run.max_steps=7")
+    assert overridden(steps, None) == []
+    epochs = recipe.model_copy(update={"run": recipe.run.model_copy(update={"max_steps": None, "num_epochs": 1})})
+    assert overridden(epochs, 100) == []
+
+
+def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
+    """16 samples for 64 GPUs."""
+    recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))
+    batch = recipe.batch.model_copy(update={"global_batch_size": 16, "micro_batch_size": 1})
+    recipe = recipe.model_copy(update={"batch": batch})
+    report = forecast_all(
+        recipe, strategies("single", "fsdp2"), parse_machines("8x8xH100"), "", limits=False, more=True
+    )
+    assert report.suggestion == "with batch.global_batch_size: 64, fsdp2 fits; or on 2x8xH100, fsdp2 fits"
+    said = headline.in_words(report, [], next_step=["x"], is_recipe=True, num_samples=None, price=None)
+    assert said.startswith("NO, on 8x8xH100: batch.global_batch_size: 16 is less than the 64 GPUs")
+    assert "take more" not in said
+    larger = recipe.model_copy(update={"batch": batch.model_copy(update={"global_batch_size": 64})})
+    for changed, gpus in ((larger, "8x8xH100"), (recipe, "2x8xH100")):
+        (fits,) = forecast_all(changed, strategies("fsdp2"), parse_machines(gpus), "", limits=False).forecasts
+        assert fits.verdict == "fits"
+
+
+def test_fewer_gpus_are_powers_of_two_of_whole_machines():
+    ways = [way.text for way in _fewer_gpus(parse_machines("256x8xH800"), 33)]
+    assert ways == ["4x8xH800", "2x8xH800", "8xH800", "4xH800", "2xH800", "1xH800"]
+
+
+def test_the_heaviest_rank_is_that_of_a_loop_over_all():
+    """The control: the last rank alone has less."""
+    recipe = load_recipe(Path("recipes/sums/sft.yaml"))
+    optim = recipe.optim.model_copy(update={"gradient_dtype": "bf16"})
+    recipe = recipe.model_copy(update={"mixed_precision": "bf16"})
+    num_compared, num_unequal = 0, 0
+    for changed in (recipe, recipe.model_copy(update={"optim": optim})):
+        traces = TraceCache(config_of(changed)[0], changed)
+        for name in known_strategies():
+            (strategy,) = strategies(name)
+            for count in (8, 24):
+                try:
+                    fitted = strategy.fitted(count, 8).of_width(traces.sizes.hidden)
+                    inputs = cost_inputs(changed, fitted, count, num_local=8)
+                    every = [states(traces.skeleton, inputs, rank) for rank in range(count)]
+                except (RecipeError, ZeroDivisionError, IndexError):  # a mesh that this model has not
+                    continue
+                assert heaviest(traces.skeleton, inputs) == max(every, key=lambda held: held.gpu.total), name
+                num_compared += 1
+                num_unequal += every[-1].gpu.total < max(held.gpu.total for held in every)
+    assert num_compared > 20 and num_unequal > 2
+
+
+def test_a_long_step_of_a_pipeline_holds_what_all_its_turns_do():
+    def by_turns(count: int, stage: int, stages: int, chunks: int) -> set[Begun]:
+        moments, counts, is_first = set(), [0] * chunks, True
+        for is_backward, chunk, _ in pipeline_order(count, stage, stages, chunks):
+            counts[chunk] += not is_backward
+            moments.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
+            counts[chunk] -= is_backward
+            is_first = is_first and not is_backward
+        return moments
+
+    for stages in (2, 4):
+        for chunks in (1, 2, 3):
+            for count in (1, stages, 63, 64, 97, 130, 255):
+                for stage in (0, stages - 1):
+                    assert begun(count, stage, stages, chunks) == by_turns(count, stage, stages, chunks)
+    assert begun(10**10, 0, 4, 2) == begun(400, 0, 4, 2)
+
+
+def test_micro_batches_of_a_huge_batch_are_found_at_once():
+    assert even(12) == [1, 2, 3, 4, 6, 12]
+    assert even(10**10)[-1] == max(size for size in range(1, MOST_SAMPLES + 1) if 10**10 % size == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", ["2048x8xH100", "256x8xH800"])
+def test_thousands_of_gpus_are_answered(gpus, capsys):
+    words = ("NousResearch/Meta-Llama-3.1-8B", "--method", "full", "--gpus", gpus)
+    assert answer(capsys, *words)[0].startswith("YES")
+
+
+def test_the_answer_of_a_plan_is_among_what_auto_takes():
+    recipe = load_recipe(Path(SMALL)).model_copy(update={"mixed_precision": "bf16"})
+    report = forecast_all(recipe, strategies("single", "fsdp2"), parse_machines("1xH100"), "", limits=False)
+    settings = by_auto(report, "", all_of_them=True)
+    said = headline.in_words(report, settings, next_step=["x"], is_recipe=True, num_samples=None, price=3.0)
+    best = headline.best_by_auto(report, settings)
+    tokens = recipe.batch.global_batch_size * recipe.data.max_length
+    hours = [seconds * 1e7 / tokens / 3600 for seconds in (best.best.time.low, best.best.time.high)]
+    low, high = (float(text) for text in re.findall(r"price ([\d.]+) to ([\d.]+)", " ".join(said.split()))[0])
+    if recipe.run.max_steps is None:
+        assert (low, high) == (pytest.approx(3 * hours[0], rel=0.06), pytest.approx(3 * hours[1], rel=0.06))
