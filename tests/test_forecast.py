@@ -841,7 +841,7 @@ def test_the_answer_for_people(capsys):
     printed = capsys.readouterr().out
     assert "on 8x80GB" in printed  # of the label, since this machine has no GPU
     assert "zero3: the one that fits" in printed
-    assert "does not fit" in printed and "|WWW" in printed
+    assert "does not fit: ddp, " in printed and "|WG" in printed
     assert re.search(r"sends +at least [\d,]+ messages a step from each GPU\n", printed)
     assert "names the memory" in printed or "gives the memory and not the speed" in printed
 

@@ -113,7 +113,8 @@ def _without_room(report: PlanReport) -> list[str]:
     memory, names = rest[0].memory, ", ".join(forecast.strategy.name for forecast in rest)
     assert memory is not None and report.machines.usable_gib is not None
     nearest = f"{in_gib(*memory.needed)} of {in_gib(report.machines.usable_gib * GIB)} GiB"
-    return [f"does not fit: {names}; {'nearest ' * (len(rest) > 1)}{rest[0].strategy.name}, {nearest}"]
+    which = f"; nearest {rest[0].strategy.name}" if len(rest) > 1 else ""
+    return [f"does not fit: {names}{which}, {nearest}"]
 
 
 def _table(report: PlanReport) -> str:
