@@ -1,4 +1,4 @@
-"""How long `cookbook plan` takes for twenty questions of users, in seconds and seconds of processor.
+"""How long `cookbook plan` takes for the questions of users, in seconds and seconds of processor.
 
     python benchmarks/plan_seconds.py [--times 3] [--quick] [--page]
 
@@ -130,6 +130,10 @@ QUESTIONS = [
         adapter=LORA,
     ),
     Question("Qwen3-Next-80B-A3B, LoRA", {"model_type": "qwen3_next"}, "4xH200", adapter=MIXTURE),
+    Question("Qwen3-4B, LoRA", "Qwen/Qwen3-4B-Base", "any", adapter=LORA),
+    Question("Llama-3.1-70B, all weights, batch of 4,096", LLAMA_70B, "512x8xH100 --strategy hsdp", batch=4096),
+    Question("Llama-3.1-8B, ZeRO-2, batch of 16,384", LLAMA_8B, "2048x8xH100 --strategy zero2", batch=16384),
+    Question("Llama-3.1-8B, all weights, batch of 1e10", LLAMA_8B, "8xH100", batch=10**10),
     Question("Qwen2.5-7B, LoRA", QWEN_7B, "8xMI300X", adapter=LORA),
 ]
 
