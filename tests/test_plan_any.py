@@ -140,7 +140,7 @@ def test_every_price_is_of_a_gpu_of_the_table():
     [
         (("recipes/quickstart.yaml", "--method", "lora"), "is a recipe; write --set"),
         (("recipes/quickstart.yaml", "--length", "64"), "is a recipe; write --set"),
-        (("Qwen/Qwen3-8Bx",), "Qwen/Qwen3-4B-Base"),
+        (("Qwen/Qwen3-8Bx",), "Qwen/Qwen3-8B"),
         (("nothing/config.json",), "no such file"),
         (("nothing.yaml",), "nothing.yaml"),
         (("recipes/qwen25_7b",), "recipes/qwen25_7b"),
