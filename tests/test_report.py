@@ -184,6 +184,24 @@ def test_runs_lie_over_one_another_by_step_and_by_tokens(tmp_path: Path, capsys)
     assert page.tags["svg"] == 18
 
 
+def test_runs_say_how_far_their_losses_lie_apart_and_which_strategies_they_had(tmp_path: Path, capsys) -> None:
+    folders = [write_run(tmp_path / name, num_steps=steps) for name, steps in (("a", 30), ("b", 20), ("c", 20))]
+    for folder, change in zip(folders[1:], (0.25, -0.5), strict=True):
+        path = folder / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+        (line,) = [line for line in lines if line["step"] == 7 and "loss" in line]
+        line["loss"] += change
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", *map(str, folders), "--out", str(tmp_path / "all.html")]) == 0
+    said = f"largest difference of the loss of {folders[2]}: 0.5, at step 7"
+    assert said in capsys.readouterr().out and said in (tmp_path / "all.html").read_text()
+    assert main(["report", *map(str, folders[:2]), "--out", str(tmp_path / "all.html"), "--json"]) == 0
+    farthest = json.loads(capsys.readouterr().out)["loss_difference"]
+    assert farthest == {"runs": [*map(str, folders[:2])], "step": 7, "difference": pytest.approx(0.25)}
+    assert main(["report", str(folders[0])]) == 0
+    assert "fsdp2.yaml, 4 processes on Some GPU; zero3 to step 20" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_compared_run_stands_where_its_tokens_are(tmp_path: Path) -> None:
     from cookbook.commands.report.pages import _tokens
 

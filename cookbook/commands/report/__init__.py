@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from cookbook.commands.report import pages
-from cookbook.commands.report.summary import best_in_words, best_run, measure, reported, summarize
+from cookbook.commands.report import summary as numbers
 from cookbook.commands.shared.arguments import AsJson, run_folder
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import read_history
@@ -26,20 +26,24 @@ def report(
 ) -> int:
     """Show what a run did and write its page; or compare runs."""
     runs = [read_history(folder) for folder in folders]
-    rows, best = [], None
+    rows, best, farthest = [], None, None
     if len(runs) == 1:
         (folder,), (run,) = folders, runs
-        summary = summarize(run)
+        summary = numbers.summarize(run)
         say(page(f"SUMMARY of {folder}", *summary.items()))
         path, text = out or folder / "report.html", pages.run_page(run, summary.items())
     else:
         if len(set(map(Path.resolve, folders))) < len(folders):
             raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
-        rows, best = pages.differences(runs), best_run(list(map(measure, runs)))
+        rows, best = pages.differences(runs), numbers.best_run(list(map(numbers.measure, runs)))
         say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
+        farthest = numbers.largest_loss_difference(runs)
+        apart = None if farthest is None else numbers.difference_in_words(farthest, len(runs))
+        if apart is not None:
+            say(apart)
         if best is not None:
-            say(best_in_words(*best))
-        path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs)
+            say(numbers.best_in_words(*best))
+        path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs, apart)
     write_named_file(path, masked(text), pages.BEGINNING)
     say(path)
-    return answer(reported(runs, rows, best and best[0].run, str(path))) if as_json else 0
+    return answer(numbers.reported(runs, rows, best and best[0].run, farthest, str(path))) if as_json else 0

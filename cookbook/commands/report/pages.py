@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from cookbook.commands.report import hardware_problems
+from cookbook.commands.report.summary import with_earlier
 from cookbook.commands.shared.history import History
 from cookbook.config.effects import effect_of
 from cookbook.system.files import flatten
@@ -167,14 +168,19 @@ def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Lin
     return areas
 
 
-def compare_page(runs: Sequence[History]) -> str:
-    """The page that lays runs over one another."""
+def compare_page(runs: Sequence[History], loss_difference: str | None) -> str:
+    """The page that lays runs over one another.
+
+    Args:
+        loss_difference: the largest one, in words.
+    """
     names = [str(run.folder) for run in runs]
     rows = differences(runs)
     body = [
         _legend(enumerate(names)),
         "<h2>What differs</h2>",
         _table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
+        f"<p>{escape(loss_difference)}</p>" if loss_difference else "",
     ]
     for letter, title, places in (("s", "By step", _steps), ("t", "By tokens trained on", _tokens)):
         groups: dict[tuple[str, str], list[Line]] = {}
@@ -182,7 +188,7 @@ def compare_page(runs: Sequence[History]) -> str:
             for ink, run in enumerate(runs):
                 for line in _lines_of(run, key, places):
                     of_set = line.name if line.has_dots else ""
-                    groups.setdefault((key, of_set), []).append(replace(line, ink=ink))
+                    groups.setdefault((key, of_set), []).append(replace(line, ink=ink, is_dashed=ink > 0))
         charts = [
             _chart(key, lines, of_set, number=f"{letter}{i}") for i, ((key, of_set), lines) in enumerate(groups.items())
         ]
@@ -207,7 +213,7 @@ def _facts(run: History) -> dict[str, Any]:
     """The settings with the strategy in effect, number of processes, device and versions."""
     strategy, hardware = run.record.get("strategy", {}), run.record.get("hardware", {})
     facts = {key: value for key, value in run.settings.items() if key != "run.output_dir"}
-    facts |= {"strategy": strategy.get("file"), "processes": strategy.get("processes")}
+    facts |= {"strategy": with_earlier(strategy.get("file"), run), "processes": strategy.get("processes")}
     return facts | {"device": hardware.get("gpu", "CPU")} | flatten({"versions": run.record.get("versions", {})})
 
 

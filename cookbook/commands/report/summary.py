@@ -1,9 +1,18 @@
 """A run in a few lines: losses, time, speed, memory, and where its model is."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import attrgetter
 from statistics import mean, median
+from typing import Any
 
-from cookbook.commands.shared.answer_forms import HeldOut, Reported, RunSummary, SettingThatDiffers
+from cookbook.commands.shared.answer_forms import (
+    HeldOut,
+    LossDifference,
+    Reported,
+    RunSummary,
+    SettingThatDiffers,
+)
 from cookbook.commands.shared.history import History
 from cookbook.system.console import several
 from cookbook.system.shipped import short
@@ -85,9 +94,48 @@ def summarize(run: History) -> dict[str, str]:
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"
-        rows["strategy"] = short(f"{strategy['file']}, {several(strategy['processes'], 'process')} on {device}")
+        placed = f"{strategy['file']}, {several(strategy['processes'], 'process')} on {device}"
+        rows["strategy"] = with_earlier(short(placed), run)
     rows["model"] = numbers.model or "none: the run was not finished"
     return rows
+
+
+def earlier_strategies(run: History) -> list[tuple[str, int]]:
+    """Strategies of a run before its last one, with the last step of each; those that trained no step are left out."""
+    starts = [event for event in run.events if event.get("event") == "start"]
+    spans: list[tuple[str, int]] = []
+    for start, following in pairwise(starts):
+        if following["strategy"] == start["strategy"] or following["step"] <= start["step"]:
+            continue
+        spans.append((start["strategy"], following["step"]))
+    return spans
+
+
+def with_earlier(strategy: Any, run: History) -> Any:
+    """The strategy of a run's last start, with those before it."""
+    earlier = ", ".join(f"{name} to step {step}" for name, step in earlier_strategies(run))
+    return f"{strategy}; {earlier}" if earlier else strategy
+
+
+def largest_loss_difference(runs: Sequence[History]) -> LossDifference | None:
+    """The step at which the loss of another run is farthest from that of the first one; None where no run has a step
+    in common with it.
+    """
+    losses = [{line["step"]: line["loss"] for line in run.steps} for run in runs]
+    differences = [
+        LossDifference(
+            runs=[str(runs[0].folder), str(run.folder)], step=step, difference=abs(of_run[step] - losses[0][step])
+        )
+        for run, of_run in zip(runs[1:], losses[1:], strict=True)
+        for step in of_run
+        if step in losses[0]
+    ]
+    return max(differences, key=attrgetter("difference"), default=None)
+
+
+def difference_in_words(farthest: LossDifference, num_runs: int) -> str:
+    of = f" of {farthest.runs[1]}" if num_runs > 2 else ""
+    return f"largest difference of the loss{of}: {farthest.difference:.1g}, at step {farthest.step}"
 
 
 def best_run(runs: Sequence[RunSummary]) -> tuple[RunSummary, HeldOut] | None:
@@ -106,11 +154,19 @@ def best_in_words(run: RunSummary, held: HeldOut) -> str:
     return f"best held-out loss{held.set and f' of {held.set}'}: {held.last_loss:.4f}, at the end of {run.run}"
 
 
-def reported(runs: Sequence[History], rows: Sequence[Sequence[str]], best: str | None, page: str) -> Reported:
+def reported(
+    runs: Sequence[History],
+    rows: Sequence[Sequence[str]],
+    best: str | None,
+    farthest: LossDifference | None,
+    page: str,
+) -> Reported:
     """The report of runs, for programs.
 
     Args:
         rows: of `pages.differences`.
     """
     differing = [SettingThatDiffers(key=key, values=values, affects=effect) for key, *values, effect in rows]
-    return Reported(runs=list(map(measure, runs)), differences=differing, best=best, page=page)
+    return Reported(
+        runs=list(map(measure, runs)), differences=differing, best=best, loss_difference=farthest, page=page
+    )

@@ -251,6 +251,14 @@ class SettingThatDiffers(Form):
     affects: str
 
 
+class LossDifference(Form):
+    """The largest difference between the losses of two runs at one step."""
+
+    runs: list[str]
+    step: int
+    difference: float
+
+
 class Reported(Answer):
     """`cookbook report`"""
 
@@ -259,6 +267,8 @@ class Reported(Answer):
     """Settings in which the runs differ; of one run, none."""
     best: str | None
     """Among several runs, the one whose last held-out loss is least; null: they have no held-out set in common."""
+    loss_difference: LossDifference | None
+    """From the first of several runs; null: no other has a step in common with it."""
     page: str
     """The HTML page that was written."""
 
