@@ -28,7 +28,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cookbook.commands.cli import main
+from cookbook.commands.shared.find_model import recipe_of_run
+from cookbook.config.recipe import load_recipe
 from cookbook.system.console import shown
+from cookbook.system.files import RecipeError
 from cookbook.training.models.model_source import weights_digest
 from cookbook.training.models.tokenizer_files import train_tokenizer
 
@@ -389,6 +392,16 @@ ADAPTERS = {
     "dora and a whole head": ["mixed_precision=bf16", "adapter={name: dora, rank: 4, modules_to_save: [lm_head]}"],
     "qlora": ["mixed_precision=bf16", "adapter={name: qlora, rank: 4}", "data.packing=true"],
 }
+
+
+def test_a_run_that_the_command_line_made_short_is_read_by_its_own_record(tmp_path: Path):
+    """Its warm-up ends behind its end, which is a mistake where a recipe is written so."""
+    text = (ROOT / "recipes/sums/sft.yaml").read_text()
+    short = text.replace("run: {max_steps: 600", "run: {max_steps: 6")
+    (tmp_path / "recipe.yaml").write_text(short)
+    assert short != text and recipe_of_run(tmp_path, ["seed=5"]).run.max_steps == 6
+    with pytest.raises(RecipeError, match="write less than 6"):
+        load_recipe(tmp_path / "recipe.yaml")
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from typer import Option
 
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.shared.arguments import MODEL, positive, run_folder
-from cookbook.commands.shared.find_model import find_model, find_run, quiet_without_gpus
-from cookbook.config.recipe import load_recipe
+from cookbook.commands.shared.find_model import find_model, find_run, quiet_without_gpus, recipe_of_run
 from cookbook.rows.messages import Chat
 from cookbook.rows.row_kinds import kinds
 from cookbook.system.console import say, shown
@@ -161,7 +160,7 @@ def _prompts_of_run(folder: Path) -> Iterator[Question]:
     if asked := read_lines(Round(run, 1).samples, "round"):
         yield from (Question(prompt=line["prompt"]) for line in asked)
         return
-    recipe = load_recipe(run / "recipe.yaml")
+    recipe = recipe_of_run(run)
     sets = read_eval(recipe.data, recipe.objective)
     if not sets:
         raise RecipeError(f"--from-run: {run} has no held-out rows (neither data.eval nor data.holdout)")

@@ -11,10 +11,10 @@ from typer import Argument
 
 from cookbook.commands.shared.answer_forms import Evaluated
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
-from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter
+from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter, recipe_of_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.config.objectives.token_loss import TokenLoss
-from cookbook.config.recipe import Draft, Recipe, load_recipe, parse_recipe
+from cookbook.config.recipe import Draft, Recipe, parse_recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.facts.packing import decide
 from cookbook.start import launchers
@@ -64,7 +64,7 @@ def _recipe_for(folder: Path, model: Path, data: str | None, assignments: list[s
         assignments = [assignment, f"data.train={json.dumps(data)}", "data.holdout=0", *assignments]
     run = find_run(folder)
     if run is not None:
-        recipe = load_recipe(run / "recipe.yaml", assignments)
+        recipe = recipe_of_run(run, assignments)
     else:
         values = {
             "strategy": "single",

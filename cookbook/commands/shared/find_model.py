@@ -1,11 +1,13 @@
 """Finds the model that a command is to use, and the run and the base that it comes from. Imports no torch."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import which_run
+from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.facts.model_files import values_of
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError, first_line, read_document
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.training.checkpoint.listing import is_run
@@ -39,6 +41,18 @@ def is_adapter(folder: Path) -> bool:
 def find_run(folder: Path) -> Path | None:
     """The run that `folder` is, or that contains it."""
     return next((path for path in (folder, folder.resolve().parent) if is_run(path)), None)
+
+
+def recipe_of_run(run: Path, assignments: Sequence[str] = ()) -> Recipe:
+    """The recipe that a run has recorded, with `section.key=value` over it.
+
+    Raises:
+        RecipeError: as `load_recipe`; a run that the command line made too short for its warm-up is none.
+    """
+    path = run / "recipe.yaml"
+    of_run = read_document(path).values.get("run")
+    steps = of_run.get("max_steps") if isinstance(of_run, dict) else None
+    return load_recipe(path, [*([] if steps is None else [f"run.max_steps={steps}"]), *assignments])
 
 
 def check_base(trained: Path) -> None:
