@@ -2,7 +2,7 @@
 
     python benchmarks/speed_goals.py --page
 
-Writes its table in docs/speed.md. A minute of one core.
+Writes its table in docs/speed.md. Three minutes of one core.
 """
 
 import os

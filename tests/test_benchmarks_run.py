@@ -64,7 +64,7 @@ def run(lab: Lab, copy: Path, *words: str) -> str:
     """A program in the copy, forked from the parent that has torch; what it prints."""
     logs = copy / "logs"
     logs.mkdir(exist_ok=True)
-    job = {"folder": str(logs), "words": [str(copy / "benchmarks" / words[0]), *words[1:]], "limit": 300.0}
+    job = {"folder": str(logs), "words": [str(copy / "benchmarks" / words[0]), *words[1:]], "limit": 900.0}
     done = done_of(job, lab.parent.ask(job | {"processes": 1, "cwd": str(copy)}))
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout

@@ -94,7 +94,7 @@ def test_texts_without_a_gpu(model, book, capsys):
     assert recipe.run.save_every_steps == 1
     text = Path(OUT).read_text()
     capsys.readouterr()
-    assert main(["plan", OUT, "--gpus", "cpu"]) == 0
+    assert main(["plan", OUT, "--gpus", "cpu", "--all"]) == 0
     peak = re.search(r"peak +(\S+) GiB allocated", capsys.readouterr().out)
     assert peak is not None and f"# Needs:     no GPU. {peak[1]} GiB of this machine's memory" in text
     assert "# no GPU" in text
