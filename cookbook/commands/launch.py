@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated
@@ -39,6 +39,7 @@ from cookbook.system.machine import num_cores, num_gpus
 from cookbook.training.checkpoint.resume import changed_settings
 from cookbook.training.data.rows import read_rows
 
+ONE_MACHINE = hosts.Hosts()
 RunChild = Callable[[list[str], dict[str, str], Path], int]
 """From a command, its environment and the run's folder to the exit code of the run, see `child.run_child`."""
 
@@ -62,11 +63,46 @@ def launch(
     ] = False,
 ) -> int:
     """Train a recipe: check it, print the accelerate line, run it."""
+    run_hosts, mistakes = hosts.read_hosts(machines, machine, first, port)
+    start = prepare(
+        path,
+        strategy=strategy,
+        processes=processes,
+        assignments=assignments,
+        dry_run=dry_run,
+        simulate_gpus=simulate_gpus,
+        run_hosts=run_hosts,
+        rank_logs=rank_logs,
+        mistakes=mistakes,
+    )
+    return start()
+
+
+def prepare(
+    path: Path,
+    *,
+    strategy: Path | None,
+    processes: int | None,
+    assignments: list[str],
+    dry_run: bool,
+    simulate_gpus: int | None = None,
+    run_hosts: hosts.Hosts = ONE_MACHINE,
+    rank_logs: bool = False,
+    mistakes: Sequence[str] = (),
+) -> Callable[[], int]:
+    """Check a run. Returns what starts it, which returns its exit code; arguments as `launch`.
+
+    Args:
+        mistakes: those of the command line, reported with the others.
+
+    Raises:
+        RecipeError: all mistakes of recipe, strategy and machine.
+    """
     if simulate_gpus is not None:
         with as_mistakes():
             simulated_gpus.check(simulate_gpus)
     gpus = num_gpus() if simulate_gpus is None else simulate_gpus
-    run_hosts, mistakes = hosts.read_hosts(machines, machine, first, port)
+    mistakes = [*mistakes]
     recipe, loaded = _load_pair(path, assignments, strategy, run_hosts, mistakes, processes, gpus)
     gpus = min(gpus, len(loaded.gpu_ids) or gpus)
     num_machines = max(run_hosts.count, loaded.num_machines)
@@ -100,26 +136,31 @@ def launch(
     if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
         raise RecipeError([what_it_takes(path), f"To run it here all the same: {run_plan.show_command(command)}"])
     _check_rows(recipe)
-    if dry_run:
-        command.append("--dry-run")
-    if logs is not None:
-        environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
-        say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
-    if warning := hosts.address_warning(run_hosts):
-        say(warning, flush=True)
-    if simulate_gpus is None and (gain := auto_settings.larger_micro_batch(path, recipe, loaded, planned)):
-        say(gain, flush=True)
-    say(run_plan.show_command(command), flush=True)
-    # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded updates.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
-    if not gpus:
-        environment.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from accelerate's process
-    if dry_run or recipe.run.on_out_of_memory == "stop":
-        return run_command(command, environment, folder)
-    start = Start(
-        recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
-    )
-    return run_and_restart(start, run_command, environment)
+
+    def start() -> int:
+        if dry_run:
+            command.append("--dry-run")
+        if logs is not None:
+            environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}] ")
+            say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
+        if warning := hosts.address_warning(run_hosts):
+            say(warning, flush=True)
+        if simulate_gpus is None and (gain := auto_settings.larger_micro_batch(path, recipe, loaded, planned)):
+            say(gain, flush=True)
+        say(run_plan.show_command(command), flush=True)
+        # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded
+        # updates.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_local)))
+        if not gpus:
+            environment.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns from accelerate's process
+        if dry_run or recipe.run.on_out_of_memory == "stop":
+            return run_command(command, environment, folder)
+        first_start = Start(
+            recipe_name=str(path), assignments=assignments, recipe=recipe, strategy=loaded, plan=planned, logs=logs
+        )
+        return run_and_restart(first_start, run_command, environment)
+
+    return start
 
 
 def _load_pair(
