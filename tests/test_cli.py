@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 QUICKSTART = "recipes/quickstart.yaml"
 GROUPS = {
     "Before a run": "library init convert check explain preview plan tune rehearse doctor",
-    "Run": "launch rounds submit watch next",
+    "Run": "launch sweep rounds submit watch next",
     "After a run": "report why-slow chat evaluate export checkpoint",
 }
 OF_MAINTAINERS = ["combinations", "schema"]
@@ -170,7 +170,7 @@ Z_NAMES = sorted(["zebra", *(name for name in SHIPPED if name.startswith("z"))])
     ("line", "found"),
     [
         ("cookbook che", ["check", "checkpoint"]),
-        ("cookbook s", ["submit"]),
+        ("cookbook s", ["sweep", "submit"]),
         ("cookbook launch rec", sorted(["recipes/small/dpo.yaml", "recipes/small/sft.yaml", *RECIPES])),
         ("cookbook check recipes/quickstart.yaml recipes/small/d", ["recipes/small/dpo.yaml"]),
         ("cookbook launch recipes/quickstart.yaml --strategy ", sorted(["zebra", *SHIPPED])),

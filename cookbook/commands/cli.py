@@ -41,6 +41,7 @@ from cookbook.commands.schema import schema
 from cookbook.commands.shared.for_programs import answered, refused
 from cookbook.commands.shared.former_names import ANSWERS
 from cookbook.commands.submit import submit
+from cookbook.commands.sweep import sweep
 from cookbook.commands.tune import tune
 from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
@@ -204,6 +205,7 @@ GROUPS: dict[str, tuple[Callable[..., int], ...]] = {
     ),
     "Run": (
         launch,
+        sweep,
         rounds,
         submit,
         watch,

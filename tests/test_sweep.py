@@ -1,0 +1,203 @@
+"""`sweep` trains each value in a folder of its own, goes on where it stopped, and names the best.
+
+python -m pytest -q tests/test_sweep.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from cookbook.commands import launch
+from cookbook.commands.cli import main
+from cookbook.config.recipe import dump_recipe
+from cookbook.start.run_plan import load_pair
+from cookbook.system import lock, status
+from cookbook.system.record_files import read_lines
+
+SUMS = "recipes/sums/sft.yaml"
+RATES = "optim.learning_rate=1e-3,2e-3,4e-3"
+
+
+class Started:
+    """Stands in for the processes of a run: notes each start, and leaves what a run leaves."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+        self.codes: dict[str, int] = {}
+        self.has_held_out = True
+
+    def __call__(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
+        self.runs.append(folder.name)
+        words = [word for flag, word in pairwise(command) if flag == "--set"]
+        assert words[-1] == f"run.output_dir={folder}" and "run.resume=auto" in words
+        if "--dry-run" in command:
+            return 0
+        recipe, _ = load_pair(ROOT / SUMS, words)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+        rate = recipe.optim.learning_rate
+        line = {"step": 1, "epoch": 0.1, "num_tokens": 8, "loss": rate, "learning_rate": rate}
+        held_out = {"step": 1, "epoch": 0.1, "num_tokens": 8, "eval_loss": abs(rate - 2e-3) + 1}
+        lines = [line, held_out] if self.has_held_out else [line]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in lines))
+        code = self.codes.get(folder.name, 0)
+        state = {0: "finished", 75: "stopped"}.get(code, "failed")
+        status.Status(folder, is_main=True).end(state, exit_code=code, reason="")
+        return code
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(lock, "_held_locks", [])
+    stand_in = Started()
+    monkeypatch.setattr(launch, "run_command", stand_in)
+    yield stand_in
+    for held in lock._held_locks:
+        held.release()
+
+
+def sweep(out: Path, *words: str) -> int:
+    for held in lock._held_locks:  # which the end of a process releases
+        held.release()
+    return main(["sweep", SUMS, *words, "--set", f"run.output_dir={out}"])
+
+
+def name(rate: str) -> str:
+    return f"optim.learning_rate={rate}"
+
+
+def test_each_value_trains_in_a_folder_of_its_own_and_the_best_is_named(started, tmp_path, capsys):
+    assert sweep(tmp_path / "out", RATES) == 0
+    assert started.runs == [name("1e-3"), name("2e-3"), name("4e-3")]
+    parent = tmp_path / "out-sweep"
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.strip().startswith("optim.")]
+    assert [row[:3] for row in rows] == [
+        [name("1e-3"), "finished", "1.0010"],
+        [name("2e-3"), "finished", "1.0000"],
+        [name("4e-3"), "finished", "1.0020"],
+    ]
+    assert f"best held-out loss: 1.0000, at the end of {parent / name('2e-3')}\n" in printed
+    assert all(name(rate) in (parent / "compare.html").read_text() for rate in ("1e-3", "2e-3", "4e-3"))
+
+
+def test_without_held_out_rows_the_training_loss_says_which_is_least(started, tmp_path, capsys):
+    started.has_held_out = False
+    assert sweep(tmp_path / "out", RATES) == 0
+    said = "least training loss, as no held-out set is shared: 0.0010, at the end of"
+    assert f"{said} {tmp_path / 'out-sweep' / name('1e-3')}\n" in capsys.readouterr().out
+
+
+def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was(started, tmp_path, capsys):
+    started.codes = {name("2e-3"): 75}
+    assert sweep(tmp_path / "out", RATES) == 75
+    assert started.runs == [name("1e-3"), name("2e-3")]
+    assert "stopped in run 2 of 3; the same command goes on from there" in capsys.readouterr().out
+    started.runs, started.codes = [], {}
+    assert sweep(tmp_path / "out", RATES) == 0
+    assert started.runs == [name("2e-3"), name("4e-3")]
+    started.runs = []
+    assert sweep(tmp_path / "out", RATES) == 0 and started.runs == []
+    assert sweep(tmp_path / "out", RATES, "--set", "run.resume=never") == 0 and len(started.runs) == 3
+
+
+def test_a_finished_run_of_other_settings_is_not_passed_over(started, tmp_path):
+    assert sweep(tmp_path / "out", "seed=1,2") == 0
+    started.runs = []
+    assert sweep(tmp_path / "out", "seed=1,2", "--set", "optim.weight_decay=0.3") == 0
+    assert started.runs == ["seed=1", "seed=2"]
+
+
+def test_a_failed_run_ends_no_sweep_and_is_not_the_best(started, tmp_path, capsys):
+    started.codes = {name("2e-3"): 1}
+    assert sweep(tmp_path / "out", RATES) == 1
+    assert started.runs == [name("1e-3"), name("2e-3"), name("4e-3")]
+    assert f"1.0010, at the end of {tmp_path / 'out-sweep' / name('1e-3')}\n" in capsys.readouterr().out
+
+
+def test_keys_are_combined_and_a_list_is_one_value(started, tmp_path):
+    betas = "optim.betas=[0.9,0.95],[0.9, 0.99]"
+    assert sweep(tmp_path / "out", betas, "--and", "seed=1,'2'", "--dry-run") == 2, "'2' is text"
+    assert started.runs == []
+    assert sweep(tmp_path / "out", betas, "--and", "seed=1,2", "--dry-run") == 0
+    keys = [[part.partition("=")[2][:8] for part in run.split(",")] for run in started.runs]
+    assert keys == [["0.9_0.95", "1"], ["0.9_0.95", "2"], ["0.9_0.99", "1"], ["0.9_0.99", "2"]]
+    assert len({*started.runs}) == 4 and not (tmp_path / "out-sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "mistakes"),
+    [
+        (["optim.learning_rate=x,1e-3,-1"], ["optim.learning_rate is 'x' (text)", "optim.learning_rate is -1; it"]),
+        (["seed=1,y", "--and", "optim.lerning_rate=1,2"], ["seed is 'y'", "lerning_rate"]),
+        (["optim.betas=0.9,0.95"], ["is 0.9 (a number); it must be a list", "in brackets: optim.betas=[a,b],[a,c]"]),
+        (["optim.betas=[0.9,0.95]"], ["has 1 value; write optim.betas=VALUE,VALUE (a list in brackets is one value)"]),
+        (["optim.betas=[0.9,0.95"], ["not valid YAML"]),
+        (["seed=1],[2"], ["not valid YAML"]),
+        (["seed=1,2 # three"], ["not valid YAML"]),
+        (["seed=1,1"], ["seed=1,1: a value is given twice"]),
+        (["seed"], ["seed: write it as section.key=VALUE,VALUE"]),
+        (["seed=1,2", "--and", "seed=3,4"], ["seed=3,4: seed has values already"]),
+        (["run.resume=auto,never", "--and", "seed"], ["gives each run its own run.resume", "seed: write it"]),
+        (["seed=1,2", "--set", "seed=3"], ["--set seed: would be ignored, as seed is swept; take it out"]),
+        (["strategy=ddp,single", "--strategy", "single"], ["would be ignored with --strategy"]),
+        (["seed=1,2", "--set", "run.resume=outputs/x"], ["write --set run.resume=auto"]),
+    ],
+    ids=lambda value: " ".join(value) if "=" in value[0] else "",
+)
+def test_all_mistakes_are_told_before_anything_starts(words, mistakes, started, tmp_path, capsys):
+    assert sweep(tmp_path / "out", *words) == 2
+    printed = capsys.readouterr().err
+    assert all(mistake in printed for mistake in mistakes), printed
+    assert "Traceback" not in printed and started.runs == [] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_while_it_trains_ends_with_the_curves_of_launch(tmp_path):
+    common = ["--set", "run.max_steps=200"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "cookbook", *words, *common]
+        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def losses(folder: Path) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line}
+
+    words = ["sweep", SUMS, "optim.learning_rate=1e-3,2e-3", "--set", f"run.output_dir={tmp_path / 'out'}"]
+    second = tmp_path / "out-sweep" / name("2e-3")
+    running = begin(*words)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and running.poll() is None:
+        with suppress(OSError):
+            if (second / "metrics.jsonl").stat().st_size:
+                break
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    printed, _ = running.communicate(timeout=60)
+    assert running.returncode == 75, printed
+    assert 0 < max(losses(second)) < 200 and status.read(second)["state"] == "stopped"
+    first = (tmp_path / "out-sweep" / name("1e-3") / "metrics.jsonl").read_bytes()
+
+    again = begin(*words)
+    printed, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and f"RUN 1 of 2: {second.with_name(name('1e-3'))} is finished" in printed
+    assert second.with_name(name("1e-3")).joinpath("metrics.jsonl").read_bytes() == first
+    assert "best " in printed and "at the end of" in printed
+
+    alone = begin("launch", SUMS, "--set", name("2e-3"), "--set", f"run.output_dir={tmp_path / 'alone'}")
+    alone.communicate(timeout=120)
+    assert alone.returncode == 0
+    assert losses(second) == losses(tmp_path / "alone") and len(losses(second)) == 200
