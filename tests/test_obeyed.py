@@ -37,6 +37,7 @@ INSERT = [
     rf"{PLACE}(?: is .*|: .*); add (?P<name>\w+): {VALUE}",
 ]
 CORRECT = [
+    rf"{PLACE} is .*; write (?:a section, for example )?\w+: {VALUE}",
     rf"{PLACE} is .*; write {VALUE} in quotes",
     rf"{PLACE} is .*; write a whole number, or {VALUE}",
     rf"{PLACE} is .* write .*, as {VALUE}",
@@ -86,7 +87,8 @@ def change(path: Path, kind: str, keys: list[str], found: dict[str, str]) -> Non
 
 
 NAMES_NO_TEXT = (
-    "write less than", "write less", "write 2 values", "write one of them", "write the folder in full", "write a path",
+    "write less than", "write less", "write a whole number",
+    "write 2 values", "write one of them", "write the folder in full", "write a path",
     "write the value out", "write a plain value", "write KEY: COLUMN", "write it in quotes", "write MULTI_GPU or FSDP",
     "write zero_optimization.stage in the JSON", "would be ignored with pp_size; write true",
     "would be ignored with ep_size; write true", "would be ignored with tp_size; write true",

@@ -39,7 +39,7 @@ class Optimizer(Named):
     family = "optim"
     default = "adamw"
     name: str
-    learning_rate: float = Field(gt=0, le=1e3, allow_inf_nan=False)
+    learning_rate: float = Field(gt=0, le=1e3, allow_inf_nan=False, examples=[1e-5])
     """Peak learning rate, reached after the warm-up."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled for adamw and muon; never applied to biases and norms."""
