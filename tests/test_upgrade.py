@@ -153,8 +153,18 @@ def test_a_tied_pair_that_is_none_ends_the_start(tmp_path: Path, monkeypatch: py
 def test_a_model_that_is_read_past_the_hook_ends_the_start():
     with pytest.raises(RecipeError, match=r"no weight of the model passed by"), each_weight(lambda *arguments: None):
         pass
-    with each_weight(lambda module, name, weight: weight):
-        torch.nn.Linear(1, 1)
+    with pytest.raises(RecipeError, match=r"passed by"), each_weight(lambda *arguments: None):
+        torch.nn.Linear(1, 1)  # which is made, and not read
+
+
+def test_a_model_that_is_made_while_another_is_read_keeps_its_weights():
+    """As the small one that packing is tried on, under ZeRO-3 and FSDP2 with weights in 4 bits."""
+    read = torch.nn.Linear(1, 1, bias=False, device="meta")
+    with each_weight(lambda module, name, weight: torch.nn.Parameter(0 * weight.detach())):
+        made = torch.nn.Linear(1, 1)
+        for layer in (made, read):
+            layer.weight = torch.nn.Parameter(torch.ones(1, 1))
+    assert (made.weight.item(), read.weight.item()) == (1, 0)
 
 
 def test_the_table_is_written_as_it_is_read():

@@ -24,6 +24,10 @@ def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], to
 
     def registered(module: torch.nn.Module, name: str, weight: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
         nonlocal is_called
+        # Transformers reads into weights without data; others are of a model that is made meanwhile, to try packing on.
+        before = module._parameters.get(name)
+        if before is None or not before.is_meta:
+            return None
         is_called = True
         return None if weight is None or weight.is_meta else replace(module, name, weight)
 
