@@ -27,7 +27,7 @@ from cookbook.forecast import repeated, second_process, verdict
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
-from cookbook.forecast.four_bits import _Product
+from cookbook.forecast.four_bits import _Packed, _Product
 from cookbook.forecast.layer_kinds import Few, few_layers
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.ranking import forecast_all
@@ -37,6 +37,7 @@ from cookbook.forecast.trace import Untraceable, trace
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters.adapted_layers import lora_config
+from cookbook.training.adapters.four_bit_experts import Dequantizer
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
 from cookbook.training.models.loss import add_loss, compile_loss
@@ -566,6 +567,11 @@ def test_an_operation_is_run_again_for_what_it_tells_apart():
                 6,
                 4,
             )
+
+
+def test_experts_of_a_forecast_answer_as_those_of_a_run_do():
+    methods = {name for name, value in vars(Dequantizer).items() if callable(value) and not name.startswith("_")}
+    assert methods and methods <= vars(_Packed).keys()
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

@@ -69,9 +69,9 @@ def _product(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class _Packed:
-    """See `training.adapters.four_bit_experts.Packed`; here the experts lie whole in the dtype of the product."""
+    """See `training.adapters.four_bit_experts.Dequantizer`; here the experts lie whole in the dtype of the product."""
 
-    def whole(self, stored: torch.Tensor) -> torch.Tensor:
+    def dequantize(self, stored: torch.Tensor) -> torch.Tensor:
         return _dequantize(stored, stored.dtype)[0].view(stored.shape)
 
 
