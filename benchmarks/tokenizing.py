@@ -9,6 +9,7 @@ once, nothing.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -73,10 +74,12 @@ def work(root: str, folder: str, template: str) -> None:
     from cookbook.config.sections import DataSection
     from cookbook.training.data import sets, tokens
     from cookbook.training.data.known import known_rows
-    from cookbook.training.models.tokenizer_files import load_tokenizer
 
+    # The package of bb88a76d, before whose guards and comparisons nothing is measured, has no file tokenizer_files.
+    apart = importlib.util.find_spec("cookbook.training.models.tokenizer_files")
+    loading = importlib.import_module(f"cookbook.training.models{'.tokenizer_files' if apart else ''}")
     base = Path(folder)
-    tokenizer = load_tokenizer(str(base / "tokenizer"), str(base / f"{template}.jinja"))
+    tokenizer = loading.load_tokenizer(str(base / "tokenizer"), str(base / f"{template}.jinja"))
     rows = base / ("plain.jsonl" if template == "chatml" else "rows.jsonl")
     data, objective = DataSection.model_validate({"train": str(rows)}), Objective.of(name="sft")
     tokens.MIN_ROWS_FOR_POOL = 10**9  # seconds of one process are what is compared
