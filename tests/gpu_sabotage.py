@@ -17,7 +17,7 @@ from cookbook.training.engine.collectives import Collectives
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.zero import Zero
 from cookbook.training.models import attention
-from tests import warm_parent
+from tests import sabotage, warm_parent
 
 
 def host_tensor_in_a_collective() -> None:
@@ -181,3 +181,7 @@ def stop_before_the_first_step() -> None:
 def read_all_before_it_is_sharded() -> None:
     Fsdp2.reading = Zero.reading = Engine.reading  # type: ignore[method-assign]
     stop_before_the_first_step()
+
+
+def draws_of_the_micro_batch() -> None:
+    sabotage.draws_of_the_micro_batch()

@@ -13,6 +13,7 @@ from tests.test_equivalence import DISTRIBUTED, NVME_MODEL
 from tests.test_gpu_matrix import BANDS, PACKED, assert_same_curve
 
 LORA = {"adapter.name": "lora", "adapter.rank": "4"}
+DROPOUT = {"adapter.dropout": "0.3"}
 
 # By name: recipe, settings, the strategies of make test-long, and those that only make test-all adds.
 FEATURES = {
@@ -25,6 +26,10 @@ FEATURES = {
     "dora": ("sft", LORA | {"adapter.name": "dora"}, ["fsdp2"], ["zero3"]),
     "qlora": ("sft", LORA | {"adapter.name": "qlora"}, ["zero3"], ["ddp", "fsdp2", "zero2"]),
     "adamw_8bit": ("sft", {"optim.name": "adamw_8bit"}, ["fsdp2"], ["ddp", "fsdp2_offload"]),
+    "dropout": ("sft", LORA | PACKED | DROPOUT, ["zero3"], ["ddp", "fsdp2", "tp", "pp"]),
+    "dropout-fp16": ("sft", LORA | DROPOUT | {"mixed_precision": "fp16"}, ["fsdp2"], ["ddp", "zero2"]),
+    "dropout-float32": ("sft", LORA | DROPOUT | {"mixed_precision": "'no'"}, ["ddp"], ["fsdp2", "zero3", "tp", "pp"]),
+    "noise": ("sft", PACKED | {"model.neftune_alpha": "10"}, ["zero2"], ["fsdp2", "tp", "pp"]),
     "muon": (
         "sft",
         {"optim.name": "muon"},
@@ -83,6 +88,17 @@ def test_what_a_recipe_adds_has_the_curve_of_one_gpu(gpu_lab: GpuLab, recipe: st
     run = gpu_lab.run(strategy, settings, recipe=recipe)
     band = BANDS.get(settings.get("mixed_precision", ""), BANDS["bf16"])
     assert_same_curve(run, gpu_lab.run("single", settings, recipe=recipe), band)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["dropout", "dropout-fp16", "dropout-float32", "noise"])
+def test_draws_of_another_sample_leave_the_bands(gpu_lab: GpuLab, feature: str):
+    """The negative control: each process draws for the places in its micro-batch."""
+    settings = FEATURES[feature][1]
+    wrong = gpu_lab.run("ddp", settings, sabotage="draws_of_the_micro_batch")
+    assert len(wrong.losses) == 3
+    with pytest.raises(AssertionError):
+        assert_same_curve(wrong, gpu_lab.run("single", settings), BANDS[settings.get("mixed_precision", "bf16")])
 
 
 @pytest.mark.slow

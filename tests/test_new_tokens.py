@@ -46,6 +46,7 @@ KINDS = {
     "full": (UNTIED, ("ddp", "zero3", "fsdp2", "tp", "pp")),
     "tied": ({}, ("zero3", "fsdp2_tp")),
     "lora": (UNTIED | LORA, ("ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "tp", "pp", "fsdp2_tp")),
+    "lora-dropout": (UNTIED | LORA | {"adapter": "{name: lora, rank: 4, dropout: 0.1}"}, ("zero3", "tp")),
     "tied-lora": (LORA, ("ddp", "zero3", "fsdp1", "fsdp2", "tp", "pp", "pp_tp_fsdp2")),
 }
 CASES: list[Any] = [(strategy, kind) for kind, (_, strategies) in KINDS.items() for strategy in strategies]
