@@ -5,6 +5,7 @@ python -m pytest -q tests/test_data_known.py
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from small_data import make_tokenizer
@@ -92,6 +93,18 @@ def test_whatever_rows_depend_on_makes_them_read_again(tmp_path, reads, change):
         next(cache.glob("rows-*.json")).write_text('{"train": [')
     assert facts(known_rows(data, objective, cache=cache)) == facts(read_data(data, objective))
     assert reads == [1, 1]
+
+
+def test_a_change_of_any_code_that_reads_rows_makes_them_read_again(tmp_path, monkeypatch):
+    data, read_bytes = settings(tmp_path), Path.read_bytes
+    keys = {known._key_of(data, SFT, tmp_path)}
+    assert keys == {known._key_of(data, SFT, tmp_path)}, "the key of the same code"
+    code = [path.resolve() for room in ("rows", "training/data") for path in Path("cookbook", room).glob("*.py")]
+    for changed in code:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path, which=changed: read_bytes(path) + b"#" * (path == which))
+            keys.add(known._key_of(data, SFT, tmp_path))
+    assert len(keys) == 1 + len(code) > 20
 
 
 def test_files_that_change_after_the_start_are_an_error_and_no_mixture(tmp_path, reads):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 from cookbook.config import plugins
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source
-from cookbook.rows import doubts, json_text, messages, row_checks, row_columns, row_kinds, suggestions
+from cookbook.rows import row_kinds
 from cookbook.system import lock, registry
 from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, make_folder
@@ -95,11 +95,8 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
         return None
     if data.streaming or None in content:
         return None
-    readers = [
-        Path(str(module.__file__))
-        for module in (doubts, json_text, messages, row_checks, row_columns, row_kinds, suggestions)
-    ]
-    code = [*sorted(Path(__file__).parent.glob("*.py")), *readers]
+    folders = Path(__file__).parent, Path(str(row_kinds.__file__)).parent
+    code = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     made_from = [
         content,
         data.model_dump(mode="json", exclude=NOT_OF_ROWS),
