@@ -74,6 +74,7 @@ def error_of(run: GpuRun) -> float:
     """Error of the forecast in run.json, relative to it, on the GPU whose peak is highest."""
     peaks = [max(run.report(rank)["peak_bytes"]) for rank in range(len(run.codes))]
     forecast: dict[str, Any] = run.record["forecast"]
+    assert sum(forecast["parts"].values()) == forecast["allocated"], "the areas of the report's chart"
     return max(peaks) / forecast["allocated"] - 1
 
 

@@ -19,6 +19,7 @@ from cookbook.system.hardware import GIB
 from cookbook.system.machine import num_cores
 from cookbook.system.monitor import Monitor
 from cookbook.system.record_files import METRICS, RUN
+from cookbook.system.record_forms import OfMemory
 from cookbook.system.status import Status
 from cookbook.system.watchdog import Watch, put_away_report
 from cookbook.training import metrics, trackers
@@ -159,8 +160,7 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     if expected is not None:
-        names = "allocated", "reserved", "needed", "moment", "parts"
-        record["forecast"] = {name: getattr(expected, name) for name in names}
+        record["forecast"] = {name: getattr(expected, name) for name in OfMemory.model_fields}
     written = run.recipe.model_dump(mode="json", exclude_unset=True)
     record |= {"max_steps": run.inputs.max_steps, "written_settings": list(flatten(written))}
     record["packing"] = _padding(run)

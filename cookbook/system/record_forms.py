@@ -96,6 +96,7 @@ class OfMemory(Form):
     moment: str = ""
     needed: list[Number] = Field(default=[], min_length=2)
     parts: dict[str, Number] = {}
+    reserved: list[Number] = Field(default=[], min_length=2)
 
 
 class OfPart(Form):
