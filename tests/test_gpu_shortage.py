@@ -6,8 +6,11 @@ python -m pytest -q tests/test_gpu_shortage.py
 import json
 
 import pytest
+import torch
+from test_escalation import start_of, write_recipe
 
 from cookbook.run import shortage
+from tests.curves import write_chats
 
 # As torch 2.13's allocator writes it (c10/cuda/CUDACachingAllocator.cpp), shortened.
 FULL = (
@@ -35,6 +38,18 @@ def test_fragments_are_worth_a_word_where_they_are_a_large_share():
     assert shortage.fragments_gib(FULL.format("60.00", "17.00")) == 17
     assert shortage.fragments_gib(FULL.format("76.00", "1.00")) == 0
     assert shortage.first_sentence(FULL) == "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(("unallocated", "is_told"), [("17.00", True), ("1.00", False)])
+def test_the_report_of_a_shortage_names_a_large_share_of_fragments(unallocated, is_told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shortage, "REPORT_SECONDS", 0)
+    monkeypatch.setattr(shortage.signals, "stop_deferring", lambda **_: None)  # of this process
+    write_chats(tmp_path / "rows.jsonl", 2)
+    start = start_of(write_recipe(tmp_path, tmp_path / "rows.jsonl"), "accelerate_configs/fsdp2.yaml", [])
+    error = torch.OutOfMemoryError(FULL.format("60.00", unallocated))
+    assert shortage.end_run(error, start.recipe, start.strategy, start.plan, start.recipe_name, []) == 1
+    told = capsys.readouterr().err
+    assert ("17.0 GiB lie in fragments: PYTORCH_ALLOC_CONF=" in told) is is_told and "Next: " in told
 
 
 def test_expandable_segments_are_advice_only_where_a_run_has_none():
