@@ -4,6 +4,7 @@ What a save leaves is what torch's optimizer holds, and a restored engine goes o
 python -m pytest -q tests/test_engine_step.py
 """
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.objectives import Objective
@@ -30,6 +32,8 @@ from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import TokenSet, join
 from cookbook.training.engine import Engine, engine_class
+from cookbook.training.engine.fsdp import Fsdp
+from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.state import Piece
 from cookbook.training.models.loss import add_loss
 
@@ -187,6 +191,7 @@ def test_of_what_several_ranks_hold_each_writes_a_part_and_all_write_everything(
     written = {}
     for copy_ in range(copies):
         share = Piece(data=data, copies=copies, copy=copy_, **place).share()
+        assert share.share() is share, "what one rank writes is not shared again"
         for i, run in enumerate(share.data):
             for k, value in enumerate(run.tolist()):
                 assert written.setdefault(share.start + i * share.stride + k, value) == value
@@ -254,3 +259,20 @@ def test_a_step_that_draws_numbers_of_its_own_is_refused(book):
 
     with pytest.raises(RecipeError, match="the first step drew random numbers of its own"):
         engine.gradients(noisy, batches, 10)
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_fsdp2_gathers_as_bytes_just_the_weights_that_are_in_4_bits(is_quantized: bool, monkeypatch):
+    """FSDP2 takes bytes for a unit's dtype where its parameters have several, as in torch 2.13."""
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    if is_quantized:
+        model.weight.quant_state = "of bitsandbytes"  # type: ignore[assignment]
+    monkeypatch.setattr(collectives, "_get_all_gather_input_metadatas", collectives._get_all_gather_input_metadatas)
+    monkeypatch.setattr(Fsdp, "_wrap", lambda _, *parts: parts)
+    monkeypatch.setattr(Fsdp2, "_saved_buffers_sent", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(Fsdp2, "low_dtype", None)
+    engine = Fsdp2.__new__(Fsdp2)
+    engine._shards = None
+    engine._wrap(model, torch.optim.SGD(model.parameters()))
+    *_, dtype = collectives._get_all_gather_input_metadatas([[model.weight], [model.bias]])
+    assert dtype == (torch.uint8 if is_quantized else torch.bfloat16)
