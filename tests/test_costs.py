@@ -121,6 +121,14 @@ def test_the_host_memory_of_an_offloaded_7b_by_hand(recipe: Recipe):
         assert 2 * total(shares(inputs), "host") == here, name
 
 
+def test_the_first_update_under_ddp_has_its_gradients_twice(recipe: Recipe):
+    """In float32 each of all parameters, in the old buckets and the new ones; without DDP there are no buckets."""
+    model = skeleton(find_config(recipe.model)[0], recipe)
+    for name, count in (("ddp", 2), ("ddp", 1), ("single", 1)):
+        held = states(model, cost_inputs(recipe, shipped(name), count), 0)
+        assert held.update == (4 * 7_615_616_512 if name == "ddp" else 0), (name, count)
+
+
 INPUTS_BY_HAND = {
     # Of 28 layers, 2 rows x 1,024 tokens x 3,584 in bf16 are 14.7 MB, for which torch takes 16 MiB.
     "fsdp2": 4 * 28 * 16 * 2**20,
