@@ -302,6 +302,18 @@ def test_files_that_differ_from_the_model_in_memory_are_not_streamed(tmp_path: P
     assert StreamedModel.open(tmp_path / "direct") is not None
 
 
+def test_logits_of_a_model_are_computed_with_one_of_its_layers_in_memory(tmp_path: Path):
+    whole = new_model().eval()
+    whole.save_pretrained(tmp_path)
+    opened = StreamedModel.open(tmp_path)
+    assert opened is not None
+    layers, places = opened.model.model.layers, []
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *_: places.append([one.mlp.up_proj.weight.is_meta for one in layers]))
+    torch.testing.assert_close(opened.probe_logits(), streamed.probe_logits(whole))
+    assert places == [[k != i for k in range(len(layers))] for i in range(len(layers))] and len(layers) > 1
+
+
 @pytest.mark.parametrize("left", ["file", "settings"])
 def test_an_adapter_that_does_not_fit_its_settings_is_not_merged(lora: Run, here, left: str):
     assert export(lora) == 0
