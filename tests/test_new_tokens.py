@@ -27,6 +27,7 @@ from cookbook.system.files import RecipeError
 from cookbook.training.adapters import insertion
 from cookbook.training.adapters.token_rows import fill
 from cookbook.training.checkpoint.resume import changes
+from cookbook.training.models import new_tokens
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.grown import first_rows, grown_folder
 from cookbook.training.models.language_model import load_config
@@ -406,3 +407,10 @@ def test_matrices_of_tokens_are_embedding_and_head_or_the_model_is_refused(model
     else:
         with pytest.raises(RecipeError, match="has a size by the vocabulary too"):
             first_rows(str(tmp_path), config, 3)
+
+
+@pytest.mark.parametrize(
+    ("grown", "told"), [(1024, "grow from 1,000 to 1,024 rows"), (1000, "have rows left for them")]
+)
+def test_a_note_says_whether_a_model_grows(grown: int, told: str):
+    assert told in new_tokens.rows_note({"<a>": 998}, rows=1000, grown=grown)
