@@ -51,6 +51,8 @@ RECORD = ROOT / "benchmarks" / "results" / "drawn_mutants.json"
 EQUIVALENT = Path(__file__).with_name("equivalent_changes.toml")
 FIRST_FILES = 5
 """Test files that are tried before all others, which take long to import."""
+RECORDER = "_reached"
+"""tests/reached.py as a module of the package, in a copy alone: each process that runs the package finds it there."""
 LONGEST_TEST = 120
 MOST_SECONDS = 300
 """For the tests of one change; the record says how many of them have run."""
@@ -66,10 +68,10 @@ def compile_with_recorder(tree: Path) -> None:
         blocks_of(code, recorder="_reach", file=name)
         if name.count("/") > 1:  # `import cookbook` itself imports nothing
             first = sum(1 for statement in code.body[:2] if is_before_imports(statement))
-            code.body[first:first] = ast.parse("from cookbook._reached import reach as _reach").body
+            code.body[first:first] = ast.parse(f"from cookbook.{RECORDER} import reach as _reach").body
             write_compiled(code, source, Path(importlib.util.cache_from_source(str(tree / name))))
     recorder = (tree / "tests" / "reached.py").read_bytes()
-    write_compiled(ast.parse(recorder), recorder, tree / "cookbook" / "_reached.pyc")
+    write_compiled(ast.parse(recorder), recorder, tree / "cookbook" / f"{RECORDER}.pyc")
     path = tree / "tests" / "warm_parent.py"
     before, text = "        if self._process is None:\n            threads", path.read_text(encoding="utf-8")
     assert text.count(before) == 1, path
@@ -98,7 +100,7 @@ def reach(given: argparse.Namespace) -> None:
         copy_of_tree(tree)
         compile_with_recorder(tree)
         options = ["-q", "-p", "no:cacheprovider", "-n", str(given.jobs), "--dist", "worksteal"]
-        command = [str(tree / ".venv/bin/python"), "-m", "pytest", "-p", "cookbook._reached", *options]
+        command = [str(tree / ".venv/bin/python"), "-m", "pytest", "-p", f"cookbook.{RECORDER}", *options]
         limits = {"REACHED_CASES": str(given.cases), "REACHED_SECONDS": str(given.longest)}
         subprocess.run(command, cwd=tree, env={**os.environ, **limits})  # tests of the tree's own files fail in a copy
         REACHED.parent.mkdir(exist_ok=True)
@@ -164,8 +166,8 @@ class Reached:
             self.num_blocks.update(places)
 
     def batches(self, site: Site, code: str, importers: dict[str, set[str]]) -> list[list[str]]:
-        """Tests that reach a place: quick ones of a few files that reach little else, other quick ones, long ones. Then
-        all tests of files that name its module.
+        """Tests that reach a place: quick ones of a few files that reach little else, all quick ones with their other
+        cases, long ones. Then all tests of files that name its module.
         """
         is_known = site.block != AT_IMPORT and self.files.get(site.file) == digest_of(code)
         places = set(self.blocks.get(f"{site.file}:{site.block}", ())) if is_known else self.of_file[site.file]
@@ -181,10 +183,11 @@ class Reached:
         ordered = sorted(by_file, key=worth, reverse=True)
         batches = [
             [place for file in ordered[:FIRST_FILES] for place in by_file[file]],
-            [place for file in ordered[FIRST_FILES:] for place in by_file[file]],
+            [place for file in ordered for place in by_file[file]],
             sorted(places & self.long, key=self.cost),
         ]
         names = [[self.tests[place] for place in batch] for batch in batches]
+        names[1] = list(dict.fromkeys(name.partition("[")[0] for name in names[1]))
         return [batch for batch in (*names, files_that_name(site.file)) if batch]
 
     def cost(self, place: int) -> float:
@@ -196,7 +199,7 @@ class Chosen:
 
     def __init__(self, tests: list[str], record: Path, deadline: float) -> None:
         self.order = {name: place for place, name in enumerate(tests)}
-        """By name, or by file for all tests of it."""
+        """By name; or by that of a test for its cases, or of a file for its tests."""
         self.record, self.deadline = record, deadline
         self.session: Any = None
 
@@ -204,10 +207,12 @@ class Chosen:
         self.session = session
 
     def pytest_collection_finish(self, session: Any) -> None:
-        places = {
-            item: self.order.get(item.nodeid, self.order.get(item.nodeid.partition("::")[0])) for item in session.items
-        }
-        session.items[:] = sorted((item for item in places if places[item] is not None), key=lambda item: places[item])
+        places = {}
+        for item in session.items:
+            names = item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+            if known := [self.order[name] for name in names if name in self.order]:
+                places[item] = known[0]
+        session.items[:] = sorted(places, key=lambda item: places[item])
 
     def write(self, **facts: Any) -> None:
         with self.record.open("a", encoding="utf-8") as file:
@@ -243,7 +248,7 @@ def run_tests(tests: list[str], seconds: float) -> tuple[str | None, int]:
                 files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
                 options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={LONGEST_TEST}"]
                 chosen = Chosen(tests, record, time.monotonic() + seconds)
-                code = int(pytest.main([*options, "-m", "not thorough", *files], plugins=[chosen]))
+                code = int(pytest.main([*options, *files], plugins=[chosen]))
             finally:
                 os._exit(code)
         code = wait_for(child, seconds + 2 * LONGEST_TEST)
@@ -459,13 +464,14 @@ def page() -> str:
     """The table of the record: by seed, room and operator."""
     record = read_record()
     counts: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    rooms = [f"cookbook/{room}" for room in ROOMS]
     for seed, facts_of_draw in record.items():
         for facts in facts_of_draw["changes"]:
-            room = next(room for room in ROOMS if facts["file"].startswith(f"cookbook/{room}/"))
+            room = next(room for room in rooms if facts["file"].startswith(f"{room}/"))
             for row in (("seed", seed), ("room", room), ("operator", facts["operator"])):
                 counts[row][what_became(facts)] += 1
     lines = [f"| | drawn | {' | '.join(COLUMNS)} | share as drawn | share now |", "|---" * 8 + "|"]
-    for kind, names in {"seed": record, "room": ROOMS, "operator": OPERATORS}.items():
+    for kind, names in {"seed": record, "room": rooms, "operator": OPERATORS}.items():
         for name in names:
             row = counts[kind, name]
             if real := row.total() - row["equivalent"]:

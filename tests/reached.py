@@ -1,6 +1,6 @@
 """Notes which blocks of code each test reaches, in whatever process. Imports nothing of the project, nor of pytest.
 
-tests/drawn_mutants.py puts it into a copy of the tree, compiled, as the module and pytest plugin `cookbook._reached`.
+tests/drawn_mutants.py puts it into a copy of the tree, compiled, as a module of the package and a plugin of pytest.
 """
 
 import json

@@ -129,6 +129,7 @@ def test_the_first_test_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.
     Path("pytest.ini").write_text("[pytest]\n")
     assert run_tests(["test_a.py::test_x", "test_a.py::test_z"], 60) == ("test_a.py::test_z", 1)
     assert run_tests(["test_a.py::test_x"], 60) == (None, 1)
+    assert run_tests(["test_a.py"], 60) == ("test_a.py::test_y", 1)
     Path("test_a.py").write_text("import nothing_of_this_name\n")
     assert run_tests(["test_a.py::test_x"], 60) == ("test_a.py", 0)
 
