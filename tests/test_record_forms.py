@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.commands.report import pages
+from cookbook.commands.shared import html_page
 from cookbook.system import status
 from tests.test_report import write_run
 
@@ -34,7 +34,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
-    monkeypatch.setattr(pages, "_svg", draw_nothing)
+    monkeypatch.setattr(html_page, "curves", draw_nothing)
     folder = write_run(tmp_path / "run", num_steps=12)
     record = json.loads((folder / "run.json").read_text())
     record |= {

@@ -1,10 +1,8 @@
 """A page about a run, or about several: one HTML file with curves as SVG, without scripts and without a network."""
 
-import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from html import escape
 from itertools import pairwise
@@ -12,7 +10,9 @@ from typing import Any
 
 from cookbook.commands.report import hardware_problems
 from cookbook.commands.report.summary import with_earlier
+from cookbook.commands.shared import html_page
 from cookbook.commands.shared.history import History
+from cookbook.commands.shared.html_page import Line, beginning, figure, grid, legend, page_text, table
 from cookbook.config.effects import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
@@ -48,47 +48,8 @@ HARDWARE = {
 }
 """Titles of the curves where monitor.jsonl is."""
 POSITIONS = ("step", "epoch", "num_tokens", "round")
-MOST_POINTS = 2000
-"""Points of a curve: more than a page has pixels."""
 MOST_SAMPLES = 12
 """Continuations of one prompt."""
-INKS = 8
-"""Colours of lines; a ninth line has the first again."""
-STYLE = """\
-:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #fff; --panel: #f6f8fa;
---line-0: #0969da; --line-1: #cf222e; --line-2: #1a7f37; --line-3: #8250df; --line-4: #bc4c00; --line-5: #0a7d91;
---line-6: #bf3989; --line-7: #6e5a00 }
-@media (prefers-color-scheme: dark) { :root { --ink: #f0f6fc; --soft: #9198a1; --rule: #3d444d; --page: #0d1117;
---panel: #151b23; --line-0: #4493f8; --line-1: #f85149; --line-2: #3fb950; --line-3: #ab7df8; --line-4: #f0883e;
---line-5: #39c5cf; --line-6: #f778ba; --line-7: #d29922 } }
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: var(--page); color: var(--ink);
-font: 16px/1.45 system-ui, sans-serif }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { margin: 2rem 0 .7rem; font-size: 1.15rem }
-h3 { margin: 0 0 .3rem; font-size: .95rem; overflow-wrap: anywhere }
-.charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)) }
-figure { margin: 0; padding: .8rem; background: var(--panel); border: 1px solid var(--rule); border-radius: 8px }
-svg { display: block; width: 100%; height: auto }
-.legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .3rem 0 0; padding: 0; list-style: none;
-font-size: .85rem; overflow-wrap: anywhere }
-.legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
-th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
-thead th { color: var(--soft) } .soft { color: var(--soft) }"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One curve of a chart."""
-
-    name: str
-    points: list[tuple[float, float]]
-    has_dots: bool = False
-    """Whether its points are marked: few ones, such as evaluations."""
-    ink: int = 0
-    is_dashed: bool = False
-    floor: list[float] | None = None
-    """Lower edge of an area, whose upper edge is the points; it is filled between both."""
 
 
 def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
@@ -103,20 +64,20 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     for i, key in enumerate(_keys([run])):
         lines = _lines_of(run, key, _steps)
         charts.append(_chart(key, lines, has_legend=len(lines) > 1, marks=marks, starts=starts, number=i))
-    body = [_table(("", ""), [("state", run.state.words), *summary]), "<h2>Curves</h2>", _grid(charts)]
+    body = [table(("", ""), [("state", run.state.words), *summary]), "<h2>Curves</h2>", grid(charts)]
     if starts or marks:
         red = "Red: a step was skipped, or its gradient was unusual; see the events."
         body.append(f'<p class="soft">Dotted: the run was started again. {red}</p>')
     if run.monitor:
         body += ["<h2>Hardware</h2>", *_hardware(run)]
     if memory := list(_memory(run)):
-        body += ["<h2>Memory</h2>", _grid(memory)]
+        body += ["<h2>Memory</h2>", grid(memory)]
     if run.samples:
         body += ["<h2>Samples</h2>", _samples(run.samples)]
-    body += ["<h2>Events</h2>", _table(("time", "step", "event", ""), _event_rows(run))]
+    body += ["<h2>Events</h2>", table(("time", "step", "event", ""), _event_rows(run))]
     rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
-    body += ["<h2>Settings</h2>", _table(("key", "value", "from"), rows)]
-    return _page(f"Run {run.folder}", body)
+    body += ["<h2>Settings</h2>", table(("key", "value", "from"), rows)]
+    return page_text("report", f"Run {run.folder}", body)
 
 
 def _samples(lines: Sequence[dict[str, Any]]) -> str:
@@ -129,7 +90,7 @@ def _samples(lines: Sequence[dict[str, Any]]) -> str:
         shown = of_prompt if len(of_prompt) <= MOST_SAMPLES else [of_prompt[0], *of_prompt[1 - MOST_SAMPLES :]]
         rows += [(prompt, str(line["step"]), str(line.get("completion"))) for line in shown]
     left_out = "" if len(rows) == len(lines) else f'<p class="soft">{SAMPLES} has {len(lines) - len(rows)} more.</p>'
-    return _table(("prompt", "step", "continuation"), rows) + left_out
+    return table(("prompt", "step", "continuation"), rows) + left_out
 
 
 def _hardware(run: History) -> Iterator[str]:
@@ -141,7 +102,7 @@ def _hardware(run: History) -> Iterator[str]:
         lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
         if lines:
             charts.append(_chart(f"{title}, by minutes", lines, has_legend=True, number=f"h{i}"))
-    yield _grid(charts)
+    yield grid(charts)
 
 
 def _memory(run: History) -> Iterator[str]:
@@ -177,9 +138,9 @@ def compare_page(runs: Sequence[History], loss_difference: str | None) -> str:
     names = [str(run.folder) for run in runs]
     rows = differences(runs)
     body = [
-        _legend(enumerate(names)),
+        legend(enumerate(names)),
         "<h2>What differs</h2>",
-        _table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
+        table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
         f"<p>{escape(loss_difference)}</p>" if loss_difference else "",
     ]
     for letter, title, places in (("s", "By step", _steps), ("t", "By tokens trained on", _tokens)):
@@ -192,8 +153,8 @@ def compare_page(runs: Sequence[History], loss_difference: str | None) -> str:
         charts = [
             _chart(key, lines, of_set, number=f"{letter}{i}") for i, ((key, of_set), lines) in enumerate(groups.items())
         ]
-        body += [f"<h2>{title}</h2>", _grid(charts)]
-    return _page(f"{len(runs)} runs", body)
+        body += [f"<h2>{title}</h2>", grid(charts)]
+    return page_text("report", f"{len(runs)} runs", body)
 
 
 def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
@@ -268,84 +229,11 @@ def _chart(
     starts: Sequence[int] = (),
 ) -> str:
     title = TITLES.get(key, key) + (f", {of_set}" if of_set else "")
-    legend = _legend((line.ink, line.name) for line in lines) if has_legend else ""
-    drawing = _svg(lines, f"c{number}-", marks, starts)
-    return f"<figure><h3>{escape(title)}</h3>{drawing}{legend}</figure>"
+    names = legend((line.ink, line.name) for line in lines) if has_legend else ""
+    return figure(title, html_page.curves(lines, f"c{number}-", marks, starts), names)
 
 
-def _legend(names: Iterable[tuple[int, str]]) -> str:
-    """Names with the number of their colour."""
-    items = (f'<li><i style="background: var(--line-{ink % INKS})"></i>{escape(name)}</li>' for ink, name in names)
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _svg(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Sequence[int]) -> str:
-    """A drawing by matplotlib, whose colours follow the page and whose ids begin with `prefix`."""
-    from matplotlib import rc_context  # takes a second
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    # One colour for each role, which CSS variables then replace; none is black, which SVG leaves out.
-    inks = {f"#00bb{i:02x}": f"var(--line-{i})" for i in range(INKS)}
-    soft, rule = "#00aa01", "#00aa02"
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "page",
-        "font.family": "sans-serif",
-        "font.size": 10,
-        "path.simplify": False,  # each of the points of `thinned` is there
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": rule,
-        "xtick.color": soft,
-        "ytick.color": soft,
-    }
-    with rc_context(settings):
-        figure = Figure(figsize=(5.4, 3.0), layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(color=rule, linewidth=0.6)
-        axes.set_axisbelow(True)
-        for step in starts:
-            axes.axvline(step, color=soft, linestyle=":", linewidth=1.5)
-        for step in marks:
-            axes.axvline(step, color="#00bb01", linewidth=1)
-        for i, line in enumerate(lines):
-            points = thinned(line.points) if line.floor is None else line.points  # of an area both edges have as many
-            x, y = zip(*points, strict=True) if points else ((), ())
-            style, color = "--" if line.is_dashed else "-", f"#00bb{line.ink % INKS:02x}"
-            if line.floor is not None:
-                axes.fill_between(x, line.floor, y, color=color, alpha=0.35, linewidth=0)
-            (drawn,) = axes.plot(x, y, color=color, linestyle=style, linewidth=1.6)
-            if line.has_dots or len(x) == 1:
-                drawn.set(marker="o", markersize=3.5)
-            drawn.set_gid(f"curve-{i}")
-        if axes.get_xlim()[1] >= 1000:
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # which calls half a minute 500m
-        file = io.StringIO()
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r' xmlns(:\w+)?="[^"]*"| width="[\d.]+pt"| height="[\d.]+pt"', "", text)  # HTML's own
-    # The drawings share one HTML page, where an id of one would be found from another.
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
-    for colour, variable in {**inks, soft: "var(--soft)", rule: "var(--rule)"}.items():
-        text = text.replace(colour, variable)
-    return text
-
-
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS`: the least and the greatest of each part of a longer curve, so that no spike is lost."""
-    if len(points) <= MOST_POINTS:
-        return points
-    edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
-    kept = []
-    for begin, end in pairwise(edges):
-        part = range(begin, end)
-        ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-        kept += [points[i] for i in sorted(ends)]
-    return kept
+BEGINNING = beginning("report")
 
 
 def _event_rows(run: History) -> list[tuple[str, ...]]:
@@ -384,35 +272,3 @@ def _source(run: History, key: str) -> str:
 
 def _shown(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
-    return f'<div class="scroll"><table>{shown}<tbody>{lines}</tbody></table></div>'
-
-
-def _grid(charts: Iterable[str]) -> str:
-    return f'<div class="charts">{"".join(charts)}</div>'
-
-
-BEGINNING = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="generator" content="cookbook report">"""
-"""How each page begins, by which `report` knows its own."""
-
-
-def _page(title: str, body: Iterable[str]) -> str:
-    return "\n".join(
-        (
-            BEGINNING,
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
-            *body,
-            "</body>\n</html>\n",
-        )
-    )
