@@ -147,7 +147,7 @@ def _time(report: PlanReport, run: _Run, num_samples: int | None, price: float |
         words += f", compiled {range_in_words(run.compiled.low, run.compiled.high, ' s')}"
     amount = steps if steps is not None else PRICED_TOKENS / tokens
     what = f"{steps:,} steps" if steps is not None else f"{PRICED_TOKENS // 10**6} M tokens"
-    words += f"; {what}: {_hours(*run.time.hours(amount))}"
+    words += f"; {what}: {hours_in_words(*run.time.hours(amount))}"
     if price is not None:
         total = run.time.price(amount, per_gpu_hour=price, num_gpus=report.machines.num_gpus)
         words += f", price {range_in_words(*total, '')}"
@@ -159,7 +159,8 @@ def _first(suggestion: str | None) -> str | None:
     return suggestion and suggestion.split("; or ")[0]
 
 
-def _hours(low: float, high: float) -> str:
+def hours_in_words(low: float, high: float) -> str:
+    """Hours, or below one minutes."""
     return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
 
 

@@ -1,6 +1,8 @@
 """`cookbook plan`: what is asked, of which machines, and the answer."""
 
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,14 +12,17 @@ from cookbook.commands.plan.model_recipe import Method, is_model, recipe_of_mode
 from cookbook.commands.shared.answer_forms import Planned
 from cookbook.commands.shared.arguments import QUICKSTART, AsJson, Assignments, Strategies, positive, recipes
 from cookbook.commands.shared.for_programs import answer
+from cookbook.commands.shared.html_page import beginning
 from cookbook.commands.shared.labels import read_label, read_needs
+from cookbook.commands.shared.named_file import taken, write_named_file
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_known, load_strategy
 from cookbook.start.run_plan import load_pair
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import GIB, GPUS, Machines, parse_machines, this_machine, with_room
 from cookbook.system.imports import imports, quiet_deepspeed
+from cookbook.system.masking import masked
 from cookbook.system.prices import PRICES
 from cookbook.system.shipped import located, short
 
@@ -32,7 +37,8 @@ def plan(
     method: Annotated[Method | None, Option(help="of a model; default: lora")] = None,
     length: Annotated[int | None, Option(callback=positive, help="of a model: tokens of a sample")] = None,
     gpus: Annotated[
-        str | None, Option(metavar="8xH100", help="or 2x8x80GB, cpu, any; default: here, or the label, or any")
+        list[str] | None,
+        Option(metavar="8xH100", help="or 2x8x80GB, cpu, any; default: here, or the label, or any; may be repeated"),
     ] = None,
     strategy: Strategies = None,
     host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
@@ -41,6 +47,7 @@ def plan(
     samples: Annotated[int | None, Option(callback=positive, help="rows of data.train, for the run's time")] = None,
     price: Annotated[float | None, Option(callback=positive, help="of a GPU for an hour, in any currency")] = None,
     is_all: Annotated[bool, Option("--all", help="the table; of --gpus any, every GPU")] = False,
+    html: Annotated[Path | None, Option(metavar="FILE", help="a page with memory by part, time and price")] = None,
     as_json: AsJson = False,
     assignments: Assignments,
 ) -> int:
@@ -50,21 +57,69 @@ def plan(
     if not of_model and (method or length):
         instead = "--set data.max_length=8192 or --set adapter.name=qlora"
         raise RecipeError(f"--method and --length are of a model, and {what} is a recipe; write {instead}")
+    if html is not None:
+        refuse(taken(html, beginning("plan"), "--html"))
     paths = [find_strategy(name) for name in strategy or known_strategies()]
-    name = what if of_model else str(path)
     room = {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib}
-    if of_model:
-        machines = machines_or_any(None, gpus, room)
-        recipe = recipe_of_model(what, method, length, machines, assignments)
-    else:
-        recipe, _ = load_pair(path, assignments, paths[0] if strategy else None)
-        machines = machines_or_any(path, gpus, room)
-    strategies = [load_strategy(path) for path in paths]
-
+    written = None if of_model else load_pair(path, assignments, paths[0] if strategy else None)[0]
+    places = [machines_or_any(None if of_model else path, text, room) for text in _each(gpus, as_json=as_json)]
+    asked = [(written or recipe_of_model(what, method, length, place, assignments), place) for place in places]
+    question = _Question(
+        what=what,
+        name=what if of_model else str(path),
+        of_model=of_model,
+        strategies=[load_strategy(path) for path in paths],
+        are_named=strategy is not None,
+        num_samples=samples,
+        price=price,
+        as_json=as_json,
+        is_all=is_all,
+        html=html,
+    )
     quiet_deepspeed()
     with imports():
         from transformers.utils import logging
 
+    logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
+    if places[0] is None:
+        return _of_any_gpus(asked[0][0], question, room)
+    return _of_machines([(recipe, place) for recipe, place in asked if place is not None], question)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """The question of a user, whatever the machines."""
+
+    what: str
+    name: str
+    of_model: bool
+    strategies: list[Strategy]
+    are_named: bool
+    """Somebody wrote `--strategy`."""
+    num_samples: int | None
+    price: float | None
+    as_json: bool
+    is_all: bool
+    html: Path | None
+
+
+def _each(gpus: list[str] | None, *, as_json: bool) -> Sequence[str | None]:
+    """The machines that were asked for; None: the default."""
+    if gpus is None or len(gpus) == 1:
+        return gpus or [None]
+    written = " ".join(gpus)
+    if len(set(gpus)) < len(gpus):
+        raise RecipeError(f"--gpus {written}: one is named twice; name each once")
+    if ANY in map(str.lower, gpus):
+        raise RecipeError(f"--gpus {written}: {ANY} is all of them; write it alone, or name machines")
+    if as_json:
+        raise RecipeError(f"--gpus {written}: --json answers for one; write a command for each")
+    return gpus
+
+
+def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> int:
+    """Answer for one kind of machines after another."""
+    with imports():
         from cookbook.forecast import headline
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import by_auto, forecast_all
@@ -72,64 +127,74 @@ def plan(
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
 
-    logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
-    if machines is None:
-        next_step = f"cookbook {'init' if of_model else 'plan'} {shlex.quote(what)}{' ROWS' * of_model} --gpus {{}}"
-        options: dict[str, Any] = {"num_samples": samples, "price": price, "as_json": as_json, "is_all": is_all}
-        named = strategies if strategy else None
-        return _of_any_gpus(recipe, name, named, next_step, is_free=of_model, room=room, **options)
-    others = load_known() if strategy else []
-    is_long = as_json or is_all
-    with second_process():
-        outlook = forecast_all(recipe, strategies, machines, name, others, limits=is_long, more=True, is_whole=is_long)
-        sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
-        settings = by_auto(outlook, name, all_of_them=strategy is not None)
-    best = headline.best_by_auto(outlook, settings)
-    of_run: dict[str, Any] = {"num_samples": samples, "price": price}
-    if as_json:
-        answer(Planned(**as_record(outlook, name, sizes=sizes, settings=settings, **of_run)))
-    else:
-        follows = ["launch", what] if not of_model else ["init", what, "ROWS", "--gpus", machines.text]
-        lines = headline.in_words(outlook, settings, next_step=["cookbook", *follows], is_recipe=not of_model, **of_run)
-        table = ["", in_words(outlook, name, sizes=sizes, settings=settings, **of_run)] if is_all else []
-        say(short("\n".join([lines, *table])), is_coloured=True)
-    return 0 if best is not None or outlook.forecasts[0].verdict in MAY_RUN else 1
+        if question.html is not None:
+            from cookbook.commands.plan.forecast_page import Answer, page_of_machines
+
+    name, strategies, is_long = question.name, question.strategies, question.as_json or question.is_all
+    others = load_known() if question.are_named else []
+    of_run: dict[str, Any] = {"num_samples": question.num_samples, "price": question.price}
+    answers: list[Answer] = []
+    may_run = False
+    for i, (recipe, machines) in enumerate(asked):
+        with second_process():
+            options: dict[str, Any] = {"limits": is_long, "more": True, "is_whole": is_long}
+            outlook = forecast_all(recipe, strategies, machines, name, others, **options)
+            sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
+            settings = by_auto(outlook, name, all_of_them=question.are_named or question.html is not None)
+        may_run = may_run or bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
+        follows = ["init", question.what, "ROWS", "--gpus", machines.text]
+        next_step = ["cookbook", *(follows if question.of_model else ["launch", question.what])]
+        lines = headline.in_words(outlook, settings, next_step=next_step, is_recipe=not question.of_model, **of_run)
+        if question.html is not None:
+            answers.append(Answer(outlook=outlook, settings=settings, text=short(lines)))
+        if question.as_json:
+            page = str(question.html) if question.html else None
+            answer(Planned(**as_record(outlook, name, sizes=sizes, settings=settings, **of_run), page=page))
+        else:
+            table = ["", in_words(outlook, name, sizes=sizes, settings=settings, **of_run)] if question.is_all else []
+            say(short("\n".join([*[""] * (i > 0), lines, *table])), is_coloured=True)
+    if question.html is not None:
+        _write(question.html, page_of_machines(answers, short(name), **of_run))
+    return 0 if may_run else 1
 
 
-def _of_any_gpus(
-    recipe: Recipe,
-    name: str,
-    strategies: list[Strategy] | None,
-    next_step: str,
-    *,
-    is_free: bool,
-    room: dict[str, float | None],
-    num_samples: int | None,
-    price: float | None,
-    as_json: bool,
-    is_all: bool,
-) -> int:
-    """Answer for each kind of GPU; arguments as of `for_each_card`."""
+def _write(path: Path, text: str) -> None:
+    write_named_file(path, masked(text), beginning("plan"), "--html")
+    say(path)
+
+
+def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | None]) -> int:
+    """Answer for each kind of GPU."""
     from cookbook.forecast import card_table
     from cookbook.forecast.any_gpus import for_each_card, simple
     from cookbook.forecast.second_process import second_process
 
+    name, num_samples = question.name, question.num_samples
     listed = [gpu for gpu in GPUS if gpu.name in PRICES and (gpu.has_bf16 or recipe.mixed_precision != "bf16")]
     with second_process():
         report = for_each_card(
             recipe,
-            strategies or simple(load_known()),
+            question.strategies if question.are_named else simple(load_known()),
             name,
-            GPUS if is_all or as_json else listed,
-            price=price,
-            is_free=is_free,
+            GPUS if question.is_all or question.as_json else listed,
+            price=question.price,
+            is_free=question.of_model,
             room=room,
         )
-    if as_json:
-        answer(Planned(**card_table.as_record(report, name, num_samples=num_samples)))
+    verb, rows = ("init", " ROWS") if question.of_model else ("plan", "")
+    next_step = f"cookbook {verb} {shlex.quote(question.what)}{rows} --gpus {{}}"
+    text = short(card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=question.is_all))
+    if question.as_json:
+        page = str(question.html) if question.html else None
+        answer(Planned(**card_table.as_record(report, name, num_samples=num_samples), page=page))
     else:
-        text = card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=is_all)
-        say(short(text), is_coloured=True)
+        say(text, is_coloured=True)
+    if question.html is not None:
+        from cookbook.commands.plan.forecast_page import page_of_cards
+
+        is_listed = question.price is None
+        page = page_of_cards(report, short(name), text, num_samples=num_samples, is_listed=is_listed)
+        _write(question.html, page)
     return 0 if report.cards else 1
 
 

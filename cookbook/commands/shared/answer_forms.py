@@ -333,6 +333,8 @@ class Planned(Answer):
     """Tokens that times and prices are of, where the number of steps is not known."""
     a_sample: dict[str, Any] = {}
     prices_from: str | None = None
+    page: str | None = None
+    """The page that was written with `--html`."""
 
 
 class Explained(Answer):

@@ -35,7 +35,8 @@ font-size: .85rem; overflow-wrap: anywhere }
 .legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
-thead th { color: var(--soft) } .soft { color: var(--soft) }"""
+thead th { color: var(--soft) } .soft { color: var(--soft) }
+.answer { overflow-x: auto; font-size: .85rem }"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ def curves(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Seq
 
 
 # One colour for each role, which CSS variables then replace; none is black, which SVG leaves out.
-SOFT, RULE = "#00aa01", "#00aa02"
+SOFT, RULE, STRONG = "#00aa01", "#00aa02", "#00aa03"
 
 
 def ink(number: int) -> str:
@@ -98,7 +99,7 @@ def ink(number: int) -> str:
 
 
 def drawing(draw: Callable[["Axes"], None], prefix: str, height: float = 3.0) -> str:
-    """What `draw` draws with the colours of `ink`, as SVG whose colours follow the page.
+    """A drawing by `draw` with the colours of `ink`, as SVG whose colours follow the page.
 
     Args:
         prefix: beginning of its ids.
@@ -138,7 +139,9 @@ def drawing(draw: Callable[["Axes"], None], prefix: str, height: float = 3.0) ->
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
     for i in range(INKS):
         text = text.replace(ink(i), f"var(--line-{i})")
-    return text.replace(SOFT, "var(--soft)").replace(RULE, "var(--rule)")
+    for colour, variable in ((SOFT, "soft"), (RULE, "rule"), (STRONG, "ink")):
+        text = text.replace(colour, f"var(--{variable})")
+    return text
 
 
 def figure(title: str, drawn: str, names: str = "") -> str:

@@ -5,31 +5,31 @@ from pathlib import Path
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.record_files import new_file, replace_file
 
-INSTEAD = "name another file with --out"
 
-
-def taken(path: Path, begins: str | None = None) -> list[str]:
+def taken(path: Path, begins: str | None = None, option: str = "--out") -> list[str]:
     """The mistake of a name that a command may not write, if it may not.
 
     Args:
         begins: how the files of this command begin, which it replaces; None: it replaces none.
+        option: of the command, which names the file.
     """
+    instead = _instead(option)
     if path.is_symlink() and not _is_device(path):
-        return [f"{path}: is a link, which is not written through; {INSTEAD}"]
+        return [f"{path}: is a link, which is not written through; {instead}"]
     if path.is_dir():
-        return [f"{path}: is a folder; {INSTEAD}"]
+        return [f"{path}: is a folder; {instead}"]
     if path.exists() and not _is_device(path) and not (begins is not None and _has_beginning(path, begins)):
-        return [f"{path}: exists, and is not overwritten; {INSTEAD}"]
+        return [f"{path}: exists, and is not overwritten; {instead}"]
     return []
 
 
-def write_named_file(path: Path, text: str, begins: str | None = None) -> None:
-    """Write a file whole or not at all.
+def write_named_file(path: Path, text: str, begins: str | None = None, option: str = "--out") -> None:
+    """Write a file whole or not at all; arguments as of `taken`.
 
     Raises:
         RecipeError: as `taken`, or the system refuses it.
     """
-    if mistakes := taken(path, begins):
+    if mistakes := taken(path, begins, option):
         raise RecipeError(mistakes)
     try:
         if _is_device(path):
@@ -39,7 +39,11 @@ def write_named_file(path: Path, text: str, begins: str | None = None) -> None:
         else:
             new_file(path, text)
     except OSError as error:
-        raise RecipeError(cannot_write(path, error, INSTEAD)) from None
+        raise RecipeError(cannot_write(path, error, _instead(option))) from None
+
+
+def _instead(option: str) -> str:
+    return f"name another file with {option}"
 
 
 def _is_device(path: Path) -> bool:
