@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from cookbook.commands.plan.model_recipe import Method, is_model, recipe_of_model
+from cookbook.commands.plan.submitted_row import in_csv, row_of
 from cookbook.commands.shared.answer_forms import Planned
 from cookbook.commands.shared.arguments import QUICKSTART, AsJson, Assignments, Strategies, positive, recipes
 from cookbook.commands.shared.for_programs import answer
@@ -48,10 +49,19 @@ def plan(
     price: Annotated[float | None, Option(callback=positive, help="of a GPU for an hour, in any currency")] = None,
     is_all: Annotated[bool, Option("--all", help="the table; of --gpus any, every GPU")] = False,
     html: Annotated[Path | None, Option(metavar="FILE", help="a page with memory by part, time and price")] = None,
+    submit_row: Annotated[
+        Path | None, Option(metavar="RUN", help="print an anonymous row of a run's forecast and measurement, and end")
+    ] = None,
     as_json: AsJson = False,
     assignments: Assignments,
 ) -> int:
     """Forecast memory, speed and price; 1 if nothing fits."""
+    if submit_row is not None:
+        others = (method, length, gpus, strategy, host_gib, nvme_gib, fabric, samples, price, html, *assignments)
+        if what != str(QUICKSTART) or is_all or as_json or any(option is not None for option in others):
+            raise RecipeError(f"--submit-row {submit_row} asks nothing else; leave out the other words")
+        say(in_csv(row_of(submit_row)), end="")
+        return 0
     path = Path(located(what))
     of_model = is_model(what, path)
     if not of_model and (method or length):
