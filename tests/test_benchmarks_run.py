@@ -36,6 +36,7 @@ TRIED |= {"deepspeed_facts"}  # in test_convert.py
 TRIED |= {"upgrade_places"}  # in test_upgrade.py
 TRIED |= {"tokenizing"}  # in test_tokenizing_cost.py
 TRIED |= {"gpu_node/run", "gpu_node/fit"}  # in test_gpu_node.py
+TRIED |= {"fit_site/build"}  # in test_fit_site.py
 LED = {
     "gpu_node/attention",
     "gpu_node/collectives",
