@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from transformers import AutoConfig
 
 from cookbook.commands.cli import main
 from cookbook.commands.plan.model_recipe import recipe_of_model
@@ -16,6 +17,7 @@ from cookbook.config.strategy import load_strategy
 from cookbook.facts.offline import known_model
 from cookbook.forecast.any_gpus import for_each_card, simple
 from cookbook.forecast.ranking import PlanReport, forecast_all
+from cookbook.forecast.trace import scores_in_words
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.system.prices import PRICES
 
@@ -46,6 +48,17 @@ def test_a_name_a_folder_and_a_config_are_the_same_question(tmp_path):
     assert {(one.num_parameters, one.num_trained) for one in answers} == {(facts["num_parameters"],) * 2}
     assert len({one.forecasts[0].memory.allocated for one in answers}) == 1
     assert answers[0].recipe.data.max_length == 512
+
+
+def test_attention_that_no_kernel_computes_is_named_with_the_size_of_its_scores():
+    """64 heads of gpt-oss-20b x 4,096 x 4,096 scores of 2 bytes are 2 GiB; Llama's attention has a kernel."""
+    for name, has_note in (("unsloth/gpt-oss-20b-BF16", True), (NAME, False)):
+        facts = known_model(name)
+        assert facts is not None
+        recipe = recipe_of_model(name, "lora", 4096, None, ["batch.micro_batch_size=1"])
+        note = scores_in_words(AutoConfig.for_model(**facts["config"]), recipe)
+        assert (note is not None) == has_note
+        assert note is None or "64 heads x 4,096 x 4,096 scores are 2.0 GiB a sample" in note
 
 
 def test_the_method_decides_what_is_trained():

@@ -79,7 +79,9 @@ def in_words(
     rows = [("memory", _memory(report, run.memory) + _elsewhere(run.forecast))]
     rows.append(("time", _time(report, run, num_samples, price)))
     of_batch = small_batch(report.recipe, report.machines)
-    rows += [("note", note) for note in (*overridden(report.recipe, num_samples), *filter(None, [of_batch]))]
+    rows += [
+        ("note", note) for note in (*overridden(report.recipe, num_samples), *filter(None, [of_batch, report.scores]))
+    ]
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
         rows.append(("or", f"{'on the GPUs alone ' * (best.verdict in MAY_RUN)}{_first(report.suggestion)}"))
     is_short = run.forecast.verdict == "tight" and report.suggestion is not None

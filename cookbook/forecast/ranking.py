@@ -17,6 +17,7 @@ from cookbook.forecast.memory import GIB
 from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized, sizes_of_mesh
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
+from cookbook.forecast.trace import scores_in_words
 from cookbook.forecast.verdict import (
     MAY_RUN,
     UNKNOWN,
@@ -57,6 +58,8 @@ class PlanReport:
     num_trained: int
     notes: tuple[str, ...] = ()
     """On the recipe."""
+    scores: str | None = None
+    """What attention without a kernel takes, if the model has such."""
 
 
 def forecast_all(
@@ -107,8 +110,10 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
+        scores=scores_in_words(config, traces.recipe),
         notes=(
             *traces.skeleton.notes,
+            *filter(None, [scores_in_words(config, traces.recipe)]),
             *_teacher_notes(recipe, machines),
             *filter(None, [small_batch(recipe, machines)]),
         ),

@@ -32,6 +32,7 @@ from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts
 from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
 from cookbook.system.files import first_line
+from cookbook.system.hardware import in_gib
 from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
@@ -162,6 +163,18 @@ def _ways(
 def holds_scores(config: PreTrainedConfig) -> bool:
     """Whether the attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
     return not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+
+
+def scores_in_words(config: PreTrainedConfig, recipe: Recipe) -> str | None:
+    """A note on the memory of attention that no kernel computes: how large one tensor of a layer's scores is."""
+    if not holds_scores(config):
+        return None
+    length, heads = recipe.data.max_length, config.num_attention_heads
+    size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
+    return (
+        f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
+        f" are {size} GiB a sample, and a layer holds several such tensors; without recomputation each layer does"
+    )
 
 
 def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
