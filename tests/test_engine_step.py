@@ -54,10 +54,18 @@ def no_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-def new_model() -> LlamaForCausalLM:
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def new_model(**sizes: int) -> LlamaForCausalLM:
     torch.manual_seed(4)
-    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, initializer_range=0.2, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.2, **SIZES | sizes))
 
 
 def samples() -> TokenSet:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +19,16 @@ from torch.distributed import distributed_c10d
 from cookbook.config.optim.groups import build_optimizer
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import load_pair, make_plan
+from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import resume
 from cookbook.training.engine import Engine, engine_class
+from cookbook.training.engine.zero import Zero
 from cookbook.training.models.loss import add_loss
 from tests.test_engine_step import BETAS, CLIP, EPS, LEARNING_RATE, Plain, new_model, samples, save, saver_in, steps
 
 TIMEOUT = timedelta(minutes=5)
+ODD = {"hidden_size": 25, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6}
+"""Sizes of a model with an odd number of weights in norms, to which ZeRO-2 adds one."""
 
 
 @pytest.fixture
@@ -59,16 +64,20 @@ def engine_of(name: str, model: torch.nn.Module) -> Engine:
 
 @pytest.mark.core
 def test_zero_steps_as_plain_torch_and_goes_on_from_its_checkpoint(alone):
-    for name in ("zero2", "zero3"):  # in one test: DeepSpeed keeps what it made of the first process group
-        assert_as_plain_torch(name)
+    # In one test: DeepSpeed keeps what it made of the first process group.
+    for name, sizes in {"zero2": ODD, "zero3": {}}.items():
+        assert_as_plain_torch(name, sizes)
 
 
-def assert_as_plain_torch(name: str) -> None:
-    model, tokens, other = new_model(), samples(), new_model()
+def assert_as_plain_torch(name: str, sizes: dict[str, int]) -> None:
+    model, tokens, other = new_model(**sizes), samples(), new_model(**sizes)
     plain = Plain(copy.deepcopy(model), CLIP)
     engine, saver = engine_of(name, model), saver_in(Path(name))
     expected = [plain.step(tokens), plain.step(tokens)]
+    engine._usual = SimpleNamespace(median=1.0, begins=lambda norm: True)  # as if each norm were out of the usual
     found = steps(engine, tokens, range(1, 3))
+    for result in found:
+        assert sum(result.unusual.squares.values()) == pytest.approx(result.grad_norm**2, rel=1e-5)
     (file,) = save(saver, engine, 2).glob("*.safetensors")
     held = load_file(file)
     assert len(held) == 3 * len(list(plain.model.parameters()))
@@ -86,3 +95,13 @@ def assert_as_plain_torch(name: str) -> None:
     for result, (loss, norm, _) in zip(found, expected, strict=True):
         assert result.means == {"loss": pytest.approx(loss, rel=1e-6)}
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_model_whose_files_are_divided_by_the_sizes_of_cut_weights_is_refused():
+    zero = object.__new__(Zero)
+    zero.strategy = SimpleNamespace(path="zero3.yaml")
+    said = r"zero3\.yaml: .* divides a matrix .* which are cut here; use fsdp2"
+    with pytest.raises(RecipeError, match=said), zero._partition_at_creation():
+        torch.split(torch.ones(4), [0, 0])
+    with pytest.raises(RuntimeError, match="shape"), zero._partition_at_creation():
+        torch.ones(4).view(3)

@@ -212,9 +212,8 @@ class Zero(Engine):
             if self.strategy.offload_optimizer:  # DeepSpeed has them already
                 norms = [zero.norm_for_param_grads.get(zero.get_param_id(parameter), 0.0) for parameter in group]
             else:
-                held = [
-                    gradient for gradient in zero.averaged_gradients[i] if not getattr(gradient, "_zero_padding", False)
-                ]
+                # Behind those of the parameters lie the zeros that fill the share of the last process.
+                held = zero.averaged_gradients[i][: len(group)]
                 norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in held]
             yield from ((names[id(parameter)], parts * norm**2) for parameter, norm in zip(group, norms, strict=True))
 
