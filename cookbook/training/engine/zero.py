@@ -141,12 +141,19 @@ class Zero(Engine):
 
     @contextlib.contextmanager
     def _partition_at_creation(self) -> Iterator[None]:
-        """The code of some models (RWKV, Youtu) draws weights by their rows or shapes, of which a cut one has none."""
+        """The code of some models draws weights by their rows or shapes (RWKV, Youtu), or divides a matrix of the files
+        by the rows of its weights (Sarvam, Lara), of which a cut one has none.
+        """
         try:
             yield
-        except IndexError as error:
-            why = f"transformers' code of this model cannot draw weights that are cut ({error})"
-            raise RecipeError(f"{self.strategy.path}: {why}; use fsdp2") from error
+        except (IndexError, RuntimeError) as error:
+            if isinstance(error, IndexError):
+                why = f"cannot draw weights that are cut ({error})"
+            elif "split_with_sizes" in str(error):
+                why = "divides a matrix of the files by the sizes of weights, which are cut here"
+            else:
+                raise
+            raise RecipeError(f"{self.strategy.path}: transformers' code of this model {why}; use fsdp2") from error
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         if self._is_stage3:
