@@ -124,8 +124,11 @@ def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
             yield (
                 "replaced function",
                 f"{ast.unparse(node.args[0])}.{name}",
-                "counted: absent or changed ends the start",
+                COUNTED,
             )
+    elif called == "set_values":
+        for keyword in node.keywords:
+            yield "replaced in silence", f"{ast.unparse(node.args[0])}.{keyword.arg}", "counted: absent ends the start"
     elif re.fullmatch(r"register_\w*hook", called):
         is_counted = any("counted(" in ast.unparse(value) for value in node.args)
         yield (
@@ -180,8 +183,8 @@ def page() -> str:
     kinds: dict[str, list[Place]] = defaultdict(list)
     for place in found:
         kinds[place.kind].append(place)
-    unguarded = [place for place in found if place.guard == "none"]
-    lines = [HEAD.format(places=len(found), unguarded=len(unguarded), citations=sum(map(len, cited.values())))]
+    unguarded = sum(place.guard == "none" for place in found)
+    lines = [HEAD.format(places=len(found), unguarded=unguarded or "none", citations=sum(map(len, cited.values())))]
     for kind, of_kind in kinds.items():
         lines += [f"## {kind[0].upper()}{kind[1:]}", "", WORDS[kind], "", "| place | guard |", "|---|---|"]
         lines += [f"| {place.file}: `{place.name}` | {place.guard} |" for place in of_kind]
@@ -201,7 +204,7 @@ HEAD = """# When a library moves
 rest on what a library does not promise, each once for a file, and what happens if a release changes it. A guard is an
 error (the name is looked up, and its absence ends the start), "counted" (the start counts what it finds, and ends with
 exit code 2 if that is not what is known), "derived" (the code asks the library), or a test, which notices a fault that
-was planted at the place (`make mutants`). {unguarded} have no guard but the curves of the equivalence tests.
+was planted at the place (`make mutants`). Without a guard: {unguarded}.
 
 Beside these, the start tries packed rows on a small model (`cookbook/training/models/stateful_layers.py`): layers with
 a state are found by what they do, a type that is known to have some and of which none is found ends the start, and so

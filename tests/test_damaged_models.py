@@ -140,6 +140,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer without a model": (text(TOKENIZER, "{}"), TOKENIZER),
     "tokenizer of an unknown model": (keys(TOKENIZER, model={"type": "evil"}), TOKENIZER),
     "tokenizer with odd added tokens": (keys(TOKENIZER, added_tokens=5), TOKENIZER),
+    # Rust panics, with an error that is no Exception
+    "tokenizer of no characters": (
+        keys(TOKENIZER, normalizer={"type": "Precompiled", "precompiled_charsmap": ""}),
+        TOKENIZER,
+    ),
     "tokenizer a pipe": (place(TOKENIZER, os.mkfifo), TOKENIZER),
     "tokenizer a folder": (place(TOKENIZER, Path.mkdir), TOKENIZER),
     "settings a list": (text(SETTINGS, "[]"), SETTINGS),

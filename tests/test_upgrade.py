@@ -17,16 +17,13 @@ from cookbook.system.files import RecipeError
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models.language_model import load_model
 
-MOST_WITHOUT = 29
-"""Places without a guard, which only get fewer."""
-
 
 def test_the_page_is_what_the_code_says():
     written = upgrade_places.PAGE.read_text(encoding="utf-8")
     assert written == upgrade_places.page(), "run: python benchmarks/upgrade_places.py"
     found = upgrade_places.places()
-    assert len(found) > 100 and {place.kind for place in found} == upgrade_places.WORDS.keys()
-    assert sum(place.guard == "none" for place in found) <= MOST_WITHOUT
+    assert len(found) > 100 and {place.kind for place in found} <= upgrade_places.WORDS.keys()
+    assert [place for place in found if place.guard == "none"] == []
 
 
 def test_each_kind_of_place_is_found():
@@ -39,6 +36,7 @@ def own(model, _known):
     torch.compile = None
     getattr(model, "_asked", None)
     replaced(Layer, _size=own)
+    set_values(torch.backends, limit=1)
     model.register_forward_hook(own)
     type(model).__name__ == "Theirs"
     inspect.signature(model)
@@ -49,6 +47,7 @@ def own(model, _known):
         ("private name", "_theirs"),
         ("private name, set", "_theirs_too"),
         ("replaced in silence", "torch.compile"),
+        ("replaced in silence", "torch.backends.limit"),
         ("private name, asked for", "_asked"),
         ("replaced function", "Layer._size"),
         ("hook", "model.register_forward_hook"),

@@ -102,10 +102,8 @@ def _name_file_in_errors(folder: str | Path, needed: Sequence[str], *others: str
     try:
         yield
     except BaseException as error:
-        if isinstance(error, RecipeError):
-            raise
-        is_panic = type(error).__name__ == "PanicException"  # of Rust in tokenizers: no Exception
-        if not (isinstance(error, Exception) or is_panic):
+        # Of those that are no Exception, others are a library's: a panic of Rust in tokenizers.
+        if isinstance(error, RecipeError | KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
         if isinstance(error, OSError | ValueError) and not any(path.name in needed for path in there):
             raise

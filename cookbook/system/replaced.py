@@ -21,6 +21,7 @@ from cookbook.system.files import RecipeError
 
 TABLE = Path(__file__).with_suffix(".json")
 """Digests of the functions by library and version, which `python benchmarks/upgrade_places.py` writes."""
+UPGRADE = "see docs/upgrade.md"
 _ours: list[Any] = []
 _calls: dict[str, int] = {}
 """Number of calls of hooks, by place."""
@@ -41,6 +42,20 @@ def replace_function(owner: Any, name: str, function: Any) -> Callable[[], None]
     setattr(owner, name, function)
     _ours.append(function)
     return lambda: setattr(owner, name, before)
+
+
+def set_values(owner: Any, **values: Any) -> None:
+    """Set values of a library's module.
+
+    Raises:
+        RecipeError: one is not there, so that nothing would read it.
+    """
+    if gone := [place_of(owner, name) for name in values if not hasattr(owner, name)]:
+        library = owner.__name__.partition(".")[0]
+        where = f"not in {library} {metadata.version(library)}"
+        raise RecipeError(f"{' and '.join(gone)} is {where}, and a run sets it; {UPGRADE}")
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -76,7 +91,7 @@ def forget_hooks() -> None:
 def check_hooks() -> None:
     """Raise RecipeError if no hook of a place has been called. To be called after the gradients of the first step."""
     if silent := [place for place, num_calls in _calls.items() if not num_calls]:
-        raise RecipeError(f"the first step called no hook on {', '.join(silent)}; see docs/upgrade.md")
+        raise RecipeError(f"the first step called no hook on {', '.join(silent)}; {UPGRADE}")
 
 
 def check_function(owner: Any, name: str) -> None:

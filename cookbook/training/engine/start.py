@@ -23,11 +23,11 @@ from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.start.run_plan import Plan
 from cookbook.system import status
 from cookbook.system.files import RecipeError
-from cookbook.system.replaced import check_function, replace_function
+from cookbook.system.replaced import check_function, replace_function, set_values
 
 # accelerate 1.15 imports DeepSpeed, which takes a second, to ask whether a model is one of its engines (utils/other.py,
 # extract_model_from_parallel): none is while it is not imported. Here, since a new model is saved before any engine.
-accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+set_values(accelerate.utils.other, is_deepspeed_available=lambda: "deepspeed" in sys.modules)
 
 
 def make_deterministic() -> None:
@@ -38,8 +38,8 @@ def make_deterministic() -> None:
     os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
     torch.use_deterministic_algorithms(True)
     # Debugging aid that the line above switches on: it costs a pass over each new tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    set_values(torch.utils.deterministic, fill_uninitialized_memory=False)
+    set_values(torch.backends.cudnn, deterministic=True, benchmark=False)
 
 
 def prepare_process(plan: Plan, timeout: timedelta) -> None:
@@ -61,7 +61,7 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
         raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
     # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py), would be
     # less than the watchdog's, which names who is at fault.
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    set_values(distributed_c10d, default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # accelerate 1.15 has no argument for the successor.

@@ -1,0 +1,138 @@
+"""What libraries read of us, or answer for, by a name that they do not promise: each is tried on the library itself.
+
+python -m pytest -q tests/test_library_names.py
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
+from benchmarks.tiny_models import tiny_config
+from cookbook.forecast.compiled import _Forward
+from cookbook.forecast.ledger import Unit, experts_of
+from cookbook.forecast.trace import _cast_at_ends, holds_scores, trace
+from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
+from cookbook.system import replaced
+from cookbook.system.files import RecipeError
+from cookbook.system.step_phases import LAYER
+from cookbook.training.checkpoint.streamed import StreamedModel
+from cookbook.training.engine.start import make_deterministic
+from cookbook.training.profiling import _annotate
+from tests.experts import experts_config
+from tests.test_forecast_trace import recipe
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "qwen3_moe"])
+def test_attention_holds_its_scores_where_transformers_takes_no_kernel(model_type: str):
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert holds_scores(config) == (model.config._attn_implementation == "eager")
+
+
+def test_modules_of_experts_are_found():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(experts_config(num_hidden_layers=2))
+    expected = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    assert expected and experts_of(model) == expected
+
+
+def test_a_traced_model_has_parameters_without_gradients_and_exchanges_tokens_of_its_experts():
+    """Gradients are dropped as they come: a ledger that counts them too would have each twice."""
+    models: list[Any] = []
+    config = experts_config(num_hidden_layers=1)
+    found = trace(
+        config,
+        recipe(precision="bf16"),
+        rows=1,
+        length=16,
+        num_targets=16,
+        autocast=False,
+        tp_size=1,
+        fsdp=2,
+        ep_size=2,
+        is_sharded_while_read=True,
+        change=models.append,
+    )
+    assert {"experts forward", "experts backward"} <= {phase.name for phase in found.phases}
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    assert parameters and all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_ends_take_16_bits_and_return_what_their_unit_does():
+    """torch multiplies no float32 by a weight of 16 bits."""
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.bfloat16)
+    head = model.get_output_embeddings()
+    with pytest.raises(RuntimeError, match="dtype"):
+        head(torch.ones(1, 64))
+    _cast_at_ends(model, Unit(torch.bfloat16, torch.float32))
+    for module in (head, model.model.norm):
+        assert module(torch.ones(1, 64)).dtype == torch.float32
+    assert model.get_input_embeddings()(torch.ones(1, 1, dtype=torch.long)).dtype == torch.float32
+
+
+def test_a_layer_in_a_graph_computes_as_it_did_and_checkpointing_hears_of_its_operations():
+    layer, told = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), list[str]()
+
+    def kept(names: list[str]) -> list[bool]:
+        told.extend(names)
+        return [False] * len(names)
+
+    inputs = torch.randn(4, 8)
+    expected = layer(inputs)
+    gradients = torch.autograd.grad(expected.sum(), layer.parameters())
+    result = _Forward(layer, {}, kept, nullcontext)(inputs)
+    assert torch.equal(result, expected) and {"addmm", "relu"} <= set(told) and "" not in told
+    assert all(map(torch.equal, torch.autograd.grad(result.sum(), layer.parameters()), gradients))
+
+
+def test_the_notes_of_a_layer_in_a_profile_hold_its_operations_and_no_others():
+    layer = torch.nn.Linear(8, 8)
+    hooks = _annotate(layer, "model.layers.0")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        layer(torch.ones(1, 8)).exp()
+    for hook in hooks:
+        hook.remove()
+    ranges = {event.name: event.time_range for event in profiler.events()}
+    note = ranges[f"{LAYER}model.layers.0"]
+    assert note.start <= ranges["aten::addmm"].start and ranges["aten::addmm"].end <= note.end
+    assert ranges["aten::exp"].start >= note.end
+
+
+def test_a_merge_lets_a_layer_go_before_the_next(tmp_path: Path):
+    with torch.random.fork_rng():
+        AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32).save_pretrained(tmp_path)
+    streamed = StreamedModel.open(tmp_path)
+    assert streamed is not None
+    first, second = streamed.model.model.layers
+    are_empty: list[tuple[bool, bool]] = []
+    for layer in (first, second):
+        layer.mlp.register_forward_hook(
+            lambda *_: are_empty.append((first.mlp.up_proj.weight.is_meta, second.mlp.up_proj.weight.is_meta))
+        )
+    streamed.probe_logits()
+    assert are_empty == [(False, True), (True, False)]
+
+
+def test_torch_is_deterministic_and_tries_no_other_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CUBLAS_VARIABLE, CUBLAS_DETERMINISTIC[0])
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        make_deterministic()
+        assert torch.are_deterministic_algorithms_enabled() and torch._C._get_cudnn_deterministic()
+        assert not torch._C._get_cudnn_benchmark() and not torch._C._get_deterministic_fill_uninitialized_memory()
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def test_a_value_that_a_library_no_longer_has_is_not_set():
+    with pytest.raises(RecipeError, match=r"c10d\.default_timeout is not in torch 2\.\S+, and a run sets it"):
+        replaced.set_values(distributed_c10d, default_timeout=1)
+    assert not hasattr(distributed_c10d, "default_timeout")
