@@ -5,7 +5,8 @@ train.py, under each kind of strategy, packed, with adapters, exported and forec
 
 Writes benchmarks/results/architectures.json, the facts of cookbook/facts/model_types.json and both as
 docs/architectures.md, each type as soon as it is done. `--types llama gpt_oss` tries these and keeps the other rows,
-`--columns packed lora` only these ways to train; `--missing` tries types without a row, `--page` writes the page again
+`--columns packed lora` only these ways to train. A whole row of another machine or other versions joins the record with
+both, and a cell does not; `--missing` tries types without a row, `--page` writes the page again
 from the results. `--quick` tries one architecture and writes nothing.
 
 A way to train that the table refuses because nobody knows is tried, with the curve of one process as the judge. One
@@ -42,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import compiled_layers, model_facts  # noqa: E402
-from benchmarks.architectures_page import LIMIT, PAGE, RESULTS, WAYS, faults, is_distant, is_served, page  # noqa: E402
+from benchmarks.architectures_page import LIMIT, PAGE, RESULTS, WAYS, faults, is_served, is_wrong, page  # noqa: E402
 from benchmarks.records import differences, dump, processor  # noqa: E402
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model  # noqa: E402
 from cookbook.commands.cli import main as cookbook  # noqa: E402
@@ -277,7 +278,9 @@ def try_type(
     for column in columns:
         if column in COLUMNS and column != "plain":
             row[column], export, _ = try_column(lab, folder, column, plain, program)
-            exports += [] if is_distant(row[column]) else [export]
+            if column in WAYS and export > LIMIT >= row[column]["loss"]:
+                row[column] = {"exports": export}
+            exports += [] if is_wrong(row[column]) else [export]
     row["export"] = {"loss": max(exports)}
     if "compiled" in columns:
         row["compiled"] = compiled(folder)
@@ -326,6 +329,8 @@ def fact_of(cell: dict[str, Any], way: str) -> bool | str | None:
     how = "in packed rows" if way == "packed" else f"under {COLUMNS[way][0]}"
     if "failed" in cell:
         return f"a run {how} ends with an error"
+    if "exports" in cell:
+        return f"what a run {how} exports has a loss {cell['exports']:.0e} from that of its last evaluation"
     if "loss" not in cell:
         return None
     return cell["loss"] <= LIMIT or f"its losses {how} lay {cell['loss']:.0e} from those of one process"
@@ -412,20 +417,31 @@ def main() -> None:
             return
         columns = tuple(arguments.columns)
         is_whole = arguments.types == [*CAUSAL, *TOWERS] and columns == ALL and not arguments.missing
-        another = [] if is_whole else differences(record, now, now)
-        if another:
-            print(f"Some rows cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
-        else:
-            record = {"command": COMMAND, **now, "rows": {} if is_whole else record["rows"]}
+        if is_whole:
+            record = {"command": COMMAND, **now, "rows": {}}
         types = [name for name in arguments.types if not (arguments.missing and name in {**record["rows"], **TYPES})]
         for name, (row, line) in measure_all(Path(made), types, columns, arguments.workers):
             print(name, json.dumps(row), json.dumps(line), flush=True)
-            if row and not another:
-                row = joined(record["rows"].get(name, {}), row)
-                record["rows"] = dict(sorted({**record["rows"], name: row}.items()))
+            if another := differences(record.get("apart", {}).get(name, record), now, now) if columns != ALL else []:
+                print(f"{name}: its cells cannot join its row, and are printed only: {'; '.join(another)}", flush=True)
+            elif row:
+                add_row(record, name, row, now)
             if found := faults(row):
                 print(f"{name} gets no line: {'; '.join(found)}", flush=True)
             write(record, model_facts.read_lines() | ({} if found else {name: line}))
+
+
+def add_row(record: dict[str, Any], name: str, row: dict[str, Any], now: dict[str, Any]) -> None:
+    """Put a row into the record, with its machine and versions if they are not those of the record.
+
+    Args:
+        row: a whole one, or cells for one of the same machine and versions.
+    """
+    row = joined(record["rows"].get(name, {}), row)
+    record["rows"] = dict(sorted({**record["rows"], name: row}.items()))
+    apart = record.pop("apart", {}) | {name: now}
+    apart = {other: own for other, own in sorted(apart.items()) if differences(record, own, now)}
+    record |= {"apart": apart} if apart else {}
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ is trained, if the logits of text are its own alone.
 |---|---|---|
 {refused}
 
-{versions}; {machine}.
+{versions}; {machine}.{apart}
 """
 FOOTNOTE = """
 `*`: with `adapter.targets` as the note on `all-linear` names them: experts are one tensor each, and get adapters too.
@@ -118,7 +118,12 @@ def faults(row: dict[str, Any]) -> list[str]:
     """What of a row is neither equal nor refused."""
     if not is_served(row):
         return [str(row)] if "failed" in row else []
-    return [f"{column}: {found}" for column, found in row.items() if "failed" in found or is_distant(found)]
+    return [f"{column}: {found}" for column, found in row.items() if is_wrong(found)]
+
+
+def is_wrong(found: dict[str, Any]) -> bool:
+    """Whether a cell is neither equal nor refused."""
+    return "failed" in found or "exports" in found or is_distant(found)
 
 
 def is_distant(found: dict[str, Any]) -> bool:
@@ -144,6 +149,7 @@ def page(record: dict[str, Any]) -> str:
         command=record["command"],
         machine=record["machine"],
         versions=versions,
+        apart=apart(record),
         limit=f"{LIMIT:.0e}",
         gradient_limit=f"{GRADIENT_LIMIT:.0e}",
         counts=counts(record, served),
@@ -158,6 +164,16 @@ def page(record: dict[str, Any]) -> str:
         towers="\n".join(f"| `{name}` | {words} |" for name, facts in TYPES.items() if (words := part(facts))),
         refused="\n".join(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in refused),
     )
+
+
+def apart(record: dict[str, Any]) -> str:
+    """Rows with another machine or other versions than those of the record."""
+    groups: dict[str, list[str]] = {}
+    for name, own in record.get("apart", {}).items():
+        others = [f"{of} {number}" for of, number in own["versions"].items() if number != record["versions"].get(of)]
+        words = "; ".join(filter(None, [", ".join(others), own["machine"]]))
+        groups.setdefault(words, []).append(f"`{name}`")
+    return "".join(f"\n\nThe rows of {', '.join(names)}: {words}." for words, names in groups.items())
 
 
 def notes(facts: ModelType) -> str:
@@ -192,8 +208,10 @@ def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
     refused = [name for name, row in rows.items() if "refused" in row]
     untried = [name for name, row in rows.items() if not row]
     faulty = [name for name, row in rows.items() if faults(row)]
+    every = [record, *record.get("apart", {}).values()]
+    newest = max((of["versions"]["transformers"] for of in every), key=lambda version: [*map(int, version.split("."))])
     words = [
-        f"transformers {record['versions']['transformers']} has {len(rows)} causal model types: **{len(served)} are"
+        f"transformers {newest} has {len(rows)} causal model types: **{len(served)} are"
         f" trained, {len(parts)} by their language part, and {len(refused)} refused** at the start of a run."
     ]
     listed = ", ".join(f"`{name}` (`{part}`)" for name, part in parts.items())

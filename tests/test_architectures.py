@@ -380,8 +380,10 @@ def test_fsdp1_shards_the_layers_that_a_model_has(lab: Lab, model_type: str):
     assert lab.run("fsdp1", asked).losses == pytest.approx(lab.run("single", asked).losses, abs=SGD_LOSS)
 
 
+@pytest.mark.parametrize("columns", [(), ("--columns", "plain")])
 @pytest.mark.parametrize("is_same", [False, True])
-def test_a_row_joins_those_of_the_same_versions_only(is_same, tmp_path, monkeypatch, capsys):
+def test_what_other_versions_gave_is_a_whole_row_that_says_so(is_same, columns, tmp_path, monkeypatch, capsys):
+    """Cells of one row are of one machine with one set of versions."""
     for name in ("RESULTS", "PAGE", "TABLE"):
         (tmp_path / name).write_text(getattr(architectures, name).read_text(encoding="utf-8"), encoding="utf-8")
         monkeypatch.setattr(architectures, name, tmp_path / name)
@@ -390,8 +392,14 @@ def test_a_row_joins_those_of_the_same_versions_only(is_same, tmp_path, monkeypa
     row = RECORD["rows"]["llama"] | {"plain": {"loss": 0.125}}
     line = model_facts.read_lines()["llama"]
     monkeypatch.setattr(architectures, "measure_all", lambda folder, types, *_: [(name, (row, line)) for name in types])
-    monkeypatch.setattr("sys.argv", ["architectures.py", "--types", "llama"])
+    monkeypatch.setattr("sys.argv", ["architectures.py", "--types", "llama", *columns])
     architectures.main()
     said, written = capsys.readouterr().out, json.loads(architectures.RESULTS.read_text(encoding="utf-8"))
-    assert '"loss": 0.125' in said and ("torch is 1.0, in the record" in said) == (not is_same)
-    assert written == (RECORD | {"rows": RECORD["rows"] | {"llama": row}} if is_same else RECORD)
+    refused = not is_same and bool(columns)
+    assert '"loss": 0.125' in said and ("torch is 1.0, in the record" in said) == refused
+    assert written["rows"] == RECORD["rows"] | ({} if refused else {"llama": row})
+    apart = {name: own["versions"]["torch"] for name, own in written.get("apart", {}).items()}
+    assert (apart.pop("llama", None) == "1.0") == (not is_same and not columns)
+    assert apart == {name: own["versions"]["torch"] for name, own in RECORD.get("apart", {}).items()}
+    said = "The rows of `llama`: torch 1.0, " in architectures.PAGE.read_text(encoding="utf-8")
+    assert said == (not is_same and not columns)
