@@ -771,13 +771,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", others_by_turn(["all weights", "an adapter"], ["all weights"]))
+@pytest.mark.parametrize("trained", others_by_turn(["all weights", "an adapter", "ahead"], ["all weights"]))
 def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, model, tmp_path, trained):
-    """Killed with all their processes when the first answers, a checkpoint and the second round's samples are there."""
-    others = {"all weights": {}, "an adapter": {"adapter": LORA, "objective__beta": 0.1}}[trained]
+    """Killed with all their processes when the first answers, a checkpoint and a later round's samples are there."""
+    others = {"an adapter": {"adapter": LORA, "objective__beta": 0.1}}.get(trained, {})
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     rounds = ROUNDS | {"prompts_per_round": 24, "num_generations": 8}
+    rounds |= {"num_rounds": 3, "max_staleness": 1} if trained == "ahead" else {}
     keys = {
         "rounds": rounds,
         "batch": {"global_batch_size": 12, "micro_batch_size": 12},
@@ -790,7 +791,8 @@ def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, mode
     whole = subprocess.run(commands["whole"], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr[-3000:]
     out, kills = tmp_path / "killed/out", 0
-    for pattern in ("rounds/0001/*.jsonl", "rounds/0001/run/checkpoints/step-*", "rounds/0002/samples.jsonl", ""):
+    last = f"rounds/000{rounds['num_rounds']}/samples.jsonl"
+    for pattern in ("rounds/0001/*.jsonl", "rounds/0001/run/checkpoints/step-*", last, ""):
         running = subprocess.Popen(
             commands["killed"], cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -804,4 +806,4 @@ def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, mode
         running.wait()
     assert (kills, running.returncode) == (3, 0)
     expected, found = files_of(tmp_path / "whole/out"), files_of(out)
-    assert len(expected) == 4 and found == expected
+    assert len(expected) == 2 * rounds["num_rounds"] and found == expected

@@ -684,6 +684,9 @@ class RoundsSection(Section):
     """Sample from this many of the most probable tokens; 0: from all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Sample from the tokens that are at least this fraction as probable as the most probable one."""
+    max_staleness: int = Field(default=0, ge=0, le=100)
+    """Rounds by which the weights that sample may be behind those that are trained. With 0 rounds take turns; with 1
+    round k + 1 is sampled while round k trains, by the weights that round k begins with."""
     max_kl_sampler_trainer: float = Field(default=0.05, gt=0, allow_inf_nan=False)
     """The divergence of the weights that are trained from who sampled, above which rounds stop: a mean over all tokens
     of a round. Rounding in bf16 makes some thousandths of it."""

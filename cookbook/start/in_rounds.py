@@ -63,6 +63,9 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
         yield f"objective.name is {objective.name}, {what}"
     elif kind.values is not None and not rounds.reward_funcs and rounds.environment is None:
         yield f"rounds.reward_funcs is empty, and {objective.name} trains on rewards; name a function or a reward model"
+    if rounds.max_staleness and kind is not None and kind.values is None:
+        what = f"{objective.name} has no ratio to the probability of who sampled, which older weights need"
+        yield f"rounds.max_staleness is {rounds.max_staleness}, and {what}; write 0"
     yield from _of_environment(recipe, kind)
     if objective.asks is not None and (ratio := getattr(objective, "kd_ratio", 1.0)) != 1:
         yield (

@@ -1,11 +1,14 @@
 """Rounds, one after the other: each samples, scores, and trains in a run of its own. Interrupted ones resume."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
+from typer import Option
+
 from cookbook.commands.launch import launch
-from cookbook.commands.rounds import prompt_rows, rounds_folder, sampler_divergence, scoring
+from cookbook.commands.rounds import prompt_rows, rounds_folder, sampled_ahead, sampler_divergence, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.round_samples import Sampling, write_samples
 from cookbook.commands.rounds.rounds_folder import Round
@@ -34,6 +37,9 @@ def rounds(
     strategy: StrategyFile = None,
     processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
     assignments: Assignments,
+    sample_until: Annotated[
+        int | None, Option(metavar="ROUND", help="only sample, up to this round, beside a start that trains")
+    ] = None,
 ) -> int:
     """Sample answers, score them, train on them; for N rounds."""
     recipe, asked = check(path, strategy, processes, assignments)
@@ -42,7 +48,7 @@ def rounds(
     assert recipe.rounds is not None
     output_dir = Path(recipe.run.output_dir)
     # Two commands in one folder would each sample and train the same rounds.
-    lock.hold(output_dir)
+    lock.hold(output_dir if sample_until is None else output_dir / "rounds")
     quiet_without_gpus()
     if recipe.rounds.sampler != TRANSFORMERS:
         from cookbook.commands.rounds import served
@@ -52,16 +58,18 @@ def rounds(
     first_model = base if recipe.adapter is None or recipe.adapter.path is None else recipe.adapter.path
     judges = _reward_models(recipe.rounds, asked[0])
     how = Sampling(recipe=recipe, asked=asked, ids=ids, first_model=first_model, judges=judges)
-    _begin(output_dir, recipe, {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)})
+    made_from = {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)}
+    if sample_until is not None:
+        return _sample_until(sample_until, output_dir, made_from, how)
+    _begin(output_dir, recipe, made_from)
     status, done = Status(output_dir, is_main=True), list[Round]()
     for number in range(1, recipe.rounds.num_rounds + 1):
         current = Round(output_dir, number)
         model = done[-1].export if done else Path(first_model)
         if not current.is_over:
             if not current.samples.is_file():
-                say(f"ROUND {number} of {recipe.rounds.num_rounds}: samples answers with {model}", flush=True)
                 try:
-                    write_samples(current, model, how)
+                    write_samples(current, how)
                 except RecipeError as error:
                     status.end("failed", exit_code=2, reason=str(error))
                     raise
@@ -70,24 +78,75 @@ def rounds(
                     raise
             say(_in_words(current), flush=True)
             status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
-            code = launch(
-                path,
-                strategy=strategy,
-                processes=processes,
-                assignments=[*assignments, *_of_round(current, model, done, recipe)],
-            )
-            if code or not current.is_over:
-                status.end(
-                    "stopped" if code == EXIT_CODE else "failed", exit_code=code or 1, reason=f"in round {number}"
+            last = sampled_ahead.last_sampled_beside(number, recipe.rounds)
+            with ExitStack() as beside:
+                sampler = None
+                if any(not Round(output_dir, later).samples.is_file() for later in range(number + 1, last + 1)):
+                    words = [*_in_arguments(path, strategy, processes, assignments), "--sample-until", str(last)]
+                    sampler = beside.enter_context(
+                        sampled_ahead.sampling(words, Round(output_dir, last).folder / sampled_ahead.LOG)
+                    )
+                code = launch(
+                    path,
+                    strategy=strategy,
+                    processes=processes,
+                    assignments=[*assignments, *_of_round(current, model, done, recipe)],
                 )
-                return code or 1
+                if code or not current.is_over:
+                    state = "stopped" if code == EXIT_CODE else "failed"
+                    status.end(state, exit_code=code or 1, reason=f"in round {number}")
+                    return code or 1
+                if sampler is not None and (code := _wait(sampler, current, last, status)):
+                    return code
         done.append(current)
         if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
             rounds_folder.link_export(output_dir, current)
-        rounds_folder.tidy(done, recipe.run.keep_last)
+        # After a kill the newest but one may have to sample yet.
+        rounds_folder.tidy(done, recipe.run.keep_last + (recipe.rounds.max_staleness > 0))
     steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
     status.end("finished", exit_code=0, step=steps)
     say(f"{len(done)} rounds, {steps} steps: {output_dir}/export")
+    return 0
+
+
+def _wait(sampler: sampled_ahead.Ahead, trained: Round, last: int, status: Status) -> int:
+    """Wait for the samples of later rounds; the exit code of rounds that end without them, else 0."""
+    try:
+        code, waits = sampler.wait()
+    except (Ended, KeyboardInterrupt):
+        status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {last} was sampled")
+        raise
+    if code:
+        reason = f"while round {last} was sampled"
+        status.end("stopped" if code == EXIT_CODE else "failed", exit_code=code, reason=reason)
+        return code
+    sampled_ahead.write_waits(trained, waits)
+    return 0
+
+
+def _in_arguments(path: Path, strategy: Path | None, processes: int | None, assignments: list[str]) -> list[str]:
+    """The command line of these rounds."""
+    words = ["rounds", str(path)]
+    words += [] if strategy is None else ["--strategy", str(strategy)]
+    words += [] if processes is None else ["--processes", str(processes)]
+    return words + [word for assignment in assignments for word in ("--set", assignment)]
+
+
+def _sample_until(last: int, output_dir: Path, made_from: dict[str, str], how: Sampling) -> int:
+    """Sample the rounds up to one that have no answers yet.
+
+    Raises:
+        RecipeError: the folder has no rounds of this recipe, or not the weights that sample.
+    """
+    record = read_json(output_dir / ROUNDS)
+    if not _is_whole(record):
+        raise RecipeError(f"--sample-until: {output_dir} has no rounds; start cookbook rounds there")
+    assert record is not None
+    _compare(record, how.recipe, made_from, output_dir)
+    for number in range(1, last + 1):
+        current = Round(output_dir, number)
+        if not current.is_over and not current.samples.is_file():
+            write_samples(current, how)
     return 0
 
 
@@ -179,7 +238,6 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     Raises:
         RecipeError: the recipe has changed where it may not.
     """
-    from cookbook.training.checkpoint import resume
     from cookbook.training.metrics import set_aside
 
     path = output_dir / ROUNDS
@@ -187,21 +245,32 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     if recipe.run.resume == "auto" and path.is_file() and not _is_whole(record):
         raise RecipeError(f"{path}: is damaged; put it back, or begin again with --set run.resume=never")
     if record and recipe.run.resume == "auto":
-        # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
-        digests = {key: value for key, value in made_from.items() if key != "plugins"}
-        mistakes, notes = resume.changes(record, recipe, digests | {"plugins": record["made_from"]["plugins"]})
-        if mistakes:
-            raise RecipeError([f"run.resume: cannot resume in {output_dir}:", *mistakes])
-        for key in ("plugins", "reward_models"):
-            if made_from[key] != record["made_from"].get(key, ""):
-                notes.append(f"the {key.replace('_', ' ')} have changed: rounds scored before keep their rewards")
-        for note in notes:
-            say(note)
+        _compare(record, recipe, made_from, output_dir)
     elif earlier := set_aside(output_dir):
         say(f"{output_dir} held an earlier run, which was moved to {earlier}")
     output_dir.mkdir(parents=True, exist_ok=True)
     values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
+
+
+def _compare(record: dict[str, Any], recipe: Recipe, made_from: dict[str, str], output_dir: Path) -> None:
+    """Print what has changed since the rounds of a folder were begun.
+
+    Raises:
+        RecipeError: the recipe has changed where it may not.
+    """
+    from cookbook.training.checkpoint import resume
+
+    # A reward function that failed may be fixed: the runs of rounds compare the plugins' content themselves.
+    digests = {key: value for key, value in made_from.items() if key != "plugins"}
+    mistakes, notes = resume.changes(record, recipe, digests | {"plugins": record["made_from"]["plugins"]})
+    if mistakes:
+        raise RecipeError([f"run.resume: cannot resume in {output_dir}:", *mistakes])
+    for key in ("plugins", "reward_models"):
+        if made_from[key] != record["made_from"].get(key, ""):
+            notes.append(f"the {key.replace('_', ' ')} have changed: rounds scored before keep their rewards")
+    for note in notes:
+        say(note)
 
 
 def _is_whole(record: dict[str, Any] | None) -> bool:
@@ -218,6 +287,9 @@ def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) ->
     # What transformers' generate rounded otherwise than a training forward, the run computes before its first step.
     left_out = {"logprobs"} if recipe.rounds.sampler == TRANSFORMERS else set()
     columns = {key: key for key in (*kind.keys, *kind.other_keys) if key in current.lines[0] and key not in left_out}
+    if left_out and recipe.rounds.max_staleness:
+        # The run begins with newer weights than sampled, so that it cannot compute them.
+        columns["logprobs"] = "trainer_logprobs"
     values: dict[str, Any] = {
         "rounds.round": current.number,
         "data.train": {"path": str(current.samples), "columns": columns},

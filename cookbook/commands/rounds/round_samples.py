@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from cookbook.commands.rounds import conversations, prompt_rows, rounds_folder, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.commands.rounds.sampled_ahead import policy_of
 from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe
 from cookbook.rows.row_checks import MASK
 from cookbook.start.in_rounds import needs_reference
+from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
@@ -35,14 +37,17 @@ class Sampling:
     """The folder of each reward model."""
 
 
-def write_samples(current: Round, model: Path, how: Sampling) -> None:
+def write_samples(current: Round, how: Sampling) -> None:
     """Write the samples of a round: the answers first, so that a reward function that fails does not cost them."""
     recipe = how.recipe
     rounds = recipe.rounds
     assert rounds is not None
-    if current.number > 1 and not model.is_dir():
-        again = f"remove {model.parents[1]}, and round {current.number - 1} is done again"
+    policy = policy_of(current.number, rounds)
+    model = Round(current.output_dir, policy).export if policy else Path(how.first_model)
+    if policy and not model.is_dir():
+        again = f"remove {model.parents[1]}, and round {policy} is done again"
         raise RecipeError(f"{model}: is gone, and round {current.number} begins with it; {again}")
+    say(f"ROUND {current.number} of {rounds.num_rounds}: samples answers with {model}", flush=True)
     if not current.unscored.is_file():
         rounds_folder.write_lines(current.unscored, _sample(current, model, how))
     lines = []
@@ -111,7 +116,8 @@ def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
         others = [] if recipe.rounds.sampler == TRANSFORMERS else rounds_folder.earlier_models(current, how.first_model)
         proof.prove(lines, sampler, recipe, [other for other in others if other != model], current.number)
     weights = rounds_folder.weights_digest(model)
-    return [{"round": line.pop("round"), "weights": weights, **line} for line in lines]
+    policy = policy_of(current.number, recipe.rounds)
+    return [{"round": line.pop("round"), "policy": policy, "weights": weights, **line} for line in lines]
 
 
 def _lines(

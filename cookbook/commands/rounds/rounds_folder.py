@@ -42,6 +42,7 @@ class Round:
         self.run = self.folder / "run"
         self.samples, self.unscored = self.folder / SAMPLES, self.folder / UNSCORED
         self.export = self.run / "export"
+        self.waits = self.folder / "waits.json"
 
     def folder_for_server(self, digest: str) -> Path:
         """The folder that a server samples with; its name says which weights are in it."""
@@ -140,6 +141,7 @@ def summary_of(number: int, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "round": number,
         **(_of_rewards(lines) if "rewards" in lines[0] else {}),
+        **({"staleness": number - 1 - lines[0]["policy"]} if lines[0].get("policy") is not None else {}),
         **sampler_divergence.metrics(lines),
         "ended": fmean(has_ended for line in lines for has_ended in line["ended"]),
         "completion_tokens": fmean(lengths),
@@ -170,7 +172,8 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
     for finished in rounds:
         lines = finished.lines
         if lines:  # a user may have removed those of a round that is over
-            metrics.append({"step": step, **summary_of(finished.number, lines)})
+            waits = read_json(finished.waits) or {}
+            metrics.append({"step": step, **summary_of(finished.number, lines), **waits})
         shown += [_continuation(step, line) for line in lines[:NUM_SHOWN]]
         steps = read_lines(finished.run / METRICS)
         metrics += [line | {"step": step + line["step"]} for line in steps]

@@ -1,0 +1,64 @@
+"""Protects rounds that are sampled while an earlier one trains: by which weights, and to the same end whenever killed.
+
+python -m pytest -q -m "slow or not slow" tests/test_rounds_ahead.py
+"""
+
+import json
+
+import pytest
+
+from cookbook.commands.rounds import sampled_ahead
+from cookbook.config.sections import RoundsSection
+from cookbook.training.models.model_source import weights_digest
+from tests.test_rounds import ROUNDS, forked, model, read, settings, start  # noqa: F401
+
+AHEAD = ROUNDS | {"num_rounds": 4, "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "policies", "sampled_beside"),
+    [(0, [0, 1, 2, 3], [1, 2, 3, 4]), (1, [0, 0, 1, 2], [2, 3, 4, 4]), (2, [0, 0, 0, 1], [3, 4, 4, 4])],
+)
+def test_which_weights_sample_a_round(max_staleness: int, policies: list[int], sampled_beside: list[int]):
+    rounds = RoundsSection(num_rounds=4, prompts_per_round=1, max_staleness=max_staleness)
+    assert [sampled_ahead.policy_of(number, rounds) for number in (1, 2, 3, 4)] == policies
+    assert [sampled_ahead.last_sampled_beside(number, rounds) for number in (1, 2, 3, 4)] == sampled_beside
+
+
+@pytest.mark.slow
+def test_a_round_is_sampled_by_older_weights_whose_probabilities_its_ratios_have(lab, forked, model, tmp_path, capsys):  # noqa: F811
+    values = settings(tmp_path, model, rounds=AHEAD, run__keep_last=4)
+    assert start(lab, values) == 0, capsys.readouterr()
+    out = tmp_path / "out"
+    exports = [out / f"rounds/{number:04}/run/export" for number in (1, 2, 3, 4)]
+    digests = [weights_digest(folder, cache=tmp_path) for folder in (model, *exports)]
+    samples = [read(out / f"rounds/{number:04}/samples.jsonl") for number in (1, 2, 3, 4)]
+    assert [{line["weights"] for line in lines} for lines in samples] == [{digests[i]} for i in (0, 0, 1, 2)]
+    ratios = [
+        next(line["ratio"] for line in read(folder.parent / "metrics.jsonl") if "loss" in line) for folder in exports
+    ]
+    # The first step of a round has the weights that sampled in round 1 alone.
+    assert ratios[0] == pytest.approx(1, abs=1e-4)
+    assert all(abs(ratio - 1) > 1e-3 for ratio in ratios[1:])
+    shown = [line for line in read(out / "metrics.jsonl") if "reward" in line]
+    assert [line["staleness"] for line in shown] == [0, 1, 1, 1]
+    assert all({"trainer_wait", "sampler_wait"} <= line.keys() for line in shown[:3])
+
+
+@pytest.mark.slow
+def test_a_round_that_cannot_be_sampled_beside_another_ends_rounds(lab, forked, model, tmp_path, capfd):  # noqa: F811
+    plugin = tmp_path / "fails.py"
+    plugin.write_text(
+        "import sys\n"
+        "from cookbook.config.reward_functions import reward\n"
+        "@reward\n"
+        "def fails(completions, **others):\n"
+        "    if '--sample-until' in sys.argv:\n"
+        "        raise ValueError('not today')\n"
+        "    return [float(len(str(completion))) for completion in completions]\n"
+    )
+    rounds = AHEAD | {"reward_funcs": "fails", "reward_weights": None}
+    assert start(lab, settings(tmp_path, model, rounds=rounds, plugins=[str(plugin)])) == 2
+    assert "not today" in capfd.readouterr().err
+    status = json.loads((tmp_path / "out/status.json").read_text())
+    assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 2, "while round 2 was sampled")
