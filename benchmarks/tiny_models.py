@@ -45,7 +45,10 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
         size = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
     if size > LARGEST:
         raise ValueError(f"{size:,} parameters; its sizes have other names")
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    # What a library draws for vectors, as the decay of a state, would else be another model in each process.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim > 1:

@@ -115,8 +115,9 @@ ADAPTER = {"adapter": "{name: lora, rank: 8}", "optim.learning_rate": "0.1"}
 Qwen3-Next's losses by 2e-3 in float32, and by 1e-15 in float64."""
 
 SAME_WEIGHT = 1e-6
-ROUNDS_MORE = ("qwen3_next",)
-"""1.8e-6 under FSDP2, of weights that were moved by 8e-2."""
+ROUNDS_MORE = ".linear_attn.in_proj_qkv"
+"""Adapters before a gated delta rule: 1.8e-6 under FSDP2, of weights that were moved by 8e-2. Of one process another
+micro-batch alone made 0.9e-6 of Qwen3-Next and 0.6e-6 of Qwen3.5, thirty times what it made of all others."""
 AT_A_TIE = ("dots3_note_text",)
 """Model types that select a token or an expert by scores within their rounding of one another: two adapters whose
 weights agree within 2e-8, of one process and of ZeRO-3, have losses 6e-5 apart in transformers alone too."""
@@ -151,9 +152,10 @@ def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monk
         curve, _ = architectures.train(lab, folder, f"adapted_{column}")
         weights, others = exported(curve.folder)
         assert others == settings and weights.keys() == expected.keys(), column
-        far = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+        apart = {name: float((weights[name] - expected[name]).abs().max()) for name in expected}
+        far = max(of / (5 if ROUNDS_MORE in name else 1) for name, of in apart.items())
         print(model_type, column, f"losses {architectures.distance(curve, alone):.0e}, weights {far:.0e}")
-        assert far < (5 if model_type in ROUNDS_MORE else 1) * SAME_WEIGHT, column
+        assert far < SAME_WEIGHT, (column, sorted(apart.items(), key=lambda item: item[1])[-3:])
         if model_type in AT_A_TIE:
             last = architectures.library_loss(lab, folder, curve.folder / "export", False)
             assert abs(curve.evaluations[-1][1] - last) < SGD_LOSS, column
