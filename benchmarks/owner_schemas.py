@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 INSTALLED = Path(sysconfig.get_paths()["purelib"])
 OWNERS = Path(__file__).parents[1] / "cookbook" / "config" / "owners"
 
@@ -34,6 +36,9 @@ class Source:
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By section, files whose functions and classes are named there and take its other keys as arguments; the first
     text is a regular expression of their names."""
+    flags: tuple[str, dict[str, str]] = ("", {})
+    """A file whose parser of a command line has the keys of sections, and by section a regular expression of the title
+    of their group and the name."""
     selector: str = "_component_"
     """The key of a section that names the function or class."""
     roots: str = ""
@@ -119,6 +124,23 @@ SOURCES = {
         },
         selector="_target_",
         repository="Automodel",
+    ),
+    "accelerate": Source(
+        ("accelerate/commands/config/config_args.py",),
+        roots="ClusterConfig",
+        flags=(
+            "accelerate/commands/launch.py",
+            {
+                "fsdp_config": "FSDP Arguments/.*",
+                "deepspeed_config": "DeepSpeed Arguments/.*",
+                "parallelism_config": "ParallelismConfig Arguments/.*",
+                "fp8_config": "FP8 Arguments/(?:fp8_)?(.*)",
+                "dynamo_config": "Resource Selection Arguments/dynamo_.*",
+                "mpirun_config": "MPI Arguments/.*",
+                "megatron_lm_config": "Megatron-LM Arguments/.*",
+            },
+        ),
+        package="accelerate",
     ),
     "torchtune": Source(
         lookups=tuple(
@@ -273,6 +295,30 @@ class Reader:
                             keys[f"{section}.{name}"] = known[:1]
         return keys
 
+    def read_flags(self, pattern: str, sections: dict[str, str]) -> dict[str, list[Any]]:
+        """Options of a parser, by the paths of keys; texts of a default are read as a file's are."""
+        keys: dict[str, list[Any]] = {}
+        titles: dict[str, str] = {}
+        for _, tree in self.trees((pattern,)):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(")"):
+                    title = re.search(r"add_argument_group\('([^']+)'", ast.unparse(node.value))
+                    titles |= {ast.unparse(node.targets[0]): title[1]} if title else {}
+            for node in ast.walk(tree):
+                function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+                if not isinstance(node, ast.Call) or function.removesuffix(".add_argument") not in titles:
+                    continue
+                group, name = titles[function.removesuffix(".add_argument")], ast.literal_eval(node.args[0]).lstrip("-")
+                for section, wanted in sections.items():
+                    if found := re.fullmatch(wanted, f"{group}/{name}"):
+                        given = {keyword.arg: keyword.value for keyword in node.keywords}
+                        default = self.default_of(given.get("default"))[0]
+                        default = [yaml.safe_load(text) if isinstance(text, str) else text for text in default]
+                        kind = ast.unparse(given["type"]) if "type" in given else ""
+                        for key in {name, found.group(len(found.groups()))} if found.groups() else {name}:
+                            keys[f"{section}.{key}"] = [kind, *default]
+        return {name: keys[name] for name in sorted(keys)}
+
     def arguments_of(self, function: ast.FunctionDef) -> dict[str, list[Any]]:
         plain, keyword = function.args.args, function.args.kwonlyargs
         defaults = [None] * (len(plain) - len(function.args.defaults)) + [*function.args.defaults]
@@ -315,6 +361,7 @@ def schema_of(name: str, root: Path, version: str) -> dict[str, Any]:
     keys = reader.read_lookups(source.lookups) if source.lookups else {}
     for section, patterns in source.parameters.items():
         keys |= reader.read_parameters(section, patterns)
+    keys |= reader.read_flags(*source.flags) if source.flags[0] else {}
     if keys:
         classes["configuration"] = keys
     return {"version": version, "classes": classes}

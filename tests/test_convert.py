@@ -339,7 +339,7 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
     assert convert(json.dumps(values, indent=1), name="file.json") == 0
     printed = capsys.readouterr().out
     for key in ["not_known", *[f"{section}.not_known" for section in sections]]:
-        assert f": {key} is 1: no key of {tables().projects[project].name};" in printed
+        assert f": {key} is 1: no key of {tables().projects[project].known_as};" in printed
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
@@ -447,6 +447,37 @@ def test_what_a_json_leaves_to_the_training_is_named_where_no_file_has_it(folder
     assert "'auto', and no file" not in capsys.readouterr().out
     schedule = load_recipe(Path("recipes/mine.yaml")).schedule
     assert (schedule.warmup_steps, schedule.warmup) == (7, "log")
+
+
+def test_each_key_that_a_json_leaves_open_is_named_also_where_two_are_one_of_ours(folder, capsys):
+    values = json.loads(with_warmup(warmup_num_steps=3, warmup_max_lr="auto")) | {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}
+    }
+    (folder / "dist.json").write_text(json.dumps(values))
+    assert main(["convert", "dist.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "optimizer.params.lr is 'auto', and no file" in printed
+    assert "scheduler.params.warmup_max_lr is 'auto', and no file" in printed
+
+
+PRUNED = {"sparse_pruning": {"shared_parameters": {"enabled": True}, "different_groups": {"sp1": {"params": {"r": 2}}}}}
+OFF = json.loads(json.dumps(PRUNED).replace("true", "false"))
+
+
+def test_a_section_that_is_switched_off_needs_nothing_and_one_that_is_on_has_one_line(folder, capsys):
+    """DeepSpeed's switch of a method is in a section beside what it switches."""
+    zero = {"zero_optimization": {"stage": 2}, "_comment": "from a page"}
+    (folder / "dist.json").write_text(json.dumps(zero | {"compression_training": OFF}))
+    assert main(["convert", "dist.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "trains otherwise" not in printed and "to know" not in printed
+    needs_nothing = printed.partition("needs nothing: ")[2].partition("\n")[0].split(", ")
+    assert {"_comment", "compression_training.sparse_pruning.different_groups.sp1.params.r"} < {*needs_nothing}
+    (folder / "dist.json").write_text(json.dumps(zero | {"compression_training": PRUNED}, indent=1))
+    assert main(["convert", "dist.json"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("compression_training") == 1, error
+    assert "dist.json:6: compression_training: another training" in error
 
 
 FP16 = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n"

@@ -442,7 +442,7 @@ IN_ONE_ROUND: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "weights in bf16": (
         {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}},
-        ["bf16.bf16_master_weights_and_grads is true, which a run does not do; write false"],
+        ["bf16.bf16_master_weights_and_grads is true: weights and moments are float32; take it out"],
     ),
     "a guess that would be ignored": (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pipeline": True}}},
@@ -465,7 +465,7 @@ def test_adam_of_deepspeed_is_adamw_unless_a_file_says_otherwise(tmp_path: Path)
     claims = load_strategy(with_json(tmp_path, PAGES["zero3"] | adam)).claims
     assert [claim.value for claim in claims if claim.key == "optim.name"] == ["adamw"]
     adam["optimizer"]["params"] = {"adam_w_mode": False}
-    assert "adam_w_mode is false, which a run does not do" in mistakes_of(with_json(tmp_path, adam | PAGES["zero3"]))[0]
+    assert "adam_w_mode is false: the decay is apart from" in mistakes_of(with_json(tmp_path, adam | PAGES["zero3"]))[0]
 
 
 def test_what_is_switched_off_at_any_depth_or_left_open_is_passed_over(tmp_path: Path):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from cookbook.config.effects import effect_of
-from cookbook.config.owner_schemas import Field, fields_of, read_classes
+from cookbook.config.owner_schemas import Field, fields_of, read_classes, version_of
 from cookbook.system.files import show
 
 Cost = Literal["refuse", "changes", "decide", "idle", "sizes"]
@@ -129,6 +129,14 @@ class Project:
         return fields_of(self.schema)
 
     @functools.cached_property
+    def known_as(self) -> str:
+        """Its name with the version or the day of its schema."""
+        if not self.schema:
+            return self.name
+        version = version_of(self.schema[-1])
+        return f"{self.name} of {version}" if "-" in version else f"{self.name} {version}"
+
+    @functools.cached_property
     def _sections_of_fields(self) -> frozenset[str]:
         return _sections(self.fields)
 
@@ -142,13 +150,30 @@ class Project:
 
     def entry(self, path: str) -> Key | None:
         """Return the entry of a key: its own, or that of the section without a counterpart around it."""
-        key, around, is_known = self.keys.get(path), path, path in self.fields
-        while key is None and "." in around:
+        return self.keys.get(self.home(path) or "")
+
+    def home(self, path: str) -> str | None:
+        """The key itself or the section around it, whichever has an entry for it."""
+        around, is_known = path, path in self.fields
+        if path in self.keys:
+            return path
+        while "." in around:
             around = around.rpartition(".")[0]
             is_known |= around in self.open_sections or around not in self._sections_of_fields
             section = self.keys.get(around)
-            key = section if is_known and section is not None and section.ours is None else None
-        return key
+            if is_known and section is not None and section.ours is None:
+                return around
+        return None
+
+    def lacks(self, path: str) -> bool:
+        """True for a known key that has no counterpart."""
+        key = self.entry(path)
+        return key is not None and key.ours is None
+
+    def is_idle(self, path: str) -> bool:
+        """True for a key that can be left out, whatever its value."""
+        key = self.entry(path)
+        return key is not None and key.ours is None and key.cost == "idle"
 
     def has_keys_in(self, path: str) -> bool:
         """True if a key is known by its place in this section."""
@@ -159,9 +184,31 @@ class Project:
         return any(name.startswith(f"{path}.") for name in (*self.keys, *self.passes, *self.compares))
 
     def passes_over(self, path: str, value: Any) -> bool:
-        """True if a key asks for nothing with this value, or for what a run does in any case."""
-        values = self.passes.get(path, [])
+        """True if a key asks for nothing with this value, or for what a run does in any case: by `passes` or, for a key
+        without a counterpart, by its owner's default."""
+        if (values := self.passes.get(path)) is None:
+            return path in self.fields and self.lacks(path) and self.is_default(path, value)
         return values == "any" or any(type(value) is type(passed) and value == passed for passed in values)
+
+    def is_off(self, path: str, values: Mapping[str, Any]) -> bool:
+        """True if a section around a key is switched off, by its own `enabled`, or by that of what its parts share.
+
+        Args:
+            values: those of the file.
+        """
+        section: Any = values
+        names = path.split(".")
+        for depth, name in enumerate(names[:-1]):
+            section = section.get(name) if isinstance(section, Mapping) else None
+            if not isinstance(section, Mapping):
+                return False
+            around = ".".join(names[: depth + 1])
+            for switches, place in ((section, around), (section.get(SHARED), f"{around}.{SHARED}")):
+                own = self.fields.get(f"{place}.{SWITCH}")
+                usual = own.default[0] if own is not None and own.default else None
+                if isinstance(switches, Mapping) and switches.get(SWITCH, usual) is False:
+                    return True
+        return False
 
     def is_default(self, path: str, value: Any) -> bool:
         """True if the value is what holds without the key: by the schema or, where that has none, an empty one. Where
@@ -224,6 +271,9 @@ class Project:
                 yield f"not in the file, where {self.name} has {path} {show(default)}: {key.why}"
 
 
+SWITCH = "enabled"
+SHARED = "shared_parameters"
+"""The section of DeepSpeed's methods of compression that has their switch."""
 OF_A_DEFAULT = ("~adapter", "~disable_dropout")
 """Derived keys that a default is taken for; others follow from these, or are nothing without a value in the file."""
 

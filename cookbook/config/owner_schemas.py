@@ -27,6 +27,12 @@ class Field:
     """Its default; empty where the key is required, or its owner computes it."""
 
 
+def version_of(owner: str) -> str:
+    """The version of an owner's schema, or the day of the commit that it was read from."""
+    version: str = json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8"))["version"]
+    return version.partition(" ")[0]
+
+
 @functools.cache
 def read_classes(owners: tuple[str, ...]) -> Classes:
     """The classes of several owners; a later one extends those of the same name."""

@@ -11,11 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cookbook.config.foreign import NoCounterpart, Project, asks_for_nothing, tables
+from cookbook.config.foreign import SWITCH, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.system.files import Document, show
 
 AUTO = "auto"
-SWITCH = "enabled"
 COMMENT = ("_", "//")
 """Beginnings of names at the top of a JSON under which people write comments, which DeepSpeed passes over too."""
 OWNED_BY_THE_RECIPE = {
@@ -135,7 +134,8 @@ class Sorting:
         Returns:
             Whether nobody else is to refuse it.
         """
-        key = self.project.keys.get(".".join(path))
+        dotted = ".".join(path)
+        key = None if dotted in self.project.open_sections else self.project.keys.get(dotted)
         if values and key is not None and key.ours is None:
             self.mistakes.append(_refusal(self.document.place(*path), values, key.answer))
             return True

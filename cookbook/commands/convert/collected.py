@@ -8,7 +8,7 @@ from cookbook.commands.convert import references
 from cookbook.config.accelerate_yaml import indented
 from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
-from cookbook.config.strategy_keys import is_same
+from cookbook.config.strategy_keys import COMMENT, is_same
 from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
 
 SEVERAL = ("run.trackers", "adapter.targets")
@@ -45,8 +45,8 @@ class Collected:
         """Keys that can be left out without a loss."""
         self.sizes: dict[str, Any] = {}
         """Settings of speed that a strategy has a value of its own for, by their places in its file."""
-        self.open: dict[str, tuple[str, Key]] = {}
-        """Keys of DeepSpeed that whoever trains fills in ("auto"), with their places, by ours."""
+        self.open: list[tuple[str, Key]] = []
+        """Keys of DeepSpeed that whoever trains fills in ("auto"), with their places."""
         self.others: list[str] = []
         """Reasons why no recipe can be the same training."""
         self.files: list[str] = []
@@ -64,12 +64,16 @@ class Collected:
         self.folder = Path(document.name).parent
         self.files.append(document.name)
         if is_deepspeed := project is tables().projects["deepspeed"]:
+            self.idle += empty_keys(document.values, project)  # of which `as_deepspeed_reads` leaves some out
             document = as_deepspeed_reads(document)
         if project is tables().projects["accelerate"]:
             document, lost = indented(document)
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
         for path, written in _leaves(document.values, project):
-            place, dotted = f"{document.place(*path)} is {in_short(written)}", ".".join(map(str, path))
+            dotted = ".".join(map(str, path))
+            place = f"{document.place(*path)} is {in_short(written)}"
+            if (home := project.home(dotted)) not in (None, dotted):  # one line for all keys of such a section
+                place = document.place(*path[: str(home).count(".") + 1])
             self.keys_of_files.add(dotted)
             if is_deepspeed and written == "auto":
                 self._leave_open(dotted, document.place(*path), project)
@@ -77,10 +81,12 @@ class Collected:
             if path in document.assumed:
                 place += SILENT
             value = references.resolve(written, document.values)
-            if references.is_open(value):
-                self.changes.append(f"{place}: refers to what is not in this file; write the value")
-            elif value is None:
+            if value is None or (is_deepspeed and dotted.startswith(COMMENT)):
+                self.idle += [dotted] if dotted not in self.idle else []
+            elif project.is_idle(dotted) or (project.lacks(dotted) and project.is_off(dotted, document.values)):
                 self.idle.append(dotted)
+            elif references.is_open(value):
+                self.changes.append(f"{place}: refers to what is not in this file; write the value")
             else:
                 self._read_key(dotted, value, place, project)
         if is_deepspeed and "zero_optimization" not in document.values:
@@ -96,7 +102,7 @@ class Collected:
         if key is None or key.ours is None or key.ours.startswith("strategy."):
             self.idle.append(dotted)
         else:
-            self.open[key.ours] = (place, key)
+            self.open.append((place, key))
 
     def _read_key(self, dotted: str, value: Any, place: str, project: Project) -> None:
         key = project.entry(dotted)
@@ -109,14 +115,12 @@ class Collected:
         ):
             self.idle.append(dotted)
         elif key is None:
-            self.changes.append(f"{place}: no key of {project.name}; docs/recipes.md has all of ours")
-        elif key.cost == "idle":
-            self.idle.append(dotted)
+            self.changes.append(f"{place}: no key of {project.known_as}; docs/recipes.md has all of ours")
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
             lines = self.others if key.cost == "refuse" else self._lines(key)
-            lines.append(f"{place}: {key.why}")
+            lines += [line] if (line := f"{place}: {key.why}") not in lines else []
 
     def _lines(self, key: Key) -> list[str]:
         return self.changes if key.cost == "changes" else self.notes
@@ -198,6 +202,11 @@ def in_short(value: Any) -> str:
 def keys_of(values: dict[str, Any], project: Project) -> list[str]:
     """The dotted keys of a file."""
     return [".".join(map(str, path)) for path, _ in _leaves(values, project)]
+
+
+def empty_keys(values: dict[str, Any], project: Project) -> list[str]:
+    """The dotted keys of a file that have no value."""
+    return [".".join(map(str, path)) for path, value in _leaves(values, project) if value is None]
 
 
 def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -81,20 +81,18 @@ class Conversion(Collected):
         """Name the keys of a JSON's scheduler and optimizer that whoever trains fills in, where no file has them. A
         warm-up has no default.
         """
-        place, key = self.open.pop("schedule.warmup_steps", ("", None))
-        shape = self.recipe.get("schedule.warmup")
-        if key is not None and "schedule.warmup_steps" not in self.recipe:
-            self.recipe.pop("schedule.warmup", None)
-            self.changes.append(
-                f"{place} is 'auto', and no file has a number; {key.answer}, and schedule.warmup: {shape}"
-            )
-        for ours, (place, key) in self.open.items():
-            dotted = place.rpartition(": ")[2]
-            is_needed = dotted.startswith(("scheduler.", "optimizer."))
-            if not is_needed or project is not None or ours in self.given or ours in self.recipe:
-                self.idle.append(dotted)
-            else:
+        for place, key in self.open:
+            ours, dotted = str(key.ours), place.rpartition(": ")[2]
+            has_value = ours in self.recipe or ours in self.given
+            if ours == "schedule.warmup_steps" and ours not in self.recipe:
+                shape = self.recipe.pop("schedule.warmup", None)
+                self.changes.append(
+                    f"{place} is 'auto', and no file has a number; {key.answer}, and schedule.warmup: {shape}"
+                )
+            elif dotted.startswith(("scheduler.", "optimizer.")) and project is None and not has_value:
                 self.notes.append(f"{place} is 'auto', and no file has a value; {key.answer}")
+            else:
+                self.idle.append(dotted)
 
     @property
     def _objective_name(self) -> str:
