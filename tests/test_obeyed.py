@@ -87,7 +87,7 @@ def change(path: Path, kind: str, keys: list[str], found: dict[str, str]) -> Non
 
 
 NAMES_NO_TEXT = (
-    "write less than", "write less", "write a whole number",
+    "write less than", "write less",
     "write 2 values", "write one of them", "write the folder in full", "write a path",
     "write the value out", "write a plain value", "write KEY: COLUMN", "write it in quotes", "write MULTI_GPU or FSDP",
     "write zero_optimization.stage in the JSON", "would be ignored with pp_size; write true",

@@ -127,7 +127,9 @@ class JsonBlock(Block):
         # 5e8, as DeepSpeed's own pages have it: pydantic makes an integer of a whole number there.
         value = int(value) if isinstance(value, float) and value.is_integer() else value
         if type(value) is not int:
-            raise ValueError(f"is {show(value)}; write a whole number{', or auto' * (field.field_name in MAY_BE_AUTO)}")
+            (usual,) = tables().projects["deepspeed"].fields[f"{cls.block}.{field.field_name}"].default
+            way = "or auto" if field.field_name in MAY_BE_AUTO else f"as {usual}"
+            raise ValueError(f"is {show(value)}; write a whole number, {way}")
         bounds = facts()["blocks"].get(cls.block, {}).get(field.field_name, {})
         least = bounds["gt"] + 1 if "gt" in bounds else bounds.get("ge", value)
         if value < least:
@@ -181,6 +183,7 @@ class ZeroBlock(JsonBlock):
 
 
 class AioBlock(JsonBlock):
+    block = "aio"
     block_size: int | None = Field(default=None, gt=0)
     queue_depth: int | None = Field(default=None, gt=0)
     intra_op_parallelism: int | None = Field(default=None, gt=0)
