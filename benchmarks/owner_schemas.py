@@ -2,6 +2,7 @@
 
 python benchmarks/owner_schemas.py                        # of the packages that are installed here
 python benchmarks/owner_schemas.py --sources DIR axolotl  # of a checkout in DIR, with the name of its repository
+python benchmarks/owner_schemas.py --words                # the table of words in docs/troubleshooting.md
 
 Sources are read as syntax trees; nothing of them is imported or run.
 """
@@ -21,8 +22,12 @@ from typing import Any
 
 import yaml
 
+from cookbook.config.foreign import tables
+
 INSTALLED = Path(sysconfig.get_paths()["purelib"])
-OWNERS = Path(__file__).parents[1] / "cookbook" / "config" / "owners"
+ROOT = Path(__file__).parents[1]
+OWNERS = ROOT / "cookbook" / "config" / "owners"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 @dataclass(frozen=True)
@@ -376,11 +381,31 @@ def dumps(schema: dict[str, Any]) -> str:
     return f'{{\n "version": {json.dumps(schema["version"])},\n "classes": {{\n' + ",\n".join(parts) + "\n }\n}\n"
 
 
+def table_of_words() -> str:
+    """The words that a recipe answers, with their answers, as the page has them."""
+    answers: dict[str, list[str]] = {}
+    for word, answer in tables().elsewhere.items():
+        answers.setdefault(answer, []).append(f"`{word}`")
+    rows = [f"| {', '.join(words)} | {answer} |" for answer, words in answers.items()]
+    table = "\n".join(["| the word | the answer |", "|---|---|", *rows])
+    return re.sub(r"docs/([\w.]+)(#[\w-]+)?", r"[docs/\1](\1\2)", table)
+
+
+def with_words(page: str) -> str:
+    begin, end = "<!-- words:begin -->\n", "\n<!-- words:end -->"
+    before, _, rest = page.partition(begin)
+    return before + begin + table_of_words() + end + rest.partition(end)[2]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("owners", nargs="*", metavar="OWNER", help=", ".join(SOURCES))
     parser.add_argument("--sources", type=Path, help="the folder of checkouts")
+    parser.add_argument("--words", action="store_true", help="write the table of words, and nothing else")
     arguments = parser.parse_args()
+    if arguments.words:
+        PAGE.write_text(with_words(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     for name in arguments.owners or SOURCES:
         here = found(name, arguments.sources)
         if here is None:

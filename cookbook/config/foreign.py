@@ -603,4 +603,6 @@ def answers() -> dict[str, str]:
         for path, key in project.keys.items():
             if "." not in path and key.answer not in texts.setdefault(path, []):
                 texts[path].append(key.answer)
-    return {path: "; or, ".join(several) for path, several in texts.items()} | tables().elsewhere
+    elsewhere = tables().elsewhere
+    spelled = {path.lower(): text for path, text in elsewhere.items()} | elsewhere
+    return {path: "; or, ".join(several) for path, several in texts.items()} | spelled
