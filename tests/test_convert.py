@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_convert.py
 """
 
+import contextlib
 import copy
 import json
 import re
@@ -478,6 +479,34 @@ def test_a_section_that_is_switched_off_needs_nothing_and_one_that_is_on_has_one
     error = capsys.readouterr().err
     assert error.count("compression_training") == 1, error
     assert "dist.json:6: compression_training: another training" in error
+
+
+OF_FP8 = {
+    "llama-factory": "model_name_or_path: a/b\ndataset: rows\nlearning_rate: 1.0e-5\nbf16: true\nfp8: true\n",
+    "axolotl": "base_model: a/b\nlearning_rate: 1.0e-5\nmicro_batch_size: 1\nbf16: true\nfp8: true\n",
+    "automodel": "step_scheduler: {global_batch_size: 2}\noptimizer: {lr: 1.0e-5}\nfp8: {enabled: true}\n",
+}
+
+
+@pytest.mark.parametrize("project", OF_FP8)
+def test_fp8_beside_bf16_is_fp8_without_a_word(folder, capsys, project):
+    (folder / "file.yaml").write_text(OF_FP8[project])
+    assert main(["convert", "file.yaml", "--from", project]) == 0
+    assert "mixed_precision: fp8" in Path("recipes/file.yaml").read_text()
+    assert "fp8" not in capsys.readouterr().out.partition("to correct")[0]
+
+
+def test_a_file_that_is_named_from_the_root_of_a_repository_is_found(folder, capsys):
+    (folder / "configs").mkdir()
+    (folder / "configs/zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (folder / "examples/llama").mkdir(parents=True)
+    path = folder / "examples/llama/train.yaml"
+    path.write_text("base_model: a/b\nlearning_rate: 1.0e-5\nmicro_batch_size: 1\ndeepspeed: configs/zero.json\n")
+    (folder / "elsewhere").mkdir()
+    with contextlib.chdir(folder / "elsewhere"):
+        assert main(["convert", "../examples/llama/train.yaml", "--from", "axolotl"]) == 0
+        assert "strategy: zero3" in Path("recipes/train.yaml").read_text()
+    assert "no such file" not in capsys.readouterr().out.partition("to correct")[0]
 
 
 FP16 = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\n"

@@ -459,7 +459,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
         ),
         BOOL,
     ),
-    **dict.fromkeys(("~bf16", "~fp16"), PRECISIONS),
+    **dict.fromkeys(("~fp8", "~bf16", "~fp16"), PRECISIONS),
     "optim.name": OPTIMIZERS,
     "schedule.name": SCHEDULES,
     **dict.fromkeys(("strategy.offload_optimizer", "strategy.offload_param"), OFFLOAD),

@@ -180,6 +180,12 @@ class Collected:
     def _rank(self, place: str) -> int:
         return next((i for i, file in enumerate(self.files) if place.startswith(f"{file}:")), len(self.files))
 
+    def find(self, name: str) -> Path | None:
+        """A file that a file names: from the current folder, from its own or, as a command in the root of a repository
+        sees it, from one around that."""
+        folders = (Path(), self.folder, *self.folder.resolve().parents)
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
     def take(self, name: str, default: Any = None) -> Any:
         return self.other.pop(f"~{name}", default)
 

@@ -1,6 +1,5 @@
 """The rows that converted files name, as sources of a recipe."""
 
-from pathlib import Path
 from typing import Any
 
 from cookbook.commands.convert import source_sections
@@ -148,8 +147,7 @@ def _listed(collected: Collected, key: str) -> list[dict[str, Any]]:
         return []
     if not name.endswith((".yaml", ".yml")):
         return [{"path": name}]
-    path = next((candidate for candidate in (Path(name), collected.folder / name) if candidate.is_file()), None)
-    if path is None:
+    if (path := collected.find(name)) is None:
         collected.note(f"~{key}", "no such file; write the paths of its rows, or their names on the Hub")
         return [{"path": "path/to/rows.jsonl"}]
     sources, left_out = source_sections.of_listed(read_document(path).values)

@@ -61,9 +61,11 @@ class Conversion(Collected):
             self.recipe["optim.weight_decay"] = 0.0
 
     def _precision(self) -> None:
-        """mixed_precision from switches for bf16 and fp16; one that is off says nothing beside one that is on."""
-        switches = {name: self.take(name) for name in ("bf16", "fp16")}
+        """mixed_precision from switches for fp8, bf16 and fp16; one that is off says nothing beside one that is on, and
+        fp8 computes in bf16 what it has not."""
+        switches = {name: self.take(name) for name in ("fp8", "bf16", "fp16")}
         on = sorted((name for name in switches if switches[name]), key=lambda name: self._rank(self.places[f"~{name}"]))
+        on = ["fp8"] if "fp8" in on else on
         for name in on:
             self.settle("mixed_precision", name, f"~{name}")
         if not on and False in switches.values():
@@ -201,10 +203,7 @@ class Conversion(Collected):
         if isinstance(named, dict):
             self.read(Document(f"{self.places['~deepspeed']}", named), tables().projects["deepspeed"])
         elif named is not None:
-            path = next(
-                (candidate for candidate in (Path(str(named)), self.folder / str(named)) if candidate.is_file()), None
-            )
-            if path is None:
+            if (path := self.find(str(named))) is None:
                 known = _named_strategy(Path(str(named)).stem)
                 self.note("~deepspeed", f"no such file; give it to `convert` beside this one{known}")
             else:
