@@ -1468,7 +1468,7 @@ TRAINS_OTHERWISE = {
         AXOLOTL.replace("    shards: 3", "    roles_to_train: [user, assistant]"), "roles_to_train a list of 2 items"),
     "packed rows in a batch": (
         AXOLOTL, "a batch of axolotl counts packed rows of up to 4096 tokens, 32768 a step, and here samples."
-        " Write batch.micro_batch_tokens: 8192"),
+        " In the place of batch.micro_batch_size write batch.micro_batch_tokens: 8192"),
     "rows in their order": (f"{AUTOMODEL}dataloader: {{shuffle: false}}\n", "dataloader.shuffle is false"),
     "the rows of KTO in their order": (
         "{model_name_or_path: m, dataset_name: d, loss_type: kto}",

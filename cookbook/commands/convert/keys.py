@@ -382,7 +382,7 @@ class Conversion(Collected):
             if self._rank(of_micro) < self._rank(of_batch):
                 self.recipe["batch.global_batch_size"] = size
         elif given is not None:
-            self._spare_accumulation(accumulation)
+            self._spare_accumulation(accumulation, copies)
         if given is None and self.processes is None:
             self.notes.append(
                 f"batch.global_batch_size {size} = {micro} x accumulation {accumulation or 1} x 1 process: the file has"
@@ -405,12 +405,15 @@ class Conversion(Collected):
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file: {given}, Automodel's; its warm-up is at most 1000 steps")
 
-    def _spare_accumulation(self, accumulation: int | None) -> None:
-        """Name an accumulation from which no batch can be computed, or that is another than that of the batches."""
+    def _spare_accumulation(self, accumulation: int | None, copies: int = 1) -> None:
+        """Name an accumulation from which no batch can be computed, or that is another than that of the batches.
+
+        Args:
+            copies: data-parallel processes.
+        """
         size, micro = self.recipe.get("batch.global_batch_size"), self.recipe.get("batch.micro_batch_size")
         if accumulation is None:
             return
-        copies = self.processes or 1
         if size is None or micro is None:
             advice = (
                 "the batch of a step is batch.global_batch_size = micro_batch_size x this x data-parallel processes"
@@ -437,8 +440,8 @@ class Conversion(Collected):
         self.change(
             "data.packing",
             f"a batch of {project.name} counts packed rows of up to {length} tokens, {size * length} a step, and here"
-            f" samples. Write batch.micro_batch_tokens: {micro * length}, and batch.global_batch_size:"
-            f" {size * length} / the mean length of your rows (`cookbook preview`)",
+            f" samples. In the place of batch.micro_batch_size write batch.micro_batch_tokens: {micro * length}, and"
+            f" batch.global_batch_size: {size * length} / the mean length of a sample that `cookbook preview` prints",
         )
 
     def _evaluation_and_saving(self) -> None:
