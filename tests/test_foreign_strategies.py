@@ -999,6 +999,24 @@ def test_each_key_of_accelerate_is_read_passed_over_compared_or_refused_by_its_n
     assert len(OWN_KEYS) > 60
 
 
+def test_each_key_of_accelerate_with_its_own_default_is_taken(tmp_path: Path):
+    """Whatever the recipe has: false and 1 are what a file has that asks for nothing."""
+    refused: dict[str, list[Any]] = {}
+    for path, own in tables().projects["accelerate"].fields.items():
+        section, _, key = path.rpartition(".")
+        if not own.default or own.default[0] in (None, -1) or section in ("fp8_config", "megatron_lm_config"):
+            continue
+        values = yaml.safe_load(yaml_of_accelerate(tmp_path, "fsdp1" if "fsdp" in section else "ddp").read_text())
+        (values.setdefault(section, {}) if section else values).setdefault(key, own.default[0])
+        (tmp_path / "edited.yaml").write_text(yaml.dump(values))
+        try:
+            claims = load_strategy(tmp_path / "edited.yaml").claims
+            refused[path] = [claim for claim in claims if key in claim.place and claim.key != "~layer"]
+        except RecipeError as error:
+            refused[path] = [mistake for mistake in error.mistakes if key in mistake]
+    assert len(refused) > 30 and {path: reasons for path, reasons in refused.items() if reasons} == {}
+
+
 def cases_of_owners() -> Iterator[tuple[str, str, Any]]:
     """Owner, dotted key, value: each key of accelerate and DeepSpeed, with values of three types and its default."""
     for path in sorted(OWN_KEYS):
