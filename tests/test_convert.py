@@ -481,6 +481,33 @@ def test_a_section_that_is_switched_off_needs_nothing_and_one_that_is_on_has_one
     assert "dist.json:6: compression_training: another training" in error
 
 
+NEEDS_NOTHING = {
+    "a default beside another strategy": (TRL + "save_strategy: epoch\nsave_steps: 500\n", "save_steps"),
+    "a least rate of a constant one": (
+        AUTOMODEL.replace("lr_decay_style: cosine", "lr_decay_style: constant"), "lr_scheduler.min_lr"),
+    "scales that are quantized in any case": (
+        f"{AXOLOTL}bnb_config_kwargs: {{bnb_4bit_use_double_quant: true}}\n",
+        "bnb_config_kwargs.bnb_4bit_use_double_quant"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEEDS_NOTHING)
+def test_what_has_no_effect_beside_another_key_needs_nothing(case, folder, capsys):
+    text, key = NEEDS_NOTHING[case]
+    assert convert(text) == 0
+    printed = capsys.readouterr().out
+    assert key in printed.partition("needs nothing: ")[2].partition("\n")[0].split(", ")
+    assert printed.count(f"{key} is") == 0 and "would be ignored" not in printed
+
+
+def test_a_length_of_samples_below_that_of_packed_rows_is_shown(folder, capsys):
+    packed = AUTOMODEL.replace("packed_sequence_size: 0", "packed_sequence_size: 4096")
+    assert convert(packed) == 0
+    said = "dataset.seq_length is 2000: samples are cut there before they are packed"
+    assert said in capsys.readouterr().out
+    assert load_recipe(Path("recipes/file.yaml")).data.max_length == 4096
+
+
 OF_FP8 = {
     "llama-factory": "model_name_or_path: a/b\ndataset: rows\nlearning_rate: 1.0e-5\nbf16: true\nfp8: true\n",
     "axolotl": "base_model: a/b\nlearning_rate: 1.0e-5\nmicro_batch_size: 1\nbf16: true\nfp8: true\n",

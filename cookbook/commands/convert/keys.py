@@ -335,6 +335,9 @@ class Conversion(Collected):
             self.note("~min_share", "a share of a peak that the file has not; write schedule.min_learning_rate")
         elif share:
             self.settle("schedule.min_learning_rate", float(f"{share * peak:.6g}"), "~min_share")
+        if self.recipe.get("schedule.name") == "constant" and "schedule.min_learning_rate" in self.recipe:
+            del self.recipe["schedule.min_learning_rate"]
+            self.idle.append(_name_in(self.places["schedule.min_learning_rate"]))
         if self.take("decay_type") is None and self.recipe.get("schedule.name") == "wsd":
             self.changes.append("not in the file: its decay is half a cosine, and that of schedule.name wsd is linear")
 
@@ -350,6 +353,11 @@ class Conversion(Collected):
         if (steps := self.take("steps_per_epoch")) is not None:
             self.recipe["run.max_steps"] = steps * (self.recipe.pop("run.num_epochs", None) or 1)
         if (size := self.take("packed_size")) is not None:
+            if self.recipe.get("data.max_length", size) < size:
+                self.change(
+                    "data.max_length",
+                    f"samples are cut there before they are packed; here data.max_length {size} is that of both",
+                )
             self.recipe |= {"data.packing": True, "data.max_length": size}
             self.places.setdefault("data.packing", self.places["~packed_size"])
         warmup, ratio = self.take("warmup"), self.take("warmup_ratio")
@@ -458,7 +466,9 @@ class Conversion(Collected):
                 self.note(f"~{what}_steps", f"a share of the run; {advice}")
             elif strategy == "epoch":
                 self.recipe.setdefault(per_epoch, 1)
-                if steps:
+                if steps and tables().projects["trainer"].is_default(f"{what}_steps", steps):
+                    self.idle.append(f"{what}_steps")
+                elif steps:
                     self.note(f"~{what}_steps", f"{what}_strategy is epoch; left out")
             elif strategy not in (None, "no"):
                 self.note(f"~{what}_strategy", advice)
