@@ -74,6 +74,15 @@ def test_transformers_does_not_find_what_others_do(planted: Path):
     assert importlib.import_module("causal_conv1d").causal_conv1d_fn is not None
 
 
+def test_transformers_finds_what_it_demands_for_a_model(planted: Path):
+    """Without timm it has no tower for Gemma 3n; there is nothing else that it would compute with."""
+    for name in ("natten", "not_demanded"):
+        (planted / name).mkdir()
+        (planted / name / "__init__.py").write_text("")
+    assert import_utils._is_package_available("natten")[0]
+    assert not import_utils._is_package_available("not_demanded")[0]
+
+
 def test_a_package_that_is_named_and_not_there_or_not_used_ends_the_start(planted: Path):
     with pytest.raises(RecipeError, match=r"model.kernels has fla9, not installed here; install it, or remove it"):
         optional.use(["causal_conv1d", "fla9"])

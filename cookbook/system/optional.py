@@ -39,7 +39,7 @@ class _Finder:
         if spec is None or path is not None or name in _named:
             return spec
         way = _way_of_library()
-        if way is None or name in _required():
+        if way is None or name in _required() or _is_demanded(name):
             return spec
         if way == IMPORT:  # for functions that it would take
             _unused.add(name)
@@ -127,6 +127,12 @@ def _way_of_library() -> str | None:
         way = module if module in (IMPORT, LOOK_UP) else way
         frame = frame.f_back
     return way if frame.f_globals.get("__name__", "").partition(".")[0] == LIBRARY else None
+
+
+def _is_demanded(name: str) -> bool:
+    """Return whether transformers ends with an error where it needs this package, as timm for Gemma 3n's tower, and so
+    never computes without it."""
+    return name in getattr(sys.modules.get(f"{LIBRARY}.utils.import_utils"), "BACKENDS_MAPPING", ())
 
 
 @functools.cache
