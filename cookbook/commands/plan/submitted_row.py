@@ -19,7 +19,6 @@ from cookbook.system.shipped import HOME
 
 FIRST_STEPS = 2
 """Steps that allocate and compile, whose time is not counted."""
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ def row_of(folder: Path) -> RunRow:
         forecast_seconds_low=_rounded(forecast.get("low")),
         forecast_seconds_high=_rounded(forecast.get("high")),
         seconds=float(f"{median(line['step_seconds'] for line in timed):.4g}"),
-        versions=", ".join(f"{name} {record['versions'][name]}" for name in PACKAGES if record["versions"].get(name)),
+        versions=", ".join(f"{name} {number}" for name, number in record["versions"].items() if number),
     )
     digest = hashlib.sha256(in_csv(row).encode()).hexdigest()
     return RunRow(**asdict(row) | {"id": f"r{digest[:8]}"})
