@@ -4,13 +4,15 @@ python -m pytest -q -m "slow or not slow" tests/test_rounds_ahead.py
 """
 
 import json
+import shutil
 
 import pytest
 
-from cookbook.commands.rounds import sampled_ahead
+from cookbook.commands.cli import main
+from cookbook.commands.rounds import loop, sampled_ahead
 from cookbook.config.sections import RoundsSection
 from cookbook.training.models.model_source import weights_digest
-from tests.test_rounds import ROUNDS, forked, model, read, settings, start  # noqa: F401
+from tests.test_rounds import ROUNDS, arguments, forked, model, read, release_folders, settings, start  # noqa: F401
 
 AHEAD = ROUNDS | {"num_rounds": 4, "max_staleness": 1}
 
@@ -43,6 +45,20 @@ def test_a_round_is_sampled_by_older_weights_whose_probabilities_its_ratios_have
     shown = [line for line in read(out / "metrics.jsonl") if "reward" in line]
     assert [line["staleness"] for line in shown] == [0, 1, 1, 1]
     assert all({"trainer_wait", "sampler_wait"} <= line.keys() for line in shown[:3])
+
+
+def test_a_round_that_cannot_be_sampled_yet_is_named(lab, model, tmp_path, capsys, monkeypatch):  # noqa: F811
+    values, out = settings(tmp_path, model, rounds=AHEAD), tmp_path / "out"
+    monkeypatch.setattr(loop, "launch", lambda *_, **__: 75)
+    assert start(lab, values) == 75
+    for number in (2, 3):
+        (out / f"rounds/{number:04}").mkdir(parents=True, exist_ok=True)
+        shutil.copy(out / "rounds/0001/samples.jsonl", out / f"rounds/{number:04}/samples.jsonl")
+    for last, said in (("0", "from 1 to"), ("5", "from 1 to"), ("4", "of round 2, which is not over; write 3")):
+        release_folders()
+        assert main([*arguments(lab, values), "--sample-until", last]) == 2
+        assert said in capsys.readouterr().err
+    assert not (out / "rounds/0004").exists() and not (out / "rounds/0005").exists()
 
 
 @pytest.mark.slow

@@ -138,6 +138,10 @@ def _sample_until(last: int, output_dir: Path, made_from: dict[str, str], how: S
     Raises:
         RecipeError: the folder has no rounds of this recipe, or not the weights that sample.
     """
+    rounds = how.recipe.rounds
+    assert rounds is not None
+    if not 1 <= last <= rounds.num_rounds:
+        raise RecipeError(f"--sample-until is {last}; write a round from 1 to rounds.num_rounds, {rounds.num_rounds}")
     record = read_json(output_dir / ROUNDS)
     if not _is_whole(record):
         raise RecipeError(f"--sample-until: {output_dir} has no rounds; start cookbook rounds there")
@@ -145,8 +149,15 @@ def _sample_until(last: int, output_dir: Path, made_from: dict[str, str], how: S
     _compare(record, how.recipe, made_from, output_dir)
     for number in range(1, last + 1):
         current = Round(output_dir, number)
-        if not current.is_over and not current.samples.is_file():
-            write_samples(current, how)
+        if current.is_over or current.samples.is_file():
+            continue
+        policy = sampled_ahead.policy_of(number, rounds)
+        if policy and not Round(output_dir, policy).is_over:
+            raise RecipeError(
+                f"--sample-until is {last}, but round {number} is sampled by the weights of round {policy}, which is"
+                f" not over; write {number - 1}"
+            )
+        write_samples(current, how)
     return 0
 
 
