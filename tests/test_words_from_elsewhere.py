@@ -48,6 +48,17 @@ MEANINGS = {
     "run.eval_on_start=true": "before its first step",
     "run.tags=[a]": "WANDB_TAGS",
     "extends=base.yaml": "change keys with --set",
+    "optim.zero_stage=2": "it is part of a strategy",
+    "deepspeed_config.zero_stage=2": "it is part of a strategy",
+    "run.offload_param=cpu": "it is part of a strategy",
+    "train.gradient_accumulation_steps=8": "it is derived",
+    "model.load_in_4bit=true": "adapter.name: qlora",
+    "data.max_seq_length=512": "data.max_length",
+    "run.lora_alpha=16": "adapter.alpha",
+    "peft_config.lora_alpha=16": "adapter.alpha",
+    "training_args.learning_rate=1e-5": "optim.learning_rate",
+    "run.fp16.enabled=true": "mixed_precision: fp16",
+    "optimizer.params.lr=1e-5": "optim.learning_rate",
     "run.profile.wait=1": "which steps to trace",
     "run.profile.with_stack=true": "which steps to trace",
 }
@@ -72,6 +83,13 @@ def test_a_word_of_another_project_is_answered_by_its_meaning(assignment: str):
     mistakes = mistakes_of(assignment)
     assert MEANINGS[assignment] in mistakes[0] and "did you mean" not in mistakes[0], mistakes
     assert assignment.startswith("run.profile.") or len(mistakes) == 1, mistakes
+
+
+def test_a_word_that_is_vague_without_its_section_hides_no_misspelt_key():
+    (mistake,) = mistakes_of("run.port=1")  # of vLLM's server in TRL's configuration
+    assert mistake.endswith("unknown key; did you mean export?")
+    (mistake, *_) = mistakes_of("run.enabled=true")  # of more sections than a message has room for
+    assert "unknown key; known here" in mistake
 
 
 @pytest.mark.parametrize("assignment", SHAPES)

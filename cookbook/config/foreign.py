@@ -595,14 +595,44 @@ def as_assignment(word: str) -> str | None:
     return f"{word}: write --set {ours}=VALUE"
 
 
+SEVERAL_MEANINGS = 3
+"""The most meanings of a word that are all named; a word of more, as `enabled`, says nothing by itself."""
+
+
+@functools.cache
+def _meanings() -> tuple[dict[str, str], dict[str, str]]:
+    """Advice on other projects' keys by their paths, and by the last parts of these. A later one of the two says less:
+    without its section a part may be another thing here.
+    """
+    keys = [
+        (path, key)
+        for project in tables().projects.values()
+        for path in (*project.keys, *project.fields)
+        if (key := project.entry(path)) is not None
+    ]
+    by_path: dict[str, dict[str, None]] = {}
+    by_part: dict[str, dict[str, None]] = {}
+    for path, key in keys:
+        part = path.rpartition(".")[2]
+        by_path.setdefault(path, {})[key.answer] = None
+        (by_part if key.ours is None else by_path).setdefault(part, {})[key.answer] = None
+        if key.ours is not None and "." in path:  # a section has the meanings of the keys in it
+            by_part.setdefault(path.split(".")[-2], {})[key.answer] = None
+    whole, parts = (
+        {word: "; or, ".join(several) for word, several in words.items() if len(several) <= SEVERAL_MEANINGS}
+        for words in (by_path, by_part)
+    )
+    elsewhere = tables().elsewhere
+    return whole | {path.lower(): text for path, text in elsewhere.items()} | elsewhere, parts
+
+
 @functools.cache
 def answers() -> dict[str, str]:
     """Advice for a recipe with a key of another project or file, by its name there."""
-    texts: dict[str, list[str]] = {"lr": [tables().projects["trainer"].keys["learning_rate"].answer]}
-    for project in tables().projects.values():
-        for path, key in project.keys.items():
-            if "." not in path and key.answer not in texts.setdefault(path, []):
-                texts[path].append(key.answer)
-    elsewhere = tables().elsewhere
-    spelled = {path.lower(): text for path, text in elsewhere.items()} | elsewhere
-    return {path: "; or, ".join(several) for path, several in texts.items()} | spelled
+    whole, parts = _meanings()
+    return parts | whole
+
+
+def is_vague(word: str) -> bool:
+    """True if a word is a key only below a section of others, and without a counterpart."""
+    return word not in _meanings()[0]

@@ -39,6 +39,7 @@ from cookbook.system.files import (
     PathText,
     RecipeError,
     apply_overrides,
+    closest,
     dump_yaml,
     gathered,
     path_problem,
@@ -357,7 +358,9 @@ OWN_NAMES = {path.rpartition(".")[2] for path in leaves(Recipe)}
 def answer_to(key: str) -> str | None:
     """Advice for a key that is no recipe's, but another file's or project's; None: nobody has it."""
     known = foreign.answers()
-    return None if key in OWN_NAMES else known.get(key, known.get(key.lower()))
+    if key in OWN_NAMES or (key in known and foreign.is_vague(key) and closest(key, OWN_NAMES) is not None):
+        return None
+    return known.get(key, known.get(key.lower()))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -33,7 +33,8 @@ def validate(
     homes = _homes(model) if problems else {}
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if unknown:
-        mistakes = [_word_problem(document, model, problem, answer_to, homes) for problem in unknown]
+        named = [key for problem in unknown for key in _unknown_keys(document, model, problem, answer_to, homes)]
+        mistakes = [_word_problem(document, model, key, answer_to, homes) for key in named]
         values, rest = _use_nearest_names(document.values, model, unknown, answer_to)
         parsed, problems = _try(values, model)
         others = {_sign(problem) for problem in _try(rest, model)[1]}
@@ -99,9 +100,33 @@ def _use_nearest_names(
     return guessed, rest
 
 
+def _unknown_keys(
+    document: Document,
+    model: type[BaseModel],
+    problem: Any,
+    answer_to: Callable[[str], str | None],
+    homes: Mapping[str, list[tuple[str, ...]]],
+) -> list[Any]:
+    """An unknown key or, of an unknown section, the keys in it that are answered, and itself for the others."""
+    *path, key = problem["loc"]
+    is_misspelt = closest(str(key), _fields(model, tuple(path), document.values)) is not None
+    if is_misspelt or not isinstance(problem["input"], dict) or key == "<<":  # YAML's merge, which is not read
+        return [problem]
+    leaves = flatten(problem["input"])
+    inside = [
+        {**problem, "loc": path, "input": value}
+        for dotted, value in leaves.items()
+        if _answer(answer_to, path := (*problem["loc"], *dotted.split(".")))
+        or len({*homes.get(str(path[-1]), ())}) == 1
+    ]
+    return inside if inside and len(inside) == len(leaves) else [*inside, problem]
+
+
 def _answer(answer_to: Callable[[str], str | None], path: KeyPath) -> str | None:
-    """Advice for the key at a path: for the path as a whole, or for the key in any section."""
-    return answer_to(".".join(map(str, path))) or answer_to(str(path[-1]))
+    """Advice for the key at a path: for the path as a whole, else for the end of it."""
+    names = list(map(str, path))
+    ends = (answer_to(".".join(names[start:])) for start in range(len(names)))
+    return next(filter(None, ends), None)
 
 
 # Expected types, where pydantic's own words would confuse the author of a YAML file.
@@ -142,7 +167,7 @@ def _word_problem(
             return f"{place}: does not belong here; {answer}"
         homes = [home for home in dict.fromkeys(known.get(key, [])) if home != path]
         here = _fields(model, path[:-1], document.values)
-        if len(homes) == 1 and closest(key, here) is None:
+        if len(homes) == 1 and (key in here or closest(key, here) is None):  # in a section that there is not
             home = ".".join(homes[0])
             is_said = home in (there := flatten(document.values)) and there[home] == value
             way = "take it out" if is_said else f"write it as {home}"
@@ -160,9 +185,6 @@ def _word_problem(
     if value is None:
         return f"{place} is empty; write a value, or leave the key out for its default"
     if kind == "literal_error":
-        # A name that the user chose, such as that of an evaluation set, is no key and has no owner.
-        if owner := next(filter(None, (answer_to(str(key)) for key in reversed(path) if key in known)), None):
-            return f'{place} is {show(value)}; write "auto": {owner}'
         expected = context["expected"].replace("False", "false").replace("True", "true")
         choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
         if value is False and "no" in choices:
