@@ -34,11 +34,12 @@ from benchmarks import deepspeed_facts
 from cookbook.commands.cli import main
 from cookbook.commands.convert.keys import Conversion
 from cookbook.config.accelerate_yaml import AccelerateFile, DeepspeedBlock, FsdpBlock, ParallelismBlock
-from cookbook.config.deepspeed_json import OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
+from cookbook.config.deepspeed_json import DeepspeedFile, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from cookbook.config.foreign import tables
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import Recipe, answer_to, leaves, load_recipe
 from cookbook.config.schedule import Schedule, learning_rate
 from cookbook.config.strategy import load_strategy
+from cookbook.config.strategy_keys import Sorting
 from cookbook.forecast.ranking import forecast_all
 from cookbook.start.hosts import Hosts
 from cookbook.start.run_plan import launch_command, machine_problems
@@ -46,6 +47,7 @@ from cookbook.system import status
 from cookbook.system.child import run_child
 from cookbook.system.files import Document, RecipeError
 from cookbook.system.hardware import parse_machines
+from cookbook.system.validation import validate
 from tests.curves import ROOT, SGD, Lab, distance
 from tests.test_owner_schemas import lists_of
 
@@ -1049,3 +1051,49 @@ def test_an_empty_section_asks_for_nothing():
     assert conversion.changes == [] and "zero_optimization.offload_optimizer" in conversion.idle
     conversion.read(Document("file.json", {"zero_optimisation": {}}), tables().projects["deepspeed"])
     assert any("no key of DeepSpeed" in line for line in conversion.changes)
+
+
+def advice_of(lines: list[str], path: str) -> str:
+    """What is said of a key, behind its place and value."""
+    named = [line for line in lines if re.match(rf"file\.json: {re.escape(path)}( is |: )", line)]
+    return named[0].partition(f"file.json: {path}")[2].partition(": ")[2] if named else ""
+
+
+def test_convert_check_and_a_recipe_say_the_same_of_each_key_of_accelerate_and_deepspeed():
+    """By what they print: the key that convert carries one to is the one that check compares and that a recipe names;
+    advice of convert on another is that of check, where it refuses it, and of a recipe."""
+    different, counts = [], {"carried": 0, "compared": 0, "refused": 0, "advised": 0}
+    models, hints = {"accelerate": AccelerateFile, "deepspeed": DeepspeedFile}, {}
+    for owner, path, value in cases_of_owners():
+        if value is None or path in leaves(Recipe):
+            continue
+        values: Any = value
+        for name in reversed(path.split(".")):
+            values = {name: values}
+        document = Document("file.json", values)
+        conversion, sorting = Conversion(None), Sorting(document, owner)
+        conversion.read(document, tables().projects[owner])
+        sorting.strip(models[owner])
+        if path not in hints:
+            hints[path] = advice_of(validate(document, Recipe, answer_to)[1], path)
+        hint = hints[path]
+        said = advice_of([*conversion.changes, *conversion.notes, *conversion.others], path)
+        refusal = advice_of(sorting.mistakes, path)
+        ours, compared = conversion.carried.get(path), {claim.key for claim in sorting.claims}
+        is_of_recipe = ours is not None and ours[0] != "~" and not ours.startswith("strategy.")
+        entry = tables().projects[owner].entry(path)
+        is_on_key = said and entry is not None and entry.ours is None  # and not on its value
+        wrong = [
+            is_of_recipe and ours not in hint,
+            is_of_recipe and compared and not compared <= {ours, f"~{path.rpartition('.')[2]}"},
+            said and refusal and said not in refusal and "strategy." not in str(entry),
+            is_on_key and said not in hint,
+        ]
+        if any(wrong):
+            different.append((owner, path, value, ours, compared, said, refusal, hint))
+        counts["carried"] += is_of_recipe
+        counts["compared"] += bool(is_of_recipe and compared)
+        counts["refused"] += bool(said and refusal)
+        counts["advised"] += bool(is_on_key)
+    assert different == []
+    assert min(counts.values()) >= 10, counts

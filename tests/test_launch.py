@@ -135,10 +135,13 @@ def test_a_flag_that_contradicts_the_files_is_refused_and_named(book, monkeypatc
 
 DROPPED = {
     "precision no": (["--mixed_precision", "no"], "--mixed_precision no: the recipe has bf16; change it there"),
-    "accumulation": (["--gradient_accumulation_steps=3"], "derived from the recipe's batch section; take the flag out"),
+    "accumulation": (["--gradient_accumulation_steps=3"], "it is derived: global_batch_size / (micro_batch_size x"),
     "clipping": (["--gradient_clipping", "5"], "the recipe owns it (optim.max_grad_norm); take the flag out"),
     "stage": (["--zero-stage", "2"], "write zero_optimization.stage in the JSON; take the flag out"),
-    "compiler": (["--dynamo_mode", "max-autotune"], "the strategy file owns it; take the flag out"),
+    "compiler": (
+        ["--dynamo_mode", "max-autotune"],
+        "write model.compile: true, which takes torch's default; take the flag out",
+    ),
 }
 
 

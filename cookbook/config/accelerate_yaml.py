@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from cookbook.config.deepspeed_json import Block, count_or_auto, integer, stage_number
-from cookbook.config.foreign import tables
-from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
+from cookbook.config.foreign import owner_of, tables
 from cookbook.system.console import several
 from cookbook.system.files import Document, PathText, show
 from cookbook.system.validation import part
@@ -255,7 +254,7 @@ def _check_deepspeed_block(block: DeepspeedBlock, place: Callable[..., str]) -> 
     if block.deepspeed_config_file is None and block.zero_stage is None:
         yield f"{place('deepspeed_config')}: names no JSON; add zero_stage: 2, or deepspeed_config_file"
     for key in others if block.deepspeed_config_file is not None else ():
-        way = OWNED_BY_THE_RECIPE.get(key, "take it out")
+        way = owner_of(key) or "take it out"
         yield f"{place('deepspeed_config', key)}: would be ignored beside a JSON; {way}"
 
 

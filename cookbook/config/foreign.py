@@ -636,3 +636,34 @@ def answers() -> dict[str, str]:
 def is_vague(word: str) -> bool:
     """True if a word is a key only below a section of others, and without a counterpart."""
     return word not in _meanings()[0]
+
+
+def owner_of(word: str, *, of_all: bool = True) -> str | None:
+    """Advice for a key of accelerate's or DeepSpeed's that stands where a strategy has none, by its path or the last
+    part of that; None for one that has a place in a strategy, or several meanings.
+
+    Args:
+        of_all: also of keys without a counterpart; a word that may be a misspelt key is hardly one of these.
+    """
+    told: set[str] = set()
+    for project in (project for project in tables().projects.values() if project.is_distribution):
+        paths = dict.fromkeys((*project.keys, *project.fields))
+        named = [path for path in paths if path == word] or [path for path in paths if path.endswith(f".{word}")]
+        keys = [key for path in named if (key := project.entry(path)) is not None and key.cost != "sizes"]
+        told |= {answer for key in keys if (key.ours or of_all) and (answer := _owner(key)) is not None}
+        if not told:  # a section belongs to whom its first key belongs to
+            inside = (key.ours for path, key in project.keys.items() if path.startswith(f"{word}.") and key.ours)
+            first = next(inside, "strategy.")
+            told |= set() if first.startswith(("strategy.", "~")) else {_of_recipe(first.partition(".")[0])}
+    return told.pop() if len(told) == 1 else tables().elsewhere.get(word)
+
+
+def _owner(key: Key) -> str | None:
+    if key.ours is not None and key.ours.startswith("strategy."):
+        paths = (path for path, own in tables().projects["deepspeed"].keys.items() if own.ours == key.ours)
+        return next((f"write {path} in the JSON" for path in paths), None)
+    return key.why if key.ours is None or key.ours[0] == "~" else _of_recipe(key.ours)
+
+
+def _of_recipe(ours: str) -> str:
+    return f"the recipe owns it ({ours})"

@@ -7,6 +7,7 @@ inside `fsdp_config`, DeepSpeed a misspelt top-level key (`zero_optimisation` wo
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +24,9 @@ from cookbook.config.accelerate_yaml import (
     indented,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, as_deepspeed_reads, check_zero
-from cookbook.config.foreign import meaning_of
+from cookbook.config.foreign import meaning_of, owner_of
 from cookbook.config.mesh import Mesh
-from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE, Claim, Sorting, contradictions
+from cookbook.config.strategy_keys import Claim, Sorting, contradictions
 from cookbook.system.files import (
     Document,
     RecipeError,
@@ -263,7 +264,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     document, lost = indented(document)
     sorted_keys = [Sorting(_update_names(document), "accelerate")]
     rest = sorted_keys[0].strip(AccelerateFile)
-    parsed, mistakes = validate(rest, AccelerateFile, OWNED_BY_THE_RECIPE.get, meaning_of)
+    parsed, mistakes = validate(rest, AccelerateFile, partial(owner_of, of_all=False), meaning_of)
     mistakes = [*lost, *_check_stopping_keys(document), *mistakes]
     deepspeed_name, source = None, _make_json(rest)
     if (written := _find_json_name(rest)) is not None:
@@ -278,7 +279,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     if source is not None:
         sorted_keys.append(Sorting(source, "deepspeed"))
         source = sorted_keys[1].strip(DeepspeedFile)
-        deepspeed, wrong = validate(source, DeepspeedFile, OWNED_BY_THE_RECIPE.get)
+        deepspeed, wrong = validate(source, DeepspeedFile, partial(owner_of, of_all=False))
         mistakes += [*wrong, *check_zero(source)] if written is not None else in_terms_of_block(check_zero(source))
     if parsed is not None:
         lacks_a_size = any("parallelism_config." in mistake for mistake in sorted_keys[0].mistakes)

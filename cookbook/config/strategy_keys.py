@@ -11,41 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from cookbook.config.foreign import SWITCH, NoCounterpart, Project, asks_for_nothing, tables
+from cookbook.config.foreign import SWITCH, NoCounterpart, Project, asks_for_nothing, owner_of, tables
 from cookbook.system.files import Document, show
 
 AUTO = "auto"
 COMMENT = ("_", "//")
 """Beginnings of names at the top of a JSON under which people write comments, which DeepSpeed passes over too."""
-OWNED_BY_THE_RECIPE = {
-    "mixed_precision": "the recipe owns it (mixed_precision)",
-    "bf16": "the recipe owns it (mixed_precision)",
-    "fp16": "the recipe owns it (mixed_precision)",
-    "initial_scale_power": "the recipe owns it (loss_scale.initial, the scale itself)",
-    "loss_scale_window": "the recipe owns it (loss_scale.window)",
-    "hysteresis": "the recipe owns it (loss_scale.hysteresis)",
-    "min_loss_scale": "the recipe owns it (loss_scale.minimum)",
-    "loss_scale": "not supported: the scale is dynamic (loss_scale in the recipe)",
-    "gradient_accumulation_steps": "it is derived from the recipe's batch section",
-    "train_batch_size": "the recipe owns it (batch.global_batch_size)",
-    "train_micro_batch_size_per_gpu": "the recipe owns it (batch.micro_batch_size)",
-    "gradient_clipping": "the recipe owns it (optim.max_grad_norm)",
-    "offload_optimizer_device": "write zero_optimization.offload_optimizer in the JSON",
-    "offload_param_device": "write zero_optimization.offload_param in the JSON",
-    "zero_stage": "write zero_optimization.stage in the JSON",
-    "optimizer": "the recipe owns it (optim): a strategy must not change the mathematics",
-    "scheduler": "the recipe owns it (schedule): a strategy must not change the mathematics",
-    "activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
-    "fsdp_activation_checkpointing": "the recipe owns it (model.gradient_checkpointing)",
-    "dynamo_config": "not supported",
-    "fp8_config": "not supported",
-    "fsdp_state_dict_type": "checkpoints have one format under every strategy",
-    "comm_hook": "the recipe owns it (optim.gradient_dtype)",
-    "bucket_cap_mb": "write parallelism_config_ddp_bucket_cap_mb in parallelism_config",
-    "gradient_as_bucket_view": "it is always on",
-    "static_graph": "not supported: torch 2.13 fails with it where a step has several micro-batches",
-}
-"""Keys of theirs that no strategy may set, with what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +157,7 @@ def _unknown_keys(path: tuple[str, ...], values: dict[str, Any], document: Docum
         if isinstance(value, dict) and value:
             yield from _unknown_keys((*path, str(name)), value, document)
         else:
-            yield f"{document.place(*path, name)}: unknown key; {OWNED_BY_THE_RECIPE.get(path[0], 'take it out')}"
+            yield f"{document.place(*path, name)}: unknown key; {owner_of(path[0]) or 'take it out'}"
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:

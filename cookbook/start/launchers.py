@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from cookbook.config.foreign import owner_of
 from cookbook.config.strategy import Strategy, load_strategy, strategy_path
-from cookbook.config.strategy_keys import OWNED_BY_THE_RECIPE
 from cookbook.start import hosts
 from cookbook.system import faults
 from cookbook.system.files import RecipeError, refuse
@@ -343,7 +343,7 @@ def _check_flags(launcher: Launcher, mixed_precision: str | None, compared: str)
         if flag == "mixed_precision":
             mistakes.append(f"--{flag} {value}: the recipe has {mixed_precision}; change it there")
         else:
-            owner = OWNED_BY_THE_RECIPE.get(flag, "the strategy file owns it")
+            owner = owner_of(flag) or "the strategy file owns it"
             mistakes.append(f"--{flag}{' ' * bool(value)}{value} (accelerate launch): {owner}; take the flag out")
     return mistakes
 

@@ -114,6 +114,8 @@ class Collected:
             or (key is None and value == {} and project.has_section(dotted))
         ):
             self.idle.append(dotted)
+        elif key is None and project.has_section(dotted):
+            self.notes.append(f"{place}: a section of `key: value` lines was expected")
         elif key is None:
             self.changes.append(f"{place}: no key of {project.known_as}; docs/recipes.md has all of ours")
         elif key.cost == "sizes":
