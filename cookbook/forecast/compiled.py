@@ -5,7 +5,7 @@ of operations that inductor fuses count only if a product, an attention kernel o
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -57,21 +57,35 @@ def trace_compiled(model: PreTrainedModel, *, kept: Kept | None, uncounted: Unco
             layer.forward = _Forward(layer, found, kept, uncounted)  # type: ignore[assignment]
     head = head_of(model)
     if isinstance(head, LossHead):
-        head.kernels = Kernels(*(partial(_fused, kernel, uncounted) for kernel in PLAIN))
+        head.kernels = Kernels(*(_Fusing(kernel, uncounted) for kernel in PLAIN))
 
 
-def _fused(compute: Callable[..., Any], uncounted: Uncounted, *arguments: Any) -> Any:
-    """What a function without a backward returns, where only what a kernel writes counts."""
-    inputs = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+class _Fusing:
+    """A function without a backward, of whose results only what a kernel writes counts. Chunks of one shape share a
+    graph.
+    """
 
-    def call(*tensors: torch.Tensor) -> Any:
+    def __init__(self, compute: Callable[..., Any], uncounted: Uncounted) -> None:
+        self._compute, self._uncounted = compute, uncounted
+        self._graphs: dict[tuple, tuple[GraphModule, set[Node]]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        inputs = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        key = tuple(
+            (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+            for value in arguments
+        )
+        if key not in self._graphs:
+            with self._uncounted():
+                others = [torch.empty_like(tensor) for tensor in inputs]  # a graph keeps what it was traced with
+                graph = make_fx(partial(self._call, arguments), decomposition_table=select_decomp_table())(*others)
+            self._graphs[key] = graph, set(_written(graph))
+        graph, written = self._graphs[key]
+        return _Fused(graph, written, self._uncounted).run(*inputs)
+
+    def _call(self, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
-        return compute(*(next(given) if isinstance(one, torch.Tensor) else one for one in arguments))
-
-    with uncounted():
-        others = [torch.empty_like(one) for one in inputs]  # a graph keeps what it was traced with
-        graph = make_fx(call, decomposition_table=select_decomp_table())(*others)
-    return _Fused(graph, set(_written(graph)), uncounted).run(*inputs)
+        return self._compute(*(next(given) if isinstance(value, torch.Tensor) else value for value in arguments))
 
 
 class _Forward:

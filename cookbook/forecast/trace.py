@@ -478,15 +478,19 @@ def _trace_phases(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
 
-    def micro_batch(counted: AbstractContextManager) -> None:
-        ids = torch.zeros(rows, length, dtype=torch.long)
-        positions = torch.zeros(rows, length, dtype=torch.long)
+    backbone, autocasting = backbone_of(model), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
+
+    def inputs() -> dict[str, Any]:
+        ids, positions = (torch.zeros(rows, length, dtype=torch.long) for _ in range(2))
+        return {"input_ids": ids, "position_ids": positions, "use_cache": False}
+
+    def micro_batch() -> None:
+        given = inputs()
         batch, target_positions = _targets(objective, num_targets), torch.zeros(num_targets, dtype=torch.long)
-        with counted:
+        with ledger:
             ledger.begin("embed")
-            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-                backbone = backbone_of(model)
-                hidden = backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            with autocasting:
+                hidden = backbone(**given).last_hidden_state
                 hidden = hidden.flatten(0, 1).index_select(0, target_positions)  # frees the former, as a run does
                 results = loss_of_targets(model, hidden, batch["targets"], objective.function(batch))
                 loss = (results[0] if isinstance(results, tuple) else results).sum()
@@ -505,15 +509,16 @@ def _trace_phases(
     set_flag, flag = partial(torch.set_autocast_enabled, "cuda"), torch.is_autocast_enabled("cuda")
     with (
         fake,
-        disable_fake_tensor_cache(fake),  # what is alike is found before (repeated.py)
+        disable_fake_tensor_cache(fake) if is_light else nullcontext(),  # what is alike is found before (repeated.py)
         _set_to(lambda on: gc.enable() if on else gc.disable(), False, before=gc.isenabled()),  # a tenth of the time
         _set_to(log.setLevel, logging.CRITICAL, before=log.level),  # tracebacks of what fake tensors do not support
         _set_to(set_flag, autocast is not None, before=flag),
     ):
         if compiling is not None:
-            micro_batch(nullcontext())
+            with autocasting:
+                backbone(**inputs())  # makes the graphs of its layers, those of the backward too
             ledger.forget()
-        micro_batch(ledger)
+        micro_batch()
     embedding = model.get_input_embeddings().weight
     if embedding.requires_grad and embedding is head_of(model).weight:
         ledger.add_in_place(embedding.nbytes)
