@@ -38,6 +38,7 @@ from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import parse_machines
 from cookbook.training.adapters.adapted_layers import lora_config
 from cookbook.training.adapters.four_bit_experts import Dequantizer
+from cookbook.training.models import loss as losses
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
 from cookbook.training.models.loss import add_loss, compile_loss
@@ -165,6 +166,7 @@ WITHOUT_KERNEL: dict[str, dict[str, Any]] = {
         "sliding_window": 64,
     },
 }
+LORA = {"name": "lora", "rank": 8}
 COMPILED = {
     "kept": recipe(compiled=True),
     "recomputed": recipe(compiled=True, checkpointing=True),
@@ -384,6 +386,35 @@ def test_a_loop_over_tokens_is_traced_in_short_rows_of_as_many(model_type, monke
     for name in ("held", "peak", "kernels", "moved"):
         ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
         assert max(ours) == pytest.approx(max(theirs), rel=0.015)
+
+
+@pytest.mark.parametrize(
+    "checkpointing", [True, *(pytest.param(one, marks=pytest.mark.slow) for one in (False, "selective"))]
+)
+def test_large_micro_batches_of_compiled_layers_follow_from_two_traces_to_the_byte(checkpointing, monkeypatch):
+    """Where the chunks of the loss are half a sample long and divide it."""
+    for module in (verdict, losses):
+        monkeypatch.setattr(module, "LOGITS_BUDGET", VOCAB * LENGTH // 2)
+    calls: list[int] = []
+    monkeypatch.setattr(verdict, "trace_pass", lambda *a, **sizes: calls.append(sizes["rows"]) or trace(*a, **sizes))
+    config = config_of(num_hidden_layers=3)
+    compiled, plain = (recipe(checkpointing, LORA, "bf16", compiled=one) for one in (True, False))
+    traces = TraceCache(config, compiled)
+
+    def exact(settings: Recipe, rows: int) -> ActivationTrace:
+        sizes = {"rows": rows, "length": LENGTH, "num_targets": rows * LENGTH}
+        return trace(config, settings, **sizes, autocast=True, tp_size=1)
+
+    found, whole = traces.work(SINGLE, 7), exact(compiled, 7)
+    for name in ("held", "peak", "making"):
+        assert [getattr(one, name) for one in found.phases] == [getattr(one, name) for one in whole.phases], name
+    traces.work(SINGLE, 64)
+    assert calls == [2, 4], "others have graphs of their own, which take seconds"
+    # Of less than a chunk the logits grow too, and two such traces tell of more than there are.
+    monkeypatch.setattr(losses, "LOGITS_BUDGET", VOCAB * LENGTH * 2)
+    short = exact(plain, 1).towards(exact(plain, 2), 6)
+    peaks = [next(one.peak for one in work.phases if one.name == "head") for work in (short, exact(plain, 7))]
+    assert peaks[0] > 1.1 * peaks[1]
 
 
 @pytest.mark.slow

@@ -117,12 +117,29 @@ class TraceCache:
         """Those of the recipe with other sections."""
         return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
 
+    def fills_chunks(self, strategy: Strategy) -> int:
+        """The samples from which a forward and backward grow linearly with their number: those of data.max_length with
+        enough tokens for the chunked loss, whose logits do not grow further.
+        """
+        if self.recipe.objective.num_scores is not None:
+            return 1
+        ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
+        return 2 * LOGITS_BUDGET * ranks // (self.sizes.vocab * self.recipe.data.max_length) + 1
+
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
-        """The trace of a micro-batch of samples of data.max_length.
+        """The trace of a micro-batch of samples of data.max_length. Of compiled layers, whose time no trace tells and
+        whose graphs take seconds for each size, only small ones are traced: that of others follows from two.
 
         Raises:
             Untraceable: there is none.
         """
+        small = self.fills_chunks(strategy)
+        if not self.recipe.model.compile or micro_batch <= 2 * small:
+            return self._work(strategy, micro_batch)
+        smaller, larger = (self._work(strategy, size) for size in (small, 2 * small))
+        return smaller.towards(larger, micro_batch / small - 1)
+
+    def _work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         recipe, tp_size = self.recipe, strategy.tp_size
         sequences = micro_batch * len(recipe.objective.sequences)
         length = -(-recipe.data.max_length // strategy.sp_size)
@@ -494,15 +511,9 @@ def _largest(
 ) -> float | None:
     """The number of samples of max_length in a forward that surely fit; below 1 for shorter samples.
 
-    Every phase grows linearly with the tokens, so two traces are extrapolated. Both have enough tokens for the chunked
-    loss, whose logits do not grow further. None if nothing fits, or so many tokens cannot be traced.
+    Two traces are extrapolated. None if nothing fits, or so many tokens cannot be traced.
     """
-    recipe = traces.recipe
-    ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
-    in_chunks = 2 * LOGITS_BUDGET * ranks // (traces.sizes.vocab * recipe.data.max_length) + 1
-    if recipe.objective.num_scores is not None:
-        in_chunks = 1
-    small = max(micro_batch_of(recipe), in_chunks)
+    small = max(micro_batch_of(traces.recipe), traces.fills_chunks(strategy))
     try:
         one, two = (traces.work(strategy, size) for size in (small, 2 * small))
     except Untraceable:
