@@ -12,12 +12,12 @@ import pytest
 
 from cookbook.commands.shared import auto_settings
 from cookbook.config.recipe import Recipe, load_recipe
-from cookbook.config.sections import Auto
+from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.forecast import ranking
 from cookbook.forecast.ranking import by_auto, forecast_all
 from cookbook.forecast.show import as_record, in_words
-from cookbook.start.run_plan import autos, make_plan, without_auto
+from cookbook.start.run_plan import autos, even, make_plan, without_auto
 from cookbook.system.files import dump_yaml
 from cookbook.system.hardware import parse_machines
 
@@ -89,6 +89,26 @@ def test_checkpointing_and_micro_batch_are_chosen_together(monkeypatch: pytest.M
         assert " s a step by the forecast; " in found["model.gradient_checkpointing"][1]
     else:
         assert best[0] is True and not any(kind is False for kind, _ in fit)
+
+
+@pytest.mark.parametrize("estimate", [None, 1, 39, 40, 41, 2**16])
+def test_the_largest_that_fits_is_found_around_an_estimate(estimate: int | None):
+    """Whatever the estimate is, as a walk through all sizes finds it; with the right one hardly more are tried."""
+    sizes = even(10**10 // 8)
+    batches = [recipe_with().batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
+    for most in (0, 1, 40, 50, 2**17):
+        tried: list[int] = []
+
+        def is_too_large(batch: BatchSection, most: int = most, tried: list[int] = tried) -> bool:
+            tried.append(batch.micro_batch_size)
+            return batch.micro_batch_size > most
+
+        count = ranking._first_too_large(batches, is_too_large, lambda: estimate)
+        assert count == sum(size <= most for size in sizes)
+        if most in (40, estimate) and estimate in (40, 41):
+            assert {*tried} == {1, 40, 50}
+        if estimate is None and most:
+            assert max(tried) > 100, "what takes longest is tried without one"
 
 
 def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,12 @@
 """The forecasts of all strategies on given machines, best first; what to change if none fits; a next start."""
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import AdapterSection, BatchSection, Checkpointing, ModelSection
@@ -488,15 +488,37 @@ def fitting(
         def is_bound_by_products(batch: BatchSection) -> bool:
             return (time := of(batch).time) is not None and time.bottleneck == "compute"
 
+        def most(model: ModelSection = model) -> int | None:
+            smallest = traces.changed(batch=batches[0], model=model)
+            return forecast(smallest, strategy, machines).largest_micro_batch
+
         is_judged = kind == "selective" and len(kinds) > 1
         # It fits with no larger batch than if all is recomputed, and with a smaller one products take less.
         if is_judged and True in found and not is_bound_by_products(found[True].batch):
             continue
-        if count := bisect_left(batches, True, key=is_too_large):
+        if count := _first_too_large(batches, is_too_large, most):
             last = batches[count - 1]
             if not is_judged or is_bound_by_products(last):
                 found[kind] = Fitting(kind, last, of(last))
     return sorted((found[kind] for kind in kinds if kind in found), key=lambda one: one.seconds)
+
+
+def _first_too_large(
+    batches: Sequence[BatchSection], is_too_large: Callable[[BatchSection], bool], most: Callable[[], int | None]
+) -> int:
+    """The number of the first that is too large; as many as there are if none is. Those around `most` are tried first,
+    so that it takes as long for thousands, the largest of which would take longest, as for ten.
+
+    Args:
+        most: an estimate of the most samples that fit, if there is one.
+    """
+    low, high = 0, len(batches)
+    if high > 3 and not is_too_large(batches[0]) and (size := most()):
+        estimate = bisect_right(batches, size, key=lambda batch: cast(int, batch.micro_batch_size))
+        for i in (estimate - 1, estimate):
+            if low <= i < high:
+                low, high = (low, i) if is_too_large(batches[i]) else (i + 1, high)
+    return bisect_left(batches, True, low, high, key=is_too_large)
 
 
 @dataclass(frozen=True)
@@ -526,14 +548,15 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[
     micro-batch and checkpointing; those that may run and, whatever its verdict, the recipe's own, if anything fits.
 
     Args:
-        all_of_them: not the best `MOST_BY_AUTO` and the recipe's own alone, since each takes up to a second.
+        all_of_them: not the best `MOST_BY_AUTO` and the recipe's own alone, since each takes up to a second; where
+            layers are compiled, whose graphs take several, only the best one.
     """
     recipe, machines = report.recipe, report.machines
     if machines.usable_gib is None or not machines.gpus_each:
         return []
     own, model = Path(recipe.strategy), recipe.model
     able = [one for one in report.forecasts if one.verdict in MAY_RUN]
-    chosen = able if all_of_them else able[:MOST_BY_AUTO]
+    chosen = able if all_of_them else able[: 1 if model.compile else MOST_BY_AUTO]
     chosen += [one for one in report.forecasts if Path(one.strategy.path) == own and one.plan and one not in chosen]
     keys = autos(recipe) or [MICRO_BATCH, CHECKPOINTING]
     kinds = KINDS if CHECKPOINTING in keys else [model.gradient_checkpointing]
