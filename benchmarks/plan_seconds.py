@@ -80,6 +80,7 @@ class Question:
     adapter: dict[str, Any] | None = None
     objective: str = "sft"
     batch: int = 32
+    is_compiled: bool = False
 
     def recipe(self, folder: Path) -> dict[str, Any]:
         """The recipe that asks, as `init` writes one: micro-batch and checkpointing by auto where weights are frozen.
@@ -95,6 +96,7 @@ class Question:
             "model": {
                 "name_or_path": self.model if isinstance(self.model, str) else str(folder),
                 "gradient_checkpointing": True if is_full else "auto",
+                "compile": self.is_compiled,
             },
             "data": {"train": rows, "max_length": self.length},
             "objective": {"name": self.objective},
@@ -134,6 +136,7 @@ QUESTIONS = [
     Question("Llama-3.1-70B, all weights, batch of 4,096", LLAMA_70B, "512x8xH100 --strategy hsdp", batch=4096),
     Question("Llama-3.1-8B, ZeRO-2, batch of 16,384", LLAMA_8B, "2048x8xH100 --strategy zero2", batch=16384),
     Question("Llama-3.1-8B, all weights, batch of 1e10", LLAMA_8B, "8xH100", batch=10**10),
+    Question("Qwen3-8B, QLoRA, compiled", "Qwen/Qwen3-8B", "1xRTX5090", adapter=QLORA, is_compiled=True),
     Question("Qwen2.5-7B, LoRA", QWEN_7B, "8xMI300X", adapter=LORA),
 ]
 
