@@ -49,6 +49,7 @@ from cookbook.system.files import Document, RecipeError
 from cookbook.system.hardware import parse_machines
 from cookbook.system.validation import validate
 from tests.curves import ROOT, SGD, Lab, distance
+from tests.gpu_runs import GpuLab
 from tests.test_owner_schemas import lists_of
 
 LOSS, NORM = 2e-6, 1e-6
@@ -546,7 +547,6 @@ def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_p
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"zero_stage": 3, "offload_param_device": "cpu"}, "offload_param_device: goes with offload_optimizer"),
         ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "add offload_optimizer_nvme_path: nvme_swap"),
         ({"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}, "needs stage 3"),
     ],
@@ -554,6 +554,42 @@ def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_p
 def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str, Any], said: str, tmp_path: Path):
     mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "zero2", deepspeed_config=block))
     assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
+
+
+# Of axolotl's deepspeed_configs/zero3_bf16_cpuoffload_params.json.
+WEIGHTS_IN_HOST_MEMORY = {
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "sub_group_size": 0,
+        "stage3_param_persistence_threshold": 0,
+        "max_live_parameters": 0,
+        "max_reuse_distance": 0,
+    },
+}
+
+
+def test_weights_alone_may_be_offloaded(tmp_path: Path):
+    """DeepSpeed's own model of it asks for no offload_optimizer beside it."""
+    DeepSpeedZeroConfig(**WEIGHTS_IN_HOST_MEMORY["zero_optimization"])
+    for device in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
+        zero = {"stage": 3, "offload_param": device, "stage3_prefetch_bucket_size": 0}
+        found = load_strategy(with_json(tmp_path, {"zero_optimization": zero}))
+        assert (found.offload_param, found.offload_optimizer) == (device["device"], None)
+    block = {"zero_stage": 3, "offload_param_device": "cpu"}
+    found = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block))
+    assert (found.offload_param, found.offload_optimizer) == ("cpu", None)
+
+
+@pytest.mark.slow
+def test_weights_alone_in_host_memory_have_the_common_curve(gpu_lab: GpuLab, lab: Lab, tmp_path: Path):
+    path = with_json(tmp_path, WEIGHTS_IN_HOST_MEMORY)
+    found = distance(lab.run(str(path), SGD), lab.run("single", SGD))
+    assert found.loss < LOSS and found.norm < NORM, found
+    on_gpus = {"strategy": str(path), "data.packing": "true", "mixed_precision": "'no'"}
+    whole = {name: value for name, value in on_gpus.items() if name != "strategy"}
+    assert gpu_lab.run("zero3", on_gpus, recipe="memory").losses == gpu_lab.run("zero3", whole, recipe="memory").losses
 
 
 def test_a_block_without_a_stage_is_judged_at_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -263,7 +263,6 @@ def in_terms_of_block(mistakes: Iterable[str]) -> list[str]:
     found = []
     for mistake in mistakes:
         for block in ("offload_optimizer", "offload_param"):
-            mistake = mistake.replace(f"add {block}: {{device: cpu}}", f"add {block}_device: cpu")
             mistake = mistake.replace(f"zero_optimization.{block}.device", f"deepspeed_config.{block}_device")
             mistake = mistake.replace(f"zero_optimization.{block}.nvme_path", f"deepspeed_config.{block}_nvme_path")
             mistake = mistake.replace(f"zero_optimization.{block}", f"deepspeed_config.{block}_device")

@@ -255,8 +255,6 @@ def check_zero(document: Document) -> Iterator[str]:
                 yield f"{place(key, name)}: would be ignored with device cpu; take it out"
     if "offload_optimizer" in on_nvme and zero.stage < 3:
         yield f"{place('offload_optimizer', 'device')} is nvme, which needs stage 3; use cpu"
-    if offload is None and zero.offload_param is not None:
-        yield f"{place('offload_param')}: goes with offload_optimizer; add offload_optimizer: {{device: cpu}}"
     if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
         # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
         # for the end of the forward and once for the start of the backward.
