@@ -80,6 +80,15 @@ def test_the_lock_of_a_killed_run_is_free_and_that_of_a_stopped_one_is_not(tmp_p
     assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
 
 
+def test_a_run_that_ends_is_waited_for_as_long_as_is_asked(tmp_path, own):
+    owner = own(tmp_path / "run")
+    with pytest.raises(RecipeError, match="is in use"):
+        lock.hold(tmp_path / "run", 0.3)
+    threading.Timer(0.3, owner.kill).start()
+    lock.hold(tmp_path / "run", 60)
+    assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
+
+
 def test_a_folder_that_its_run_renamed_stays_locked(tmp_path, own):
     folder = tmp_path / "run"
     folder.mkdir()

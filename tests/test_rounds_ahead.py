@@ -3,8 +3,10 @@
 python -m pytest -q -m "slow or not slow" tests/test_rounds_ahead.py
 """
 
+import fcntl
 import json
 import shutil
+import threading
 
 import pytest
 
@@ -54,6 +56,15 @@ def test_a_round_that_cannot_be_sampled_yet_is_named(lab, model, tmp_path, capsy
     for number in (2, 3):
         (out / f"rounds/{number:04}").mkdir(parents=True, exist_ok=True)
         shutil.copy(out / "rounds/0001/samples.jsonl", out / f"rounds/{number:04}/samples.jsonl")
+    with (out / ".rounds.lock").open("w") as file:  # as held by the sampler of a start that was killed
+        fcntl.flock(file, fcntl.LOCK_EX)
+        sample_none = [*arguments(lab, values), "--sample-until", "0"]
+        monkeypatch.setattr(sampled_ahead, "END_SECONDS", 0.1)
+        release_folders()
+        assert (main(sample_none), "rounds is in use" in capsys.readouterr().err) == (2, True)
+        monkeypatch.setattr(sampled_ahead, "END_SECONDS", 60)
+        threading.Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        assert (main(sample_none), "from 1 to" in capsys.readouterr().err) == (2, True)
     for last, said in (("0", "from 1 to"), ("5", "from 1 to"), ("4", "of round 2, which is not over; write 3")):
         release_folders()
         assert main([*arguments(lab, values), "--sample-until", last]) == 2

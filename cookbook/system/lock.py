@@ -29,8 +29,11 @@ _making: list[Path] = []
 _waited: Path | None = None
 
 
-def hold(folder: Path) -> None:
+def hold(folder: Path, seconds: float = 0) -> None:
     """Locks an output folder until this process ends. On the main process, before it touches the folder.
+
+    Args:
+        seconds: how long another process that holds the lock is waited for.
 
     Without it two runs would mix their metrics and overwrite each other's checkpoints. The kernel releases it (flock)
     however the process dies. It is next to the folder, so it survives renaming the folder.
@@ -39,10 +42,10 @@ def hold(folder: Path) -> None:
         RecipeError: another process, which is named, holds the lock; or the parent folder is not writable.
     """
     folder, path = folder.resolve(), _path(folder)
-    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    lock = FileLock(path, timeout=seconds, fallback_to_soft=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        lock.acquire(poll_interval=RETRY_SECONDS)
     except Timeout:
         raise RecipeError(f"run.output_dir {folder} is in use{_owner(path)}; wait, or name another") from None
     except OSError as error:

@@ -48,7 +48,10 @@ def rounds(
     assert recipe.rounds is not None
     output_dir = Path(recipe.run.output_dir)
     # Two commands in one folder would each sample and train the same rounds.
-    lock.hold(output_dir if sample_until is None else output_dir / "rounds")
+    if sample_until is None:
+        lock.hold(output_dir)
+    else:  # the sampler of a start that was killed may still be ending
+        lock.hold(output_dir / "rounds", sampled_ahead.END_SECONDS)
     quiet_without_gpus()
     if recipe.rounds.sampler != TRANSFORMERS:
         from cookbook.commands.rounds import served
