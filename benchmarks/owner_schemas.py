@@ -15,7 +15,7 @@ import json
 import re
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Source:
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By section, files whose functions and classes are named there and take its other keys as arguments; the first
     text is a regular expression of their names."""
+    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By section, in the same way, those that have arguments which the ones in `parameters` lack."""
     flags: tuple[str, dict[str, str]] = ("", {})
     """A file whose parser of a command line has the keys of sections, and by section a regular expression of the title
     of their group and the name."""
@@ -126,6 +128,9 @@ SOURCES = {
             "wandb": ("WandbConfig", "nemo_automodel/components/loggers/loggers.py"),
             "dataloader": ("DataLoader", "torch/utils/data/dataloader.py"),
             "rng": ("StatefulRNG", "nemo_automodel/components/training/rng.py"),
+        },
+        others={
+            "dataset": ("(make|build)_.*dataset|[^_].*Dataset(Config)?", "nemo_automodel/components/datasets/*/*.py")
         },
         selector="_target_",
         repository="Automodel",
@@ -282,6 +287,25 @@ class Reader:
     def read_parameters(self, section: str, patterns: tuple[str, ...]) -> dict[str, list[Any]]:
         """Arguments of functions and classes, by the path of a key; without a default where theirs differ."""
         keys: dict[str, list[Any]] = {f"{section}.{self.selector}": ["str"]}
+        for _, declared, arguments in self.callables(patterns):
+            keys |= {f"{section}.{name}": entry for name, entry in declared.items()}
+            for name, entry in arguments.items():
+                known = keys.setdefault(f"{section}.{name}", entry)
+                if known[1:] != entry[1:]:
+                    keys[f"{section}.{name}"] = known[:1]
+        return keys
+
+    def read_others(self, section: str, patterns: tuple[str, ...], known: Container[str]) -> dict[str, list[str]]:
+        """By the path of an unknown key, the functions and classes that have it."""
+        keys: dict[str, list[str]] = {}
+        for owner, declared, arguments in self.callables(patterns):
+            for name in {**declared, **arguments}:
+                if (path := f"{section}.{name}") not in known and owner not in keys.setdefault(path, []):
+                    keys[path].append(owner)
+        return {path: sorted(keys[path]) for path in sorted(keys)}
+
+    def callables(self, patterns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, list[Any]], dict[str, list[Any]]]]:
+        """Name, declared fields and arguments of each function and class whose name matches the first pattern."""
         names, *files = patterns
         for _, tree in self.trees(tuple(files)):
             for node in tree.body:
@@ -290,15 +314,11 @@ class Reader:
                 is_class = isinstance(node, ast.ClassDef)
                 body = node.body if isinstance(node, ast.ClassDef) else [node]
                 declared = self.keys_of(node) if isinstance(node, ast.ClassDef) else {}
-                keys |= {f"{section}.{name}": entry for name, entry in declared.items()}
+                arguments: dict[str, list[Any]] = {}
                 for function in body:
-                    if not isinstance(function, ast.FunctionDef) or (is_class and function.name != "__init__"):
-                        continue
-                    for name, entry in self.arguments_of(function).items():
-                        known = keys.setdefault(f"{section}.{name}", entry)
-                        if known[1:] != entry[1:]:
-                            keys[f"{section}.{name}"] = known[:1]
-        return keys
+                    if isinstance(function, ast.FunctionDef) and (not is_class or function.name == "__init__"):
+                        arguments |= self.arguments_of(function)
+                yield node.name, declared, arguments
 
     def read_flags(self, pattern: str, sections: dict[str, str]) -> dict[str, list[Any]]:
         """Options of a parser, by the paths of keys; texts of a default are read as a file's are."""
@@ -369,7 +389,10 @@ def schema_of(name: str, root: Path, version: str) -> dict[str, Any]:
     keys |= reader.read_flags(*source.flags) if source.flags[0] else {}
     if keys:
         classes["configuration"] = keys
-    return {"version": version, "classes": classes}
+    others: dict[str, list[str]] = {}
+    for section, patterns in source.others.items():
+        others |= reader.read_others(section, patterns, keys)
+    return {"version": version, "classes": classes} | ({"others": others} if others else {})
 
 
 def dumps(schema: dict[str, Any]) -> str:
@@ -378,7 +401,11 @@ def dumps(schema: dict[str, Any]) -> str:
     for name, entry in schema["classes"].items():
         keys = ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items())
         parts.append(f"  {json.dumps(name)}: {{\n{keys}}}")
-    return f'{{\n "version": {json.dumps(schema["version"])},\n "classes": {{\n' + ",\n".join(parts) + "\n }\n}\n"
+    others = [f"  {json.dumps(key)}: {json.dumps(owners)}" for key, owners in schema.get("others", {}).items()]
+    end = ',\n "others": {\n' + ",\n".join(others) + "\n }" if others else ""
+    return (
+        f'{{\n "version": {json.dumps(schema["version"])},\n "classes": {{\n' + ",\n".join(parts) + f"\n }}{end}\n}}\n"
+    )
 
 
 def table_of_words() -> str:

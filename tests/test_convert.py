@@ -339,8 +339,58 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
         values[key]["not_known"] = 1
     assert convert(json.dumps(values, indent=1), name="file.json") == 0
     printed = capsys.readouterr().out
-    for key in ["not_known", *[f"{section}.not_known" for section in sections]]:
-        assert f": {key} is 1: no key of {tables().projects[project].known_as};" in printed
+    (line,) = re.findall(f"(.+): no key of {tables().projects[project].known_as};", printed)
+    listed = re.findall(r"\d+: ([\w.]+)(?: is 1)?(?:;|$)", line)
+    assert {*listed} >= {"not_known", *[f"{section}.not_known" for section in sections]}
+
+
+def test_keys_with_one_reason_are_one_line_and_many_are_named_without_their_values(folder, capsys):
+    """Such as a template of a service, whose values are variables of its environment."""
+    assert convert("base_model: m\nmicro_batch_size: 1\nlearning_rate: 1e-4\nwandb_name: a\nwandb_entity: b\n") == 0
+    printed = capsys.readouterr().out
+    assert "file.yaml:4: wandb_name is 'a'; 5: wandb_entity is 'b': set it in the environment" in printed
+    keys = [
+        "base_model",
+        "micro_batch_size",
+        "learning_rate",
+        "num_epochs",
+        "lora_r",
+        "lora_alpha",
+        "adapter",
+        "rl",
+        "seed",
+    ]
+    text = "\n".join(f"{key}: ${{{key.upper()}}}" for key in keys)
+    Path("recipes/file.yaml").unlink()
+    assert convert(text) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "refers to what" in line]
+    assert re.findall(r"(\d+): (\w+)", line) == [(str(i + 1), key) for i, key in enumerate(keys)]
+    Path("recipes/file.yaml").unlink()
+    assert convert(text, "--json") == 0
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert sum("refers to what is not in this file" in change for change in changes) == len(keys)
+
+
+def test_a_key_of_another_class_of_its_owner_is_no_unknown_key(folder, capsys):
+    text = AUTOMODEL.replace("dataset:", "dataset:\n  trim_incomplete_last_turn: true\n  nosuch: 1", 1)
+    assert convert(text) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"dataset\.trim_incomplete_last_turn is true: of make_agent_chat_dataset", printed)
+    assert re.search(r"dataset\.nosuch is 1: no key of NeMo Automodel", printed)
+
+
+def test_a_training_that_the_file_itself_names_is_the_reason_before_its_unknown_keys(folder, capsys):
+    """As in Automodel's examples/speculative, where most keys are those of a method that is not here."""
+    values = {
+        "recipe": "TrainEagle3Recipe",
+        "recipe_args": {f"key_{i}": 1 for i in range(20)},
+        "seed": 1,
+        "step_scheduler": {"num_epochs": 1, "max_steps": 2},
+        "optimizer": {"lr": 1e-4, "weight_decay": 0.1},
+    }
+    assert convert(json.dumps(values), name="file.json") == 2
+    (reason, *_) = capsys.readouterr().err.splitlines()
+    assert "recipe is 'TrainEagle3Recipe': another training than fine-tuning on texts" in reason
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
@@ -1280,7 +1330,7 @@ def test_references_stand_for_other_keys_also_in_longer_texts(folder, capsys):
 
 def test_a_reference_in_a_circle_is_listed(folder, capsys):
     recipe_of(TORCHTUNE.replace("epochs: 1", "epochs: ${other}\nother: ${epochs}"))
-    assert "epochs is '${other}': refers to what" in capsys.readouterr().out
+    assert re.search(r"epochs is '\$\{other\}'; \d+: other is '\$\{epochs\}': refers to what", capsys.readouterr().out)
 
 
 def test_torchtunes_validation_set_is_evaluated(folder, capsys):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from cookbook.config.effects import effect_of
-from cookbook.config.owner_schemas import Field, fields_of, read_classes, version_of
+from cookbook.config.owner_schemas import Field, fields_of, others_of, read_classes, version_of
 from cookbook.system.files import show
 
 Cost = Literal["refuse", "changes", "decide", "idle", "sizes"]
@@ -146,7 +146,11 @@ class Project:
 
     def has(self, path: str) -> bool:
         """True if its files have this key, or one of a section that is anything's."""
-        return path in self.fields or self.entry(path) is not None
+        return path in self.fields or self.entry(path) is not None or bool(self.classes_with(path))
+
+    def classes_with(self, path: str) -> list[str]:
+        """The classes and functions of its owner that have this key, where it is none of those that are read."""
+        return others_of(self.schema).get(path, [])
 
     def entry(self, path: str) -> Key | None:
         """Return the entry of a key: its own, or that of the section without a counterpart around it."""

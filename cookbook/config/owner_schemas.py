@@ -44,6 +44,15 @@ def read_classes(owners: tuple[str, ...]) -> Classes:
 
 
 @functools.cache
+def others_of(owners: tuple[str, ...]) -> dict[str, list[str]]:
+    """By dotted path, keys that are no key of those classes that are read, with the classes and functions of the owner
+    that have it.
+    """
+    files = (json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8")) for owner in owners)
+    return {path: names for own in files for path, names in own.get("others", {}).items()}
+
+
+@functools.cache
 def fields_of(owners: tuple[str, ...]) -> dict[str, Field]:
     """All keys of a project by dotted path; of a key that several classes have, that of the first.
 

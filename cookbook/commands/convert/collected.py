@@ -9,7 +9,7 @@ from cookbook.config.accelerate_yaml import indented
 from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.config.strategy_keys import COMMENT, is_same
-from cookbook.system.files import Document, KeyPath, RecipeError, kind_in_words, show
+from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, kind_in_words, show
 
 SEVERAL = ("run.trackers", "adapter.targets")
 """Our lists that several of their keys fill together."""
@@ -51,6 +51,8 @@ class Collected:
         """Reasons why no recipe can be the same training."""
         self.files: list[str] = []
         """Names of the files, in the order in which they were read."""
+        self.reasons: dict[str, tuple[str, str]] = {}
+        """Place and reason of lines that others with the same reason may stand beside."""
         self.folder = Path()
         self.template: str | None = None
         """The text of a chat template in the file."""
@@ -69,7 +71,7 @@ class Collected:
         if project is tables().projects["accelerate"]:
             document, lost = indented(document)
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
-        for path, written in _leaves(document.values, project):
+        for path, written in leaves_of(document.values, project):
             dotted = ".".join(map(str, path))
             place = f"{document.place(*path)} is {in_short(written)}"
             if (home := project.home(dotted)) not in (None, dotted):  # one line for all keys of such a section
@@ -86,7 +88,7 @@ class Collected:
             elif project.is_idle(dotted) or (project.lacks(dotted) and project.is_off(dotted, document.values)):
                 self.idle.append(dotted)
             elif references.is_open(value):
-                self.changes.append(f"{place}: refers to what is not in this file; write the value")
+                self._add(self.changes, place, "refers to what is not in this file; write the value")
             else:
                 self._read_key(dotted, value, place, project)
         if is_deepspeed and "zero_optimization" not in document.values:
@@ -114,15 +116,38 @@ class Collected:
             or (key is None and value == {} and project.has_section(dotted))
         ):
             self.idle.append(dotted)
+        elif key is None and (classes := project.classes_with(dotted)):
+            names = f"{classes[0]}{' and others' * (len(classes) > 1)}"
+            self._add(self.changes, place, f"of {names}; rows are trained here as their files have them")
         elif key is None and project.has_section(dotted):
             self.notes.append(f"{place}: a section of `key: value` lines was expected")
         elif key is None:
-            self.changes.append(f"{place}: no key of {project.known_as}; docs/recipes.md has all of ours")
+            self._add(self.changes, place, f"no key of {project.known_as}; docs/recipes.md has all of ours")
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
             lines = self.others if key.cost == "refuse" else self._lines(key)
-            lines += [line] if (line := f"{place}: {key.why}") not in lines else []
+            self._add(lines, place, key.why)
+
+    def _add(self, lines: list[str], place: str, why: str) -> None:
+        line = f"{place}: {why}"
+        self.reasons[line] = place, why
+        lines += [line] if line not in lines else []
+
+    def grouped(self, lines: list[str]) -> list[str]:
+        """The lines with one for all places in a file that have the same reason."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for line in lines:
+            place, why = self.reasons.get(line, (line, ""))
+            file = next((name for name in self.files if why and place.startswith(f"{name}:")), "")
+            groups.setdefault((file, why or line), []).append(place.removeprefix(f"{file}:") if file else place)
+        texts = []
+        for (file, why), places in groups.items():
+            if len(places) > MAX_CHOICES:  # by their names alone
+                places = [place.partition(" is ")[0] for place in places]
+            named = "; ".join([places[0], *(place.strip() for place in places[1:])])
+            texts.append(f"{file}:{named}: {why}" if file else why)
+        return texts
 
     def _lines(self, key: Key) -> list[str]:
         return self.changes if key.cost == "changes" else self.notes
@@ -192,15 +217,23 @@ class Collected:
         return self.other.pop(f"~{name}", default)
 
     def note(self, name: str, advice: str) -> None:
-        self.notes.append(f"{self.places[name]}: {advice}")
+        _add_to(self.notes, self.places[name], advice)
 
     def change(self, name: str, advice: str) -> None:
-        self.changes.append(f"{self.places[name]}: {advice}")
+        _add_to(self.changes, self.places[name], advice)
 
     @property
     def distribution(self) -> dict[str, Any]:
         """Properties of a strategy."""
         return {key.removeprefix("strategy."): value for key, value in self.other.items() if key[0] != "~"}
+
+
+def _add_to(lines: list[str], place: str, advice: str) -> None:
+    """A line, or more of the last one where that is of the same place."""
+    if lines and lines[-1].startswith(f"{place}: "):
+        lines[-1] += f"; {advice}"
+    else:
+        lines.append(f"{place}: {advice}")
 
 
 def in_short(value: Any) -> str:
@@ -209,15 +242,15 @@ def in_short(value: Any) -> str:
 
 def keys_of(values: dict[str, Any], project: Project) -> list[str]:
     """The dotted keys of a file."""
-    return [".".join(map(str, path)) for path, _ in _leaves(values, project)]
+    return [".".join(map(str, path)) for path, _ in leaves_of(values, project)]
 
 
 def empty_keys(values: dict[str, Any], project: Project) -> list[str]:
     """The dotted keys of a file that have no value."""
-    return [".".join(map(str, path)) for path, value in _leaves(values, project) if value is None]
+    return [".".join(map(str, path)) for path, value in leaves_of(values, project) if value is None]
 
 
-def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def leaves_of(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Keys with their values. A section is a value where it has a counterpart as a whole, or nothing in it."""
     for name, value in values.items():
         here = (*path, name)
@@ -225,6 +258,6 @@ def _leaves(values: dict[str, Any], project: Project, path: KeyPath = ()) -> Ite
         key = project.keys.get(dotted)
         is_value = key is not None and key.ours is not None and not project.has_keys_in(dotted)
         if isinstance(value, dict) and value and not is_value:
-            yield from _leaves(value, project, here)
+            yield from leaves_of(value, project, here)
         else:
             yield here, value

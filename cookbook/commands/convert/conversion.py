@@ -1,12 +1,13 @@
 """Conversion of files of another project: whose they are, the files that are written, and what is left to say."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
-from cookbook.commands.convert.collected import keys_of
+from cookbook.commands.convert.collected import in_short, keys_of, leaves_of
 from cookbook.commands.convert.commands_and_scripts import read_settings
 from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
@@ -15,7 +16,7 @@ from cookbook.commands.shared.answer_forms import Converted
 from cookbook.commands.shared.arguments import AsJson, positive
 from cookbook.commands.shared.for_programs import answer, as_object
 from cookbook.commands.shared.named_file import taken, write_named_file
-from cookbook.config.foreign import Project, tables
+from cookbook.config.foreign import NoCounterpart, Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
@@ -25,6 +26,8 @@ ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
 
 LENGTHS = ("run.num_epochs", "run.max_steps", "~steps_per_epoch")
+ENOUGH = 5
+"""Known keys of a file that tell its project, though most of the others are unknown to that."""
 ProjectName = Literal[
     "trainer",
     "trl",
@@ -81,7 +84,7 @@ def convert(
     training = next((described for described in names if not described.is_distribution), None)
     conversion.derive(training)
     if conversion.others:
-        refused = [f"not the same training: {other}" for other in conversion.others]
+        refused = [f"not the same training: {other}" for other in conversion.grouped(conversion.others)]
         raise RecipeError([*refused, "nothing is written; docs/convert.md#what-there-is-not has what comes nearest"])
     if conversion.processes is None and not conversion.distribution:
         conversion.other["strategy.kind"] = "single"
@@ -152,9 +155,9 @@ def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> 
             f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file"
         )
     if conversion.changes:
-        say("not in the recipe, and trains otherwise, or may:", *conversion.changes, sep="\n  ")
+        say("not in the recipe, and trains otherwise, or may:", *conversion.grouped(conversion.changes), sep="\n  ")
     if conversion.notes:
-        say("to know, or to decide:", *conversion.notes, sep="\n  ")
+        say("to know, or to decide:", *conversion.grouped(conversion.notes), sep="\n  ")
     if idle := list(dict.fromkeys([*conversion.idle, *same])):
         say(f"needs nothing: {', '.join(idle)}")
     return idle
@@ -204,6 +207,8 @@ def recognize(document: Document, name: str | None = None) -> str:
     # A page may have taken the indentation of an accelerate file, whose own key stays.
     is_indented_anew = known[chosen].is_distribution and "distributed_type" in document.values
     if fits[chosen] * 3 < len(keys[chosen]) * 2 and not is_indented_anew:
+        if fits[chosen] >= ENOUGH:
+            refuse([f"not the same training: {reason}" for reason in decided_otherwise(document, known[chosen])])
         names = ", ".join(described.name for described in known.values() if described.is_read)
         raise RecipeError(
             f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}; files of"
@@ -217,6 +222,17 @@ def recognize(document: Document, name: str | None = None) -> str:
     if len(best) > 1 and not is_named:
         raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
     return chosen
+
+
+def decided_otherwise(document: Document, project: Project) -> Iterator[str]:
+    """One reason for each value by which a file says itself that its training is another."""
+    for path, value in leaves_of(document.values, project):
+        key = project.keys.get(".".join(map(str, path)))
+        if key is not None and key.decides and value is not None:
+            try:
+                key.translate(value)
+            except NoCounterpart as problem:
+                yield f"{document.place(*path)} is {in_short(value)}: {problem}"
 
 
 def trains(keys: list[str], project: Project) -> bool:
