@@ -371,6 +371,36 @@ def test_keys_with_one_reason_are_one_line_and_many_are_named_without_their_valu
     assert sum("refers to what is not in this file" in change for change in changes) == len(keys)
 
 
+@pytest.mark.parametrize(
+    ("peft", "said"),
+    [
+        ("dim: 16", ["lora_A_init"]),
+        ("dim: 16, dropout: 0.1", ["dropout_position", "lora_A_init"]),
+        ("dim: 16, dropout: 0.1, lora_A_init: uniform, dropout_position: pre", []),
+        ("dim: 16, lora_A_init: xavier", ["lora_A_init"]),
+    ],
+)
+def test_a_default_of_an_adapter_that_is_not_ours_is_listed_also_where_the_file_is_silent(folder, capsys, peft, said):
+    assert convert(AUTOMODEL.replace("dim: 16", peft)) == 0
+    changes = capsys.readouterr().out.partition("to know")[0]
+    assert sorted(re.findall(r"peft\.(lora_A_init|dropout_position)", changes)) == said
+
+
+def test_a_default_of_another_method_is_none_of_this_one(folder, capsys):
+    """512 is that of a class of TRL which is not here; DPO of TRL 0.x cut prompts at it."""
+    assert (
+        convert("model_name_or_path: m\nbeta: 0.1\nlearning_rate: 1e-6\nmax_prompt_length: 512\n", "--from", "trl") == 0
+    )
+    changes = capsys.readouterr().out.partition("to know")[0]
+    assert "max_prompt_length is 512: only whole samples are limited" in changes
+
+
+def test_texts_that_are_packed_before_batches_are_drawn_are_counted_in_tokens_too(folder, capsys):
+    text = "base_model: m\nsequence_len: 1024\nsample_packing: true\nmicro_batch_size: 2\nlearning_rate: 1e-4\n"
+    assert convert(f"{text}max_steps: 9\npretraining_dataset: [{{path: some/texts, type: pretrain}}]\n") == 0
+    assert "a batch of axolotl counts packed rows of up to 1024 tokens, 2048 a step" in capsys.readouterr().out
+
+
 def test_a_key_of_another_class_of_its_owner_is_no_unknown_key(folder, capsys):
     text = AUTOMODEL.replace("dataset:", "dataset:\n  trim_incomplete_last_turn: true\n  nosuch: 1", 1)
     assert convert(text) == 0

@@ -73,15 +73,20 @@ def test_keys_and_defaults_are_those_of_the_classes_themselves():
         assert compared > 80
 
 
+# xavier_normal_ and a dropout of the adapter's output (nemo_automodel/components/_peft/lora.py), where peft has
+# kaiming_uniform_ and one of its input.
+UNLIKE = {"automodel": {"peft.lora_A_init", "peft.dropout_position"}}
+"""Keys whose owner's default is not what a run does here."""
+
+
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_file_of_its_owners_defaults_asks_for_nothing_else(name, tmp_path, monkeypatch, capsys):
     """As print(args.to_json_string()) writes them: each is read, or needs nothing."""
     monkeypatch.chdir(tmp_path)
     project = tables().projects[name]
-    others = {path for path, key in project.keys.items() if key.is_of_method}
     values: dict = {}
     for path, default in project.schema_defaults("sft").items():
-        if path in own_keys(project) and path not in others:
+        if path in own_keys(project):
             *sections, last = path.split(".")
             home = values
             for section in sections:
@@ -90,7 +95,7 @@ def test_a_file_of_its_owners_defaults_asks_for_nothing_else(name, tmp_path, mon
     conversion = Conversion(None)
     conversion.read(Document("file.json", values), project)
     assert conversion.others == [] and len(conversion.idle) > len(own_keys(project)) / 3
-    assert [line for line in conversion.changes if "file.json" in line] == []
+    assert {line.split()[1] for line in conversion.changes if "file.json" in line} == UNLIKE.get(name, set())
 
 
 def lists_of(conversion: Conversion, path: str) -> set[str]:

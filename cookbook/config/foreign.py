@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +39,6 @@ class Key:
     """Advice for the key, or for a value that has no counterpart."""
     without: Cost = "decide"
     """The cost of a key without a counterpart."""
-    is_of_method: bool = False
-    """True if only the configuration of another method has the key, which it asks for with any value."""
 
     @property
     def cost(self) -> Cost:
@@ -120,13 +118,17 @@ class Project:
     """Values of keys, or `any`, that ask for nothing, or for what a run does in any case."""
     open_sections: tuple[str, ...] = ()
     """Sections that may have keys of a library, beside those that the schema has."""
+    other_methods: frozenset[str] = frozenset()
+    """Classes of methods that are not here: a key that only these have asks for theirs with any value."""
     compares: Mapping[str, str] = field(default_factory=dict)
     """Keys of a distribution without a counterpart that are the recipe's all the same, by `start.claims`."""
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
         """The keys that its owner's schema has, by dotted path."""
-        return fields_of(self.schema)
+        fields = fields_of(self.schema)
+        of_others = {path: own for path, own in fields.items() if own.of_class in self.other_methods}
+        return fields | {path: replace(own, default=()) for path, own in of_others.items()}
 
     @functools.cached_property
     def known_as(self) -> str:
@@ -220,9 +222,7 @@ class Project:
         own = self.fields.get(path)
         if path in self.passes:
             return False
-        key = self.entry(path)
-        is_known = own is not None and own.default and not (key is not None and key.is_of_method)
-        default = own.default[0] if own is not None and is_known else None
+        default = own.default[0] if own is not None and own.default else None
         return asks_for_nothing(value) if asks_for_nothing(default) else _plain(value) == _plain(default)
 
     def schema_defaults(self, objective: str) -> dict[str, Any]:
@@ -262,17 +262,18 @@ class Project:
             key: value for key, value in self.defaults.items() if key not in of_sections
         }
 
-    def silent_differences(self, objective: str, given: Container[str]) -> Iterator[str]:
-        """Advice on keys without a counterpart whose default is another one with an objective, or not what we do."""
+    def silent_differences(self, objective: str, given: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Keys without a counterpart whose default is another one with an objective, or not what we do, with advice."""
         for path, default in self.schema_defaults(objective).items():
             key = self.entry(path)
             if default is None or path in given or key is None or key.cost not in ("refuse", "changes"):
                 continue
-            if key.ours is not None or key.is_of_method:
+            section = path.rpartition(".")[0]
+            if key.ours is not None or (section and not any(name.startswith(f"{section}.") for name in given)):
                 continue
             is_ours = self.passes_over(path, default) if path in self.passes else self.is_default(path, default)
             if not is_ours:
-                yield f"not in the file, where {self.name} has {path} {show(default)}: {key.why}"
+                yield path, f"not in the file, where {self.name} has {path} {show(default)}: {key.why}"
 
 
 SWITCH = "enabled"
@@ -548,22 +549,21 @@ def tables() -> Tables:
                 keys |= dict.fromkeys(names, Key(why=texts.get(why, why), without=cost))
         return keys
 
-    def keys_of(table: dict[str, Any]) -> dict[str, Key]:
+    def keys_of(table: dict[str, Any]) -> tuple[dict[str, Key], frozenset[str]]:
         fields = fields_of(tuple(table.get("schema", ())))
         entries = entries_of(table, fields)
-        is_one_of_several = "objectives" in table
-        of_classes = {
-            path: replace(key, is_of_method=is_one_of_several and key.cost == "refuse")
-            for path, own in fields.items()
-            if (key := entries.get(own.of_class)) is not None
-        }
-        return of_classes | {path: key for path, key in entries.items() if not path[0].isupper()}
+        of_classes = {path: entries[own.of_class] for path, own in fields.items() if own.of_class in entries}
+        others = (name for name, key in entries.items() if name[0].isupper() and key.cost == "refuse")
+        keys = of_classes | {path: key for path, key in entries.items() if not path[0].isupper()}
+        return keys, frozenset(others if "objectives" in table else ())
 
     projects = {}
     for name, table in given.items():
         if "name" in table:
             rest: dict[str, Any] = {key: table[key] for key in table if key not in ("keys", "like", *WITHOUT)}
-            projects[name] = Project(keys=keys_of(table), **rest | {"schema": tuple(table.get("schema", ()))})
+            keys, others = keys_of(table)
+            schema = tuple(table.get("schema", ()))
+            projects[name] = Project(keys=keys, other_methods=others, **rest | {"schema": schema})
     return Tables(projects, meant, texts, {key: texts.get(why, why) for key, why in elsewhere.items()})
 
 

@@ -119,7 +119,9 @@ class Conversion(Collected):
             and self._holds(key, has_adapter=has_adapter)
         }
         self.recipe |= added
-        self.changes += project.silent_differences(self._objective_name, self.keys_of_files)
+        for path, line in project.silent_differences(self._objective_name, self.keys_of_files):
+            if "dropout" not in path or self.recipe.get("adapter.dropout"):
+                self.changes.append(line)
         if added:
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
@@ -438,7 +440,8 @@ class Conversion(Collected):
         size, micro = self.recipe.get("batch.global_batch_size"), self.recipe.get("batch.micro_batch_size")
         if (
             not project.packs_first
-            or self._objective_name != "sft"
+            or self._objective_name not in ("sft", "cpt")
+            or (self._objective_name == "cpt" and self.own_defaults.get("~joins_texts"))  # which has its own line
             or self.recipe.get("data.packing") is not True
             or "padding_free" in self.places.get("data.packing", "")  # samples of a batch in one row
             or None in (size, micro)
