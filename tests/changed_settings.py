@@ -231,6 +231,9 @@ OF_ZERO: dict[str, Change] = {
     ),
     "optimizer wrapper": of_wrapper("optimizer", SimpleNamespace()),
     "data-parallel processes": CHANGES["processes"],
+    "elements of a buffer of weights": lambda engine: patch.object(
+        next(engine.model.parameters()).nvme_swapper, "elements_per_buffer", 99
+    ),
     "partitioned parameters": of_other_partitions,
     "parameters between steps": of_parameter(ds_status=SimpleNamespace(name="AVAILABLE"), ds_numel=10**9),
     "processes that share a second copy of the weights": of_parameter(ds_secondary_tensor_group_size=99),

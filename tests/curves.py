@@ -202,8 +202,6 @@ def done_of(job: dict[str, Any], answer: dict[str, Any]) -> subprocess.Completed
 
 
 FOR_SMALL_MODELS: dict[str, dict[str, Any]] = {
-    # Each process pins and clears its buffers, 3 GB as the file is shipped.
-    "zero3_nvme": {"offload_param": {"buffer_size": 2_000_000}},
     # As the file is shipped, no trained weight of a small model is large enough for a second copy.
     "zero3_hpz": {"stage3_param_persistence_threshold": 0},
 }
@@ -219,9 +217,7 @@ def file_of(strategy: str, folder: Path) -> str:
         if not copy.exists():
             copy.parent.mkdir(exist_ok=True)
             config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-            zero = config["zero_optimization"]
-            for key, value in FOR_SMALL_MODELS[strategy].items():
-                zero[key] = {**zero[key], **value} if isinstance(value, dict) else value
+            config["zero_optimization"] |= FOR_SMALL_MODELS[strategy]
             copy.with_suffix(".json").write_text(json.dumps(config))
             text = (ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text()
             copy.write_text(text.replace(f"ds_configs/{strategy}.json", str(copy.with_suffix(".json"))))

@@ -835,7 +835,7 @@ def test_every_value_of_the_disk_settings_is_the_one_in_the_file():
     assert len(aio) == 5
     for key, value in aio.items():
         written = json.dumps(value)
-        assert f"`{key}` {written}" in text or f"`{key}` `{written}`" in text, key
+        assert f"`{key}` | {written} |" in text or f"`{key}` `{written}`" in text, key
 
 
 # Recipes: labels, and docs/recipes.md.

@@ -271,10 +271,11 @@ def test_sizes_are_those_by_hand(monkeypatch):
     kept = recipe.run.keep_last + 1  # the next checkpoint is written before the oldest goes
     found = sizes(recipe, strategy, 2, on_gpus=False)
     # On disk lie weights in bf16, and in float32 gradients, masters and two moments. In memory gradients in bf16, and
-    # of each process four buffers for the largest group's part, five for weights, and its new weights whole.
+    # of each process four buffers for the largest group's part, five for its half of the embedding, and its new
+    # weights whole.
     assert found.nvme == pytest.approx(18 * count, rel=0.01)
     assert found.disk == pytest.approx((12 * kept + 2) * count, rel=1e-6)
-    assert found.host == pytest.approx(2 * count + 2 * (4 * 4e9 + 5 * 2 * 1.5e8 + 2 * 2e9), rel=0.05)
+    assert found.host == pytest.approx(2 * count + 2 * (4 * 4e9 + 5 * 152_064 * 3584 + 2 * 2e9), rel=0.05)
     on_host = sizes(recipe, load_strategy(Path("accelerate_configs/zero2_offload.yaml")), 2, on_gpus=True)
     # And of each process a buffer of two bytes for the largest gradient, that of the embedding.
     assert on_host.host == pytest.approx(20 * count + 2 * 2 * 152_064 * 3584, rel=1e-3) and on_host.nvme == 0

@@ -219,12 +219,30 @@ def test_what_needs_host_memory_does_not_fit_before_somebody_says_what_there_is(
         assert outlook(recipe, "8xH100", "zero3_offload", room={"host_gib": host_gib}).forecasts[0].verdict == verdict
 
 
-def test_a_weight_longer_than_a_buffer_of_the_disk_cannot_run():
-    """152,064 x 3,584 elements of an embedding, and buffers of 1.5e8; a share of 8 processes fits."""
-    recipe = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml")
-    alone, eight = only(recipe, "1x80GB", "zero3_nvme"), only(recipe, "8x80GB", "zero3_nvme")
-    assert alone.verdict == "cannot run" and "write 544997376" in alone.why[0]
-    assert eight.verdict not in ("cannot run", "does not fit")
+def test_a_buffer_of_the_disk_is_as_long_as_the_share_of_the_largest_weight(tmp_path):
+    """152,064 x 3,584 elements of an embedding, each process's whole or an eighth, in five buffers of 2 bytes each; in
+    a file with a number that is less it cannot run.
+    """
+    recipe, written = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), tmp_path / "ds.json"
+    config = json.loads((ROOT / "ds_configs/zero3_nvme.json").read_text())
+    text = (ROOT / "accelerate_configs/zero3_nvme.yaml").read_text().replace("ds_configs/zero3_nvme.json", str(written))
+    (tmp_path / "own.yaml").write_text(text)
+
+    def host(gpus: str, size: int | str) -> Forecast:
+        config["zero_optimization"]["offload_param"]["buffer_size"] = size
+        written.write_text(json.dumps(config))
+        own, machines = load_strategy(tmp_path / "own.yaml"), replace(parse_machines(gpus), **ROOM)
+        return forecast_all(recipe, [own], machines, "", limits=False).forecasts[0]
+
+    short = host("1x80GB", 150_000_000)
+    assert short.verdict == "cannot run" and "write 544997376" in short.why[0]
+    shipped = only(recipe, "1x80GB", "zero3_nvme"), only(recipe, "8x80GB", "zero3_nvme")
+    for found, gpus, share, processes in zip(
+        shipped, ("1x80GB", "8x80GB"), (544_997_376, 68_124_672), (1, 8), strict=True
+    ):
+        longer = host(gpus, 600_000_000)
+        assert longer.host - found.host == processes * 5 * 2 * (600_000_000 - share)
+        assert found.verdict not in ("cannot run", "does not fit")
 
 
 def test_what_is_not_known_comes_after_what_fits_and_is_said(llama):

@@ -16,10 +16,10 @@ from cookbook.commands import library
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, Section, default_output_dir, load_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
-from cookbook.config.strategy import find_strategy, load_strategy
+from cookbook.config.strategy import find_strategy
 from cookbook.facts.packing import decide, known_config
 from cookbook.start.run_plan import find_runs_elsewhere, load_pair, make_plan
-from cookbook.system.hardware import GIB, parse_machines
+from cookbook.system.hardware import GIB
 from cookbook.system.registry import Named
 
 QUICKSTART = "recipes/quickstart.yaml"
@@ -135,23 +135,6 @@ def test_a_recipe_packs_and_holds_rows_out_where_it_can(name):
     assert packing.is_on or not packing.can_pack or name == QUICKSTART
     is_held_out = bool((data.eval or data.holdout) and run.eval_every_steps)
     assert is_held_out != (data.streaming or recipe.rounds is not None)
-
-
-def test_a_share_of_the_largest_matrix_fits_an_nvme_buffer():
-    """DeepSpeed's AsyncPartitionedParameterSwapper asserts it, after minutes of loading."""
-    deepspeed = load_strategy(Path("accelerate_configs/zero3_nvme.yaml")).deepspeed
-    assert deepspeed is not None
-    buffer_size = deepspeed["zero_optimization"]["offload_param"]["buffer_size"]
-    sizes = {}
-    for name in LIBRARY:
-        label, model = labels.read_label(Path(name)), load_recipe(Path(name)).model.name_or_path
-        counts = [parse_machines(key).num_gpus for key, text in labels.read_fits(label).items() if "_nvme" in text]
-        if counts:
-            config = FACTS["models"][model]["config"]
-            largest = config["hidden_size"] * max(config["vocab_size"], config["intermediate_size"])
-            sizes[name] = largest / min(counts)
-    assert "recipes/llama31_70b/sft.yaml" in sizes
-    assert {name for name, size in sizes.items() if size > buffer_size} == set()
 
 
 def test_offline_facts_know_what_the_recipes_name_and_nothing_else():

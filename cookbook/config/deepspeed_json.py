@@ -105,7 +105,8 @@ BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 """What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
-MAY_BE_AUTO = {*BY_HIDDEN_SIZE, "zero_hpz_partition_size"}
+MaybeAuto = int | Literal["auto"] | None
+"""A size that accelerate or, of `zero_hpz_partition_size` and `buffer_size`, a run fills in."""
 
 
 class JsonBlock(Block):
@@ -120,7 +121,7 @@ class JsonBlock(Block):
         info = cls.model_fields[str(field.field_name)]
         if value is None and not info.is_required():
             raise ValueError("is empty; write a value, or take the key out")
-        if value == "auto" and not info.is_required() and field.field_name not in MAY_BE_AUTO:
+        if value == "auto" and not info.is_required() and info.annotation != MaybeAuto:
             raise ValueError("is 'auto', and accelerate fills in none; take it out")
         if "int" not in str(info.annotation) or value == "auto":
             return value
@@ -128,16 +129,13 @@ class JsonBlock(Block):
         value = int(value) if isinstance(value, float) and value.is_integer() else value
         if type(value) is not int:
             (usual,) = tables().projects["deepspeed"].fields[f"{cls.block}.{field.field_name}"].default
-            way = "or auto" if field.field_name in MAY_BE_AUTO else f"as {usual}"
+            way = "or auto" if info.annotation == MaybeAuto else f"as {usual}"
             raise ValueError(f"is {show(value)}; write a whole number, {way}")
         bounds = facts()["blocks"].get(cls.block, {}).get(field.field_name, {})
         least = bounds["gt"] + 1 if "gt" in bounds else bounds.get("ge", value)
         if value < least:
             raise ValueError(f"is {value}; write {least} or more")
         return value
-
-
-MaybeAuto = int | Literal["auto"] | None
 
 
 class OffloadBlock(JsonBlock):
@@ -156,7 +154,7 @@ class OffloadOptimizerBlock(OffloadBlock):
 
 class OffloadParamBlock(OffloadBlock):
     block = "zero_optimization.offload_param"
-    buffer_size: int | None = None
+    buffer_size: MaybeAuto = None
     max_in_cpu: int | None = None
 
 

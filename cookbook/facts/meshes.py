@@ -138,6 +138,13 @@ def buffer_problem(config: Any, strategy: Strategy, num_processes: int, bytes_ea
     return share_beyond_buffer(strategy, max(rows, of_experts) * width, whose, num_processes, bytes_each)
 
 
+def share_of_weight(num_elements: int, num_processes: int) -> int:
+    """Elements of a process's share of a weight under stage 3, and of a buffer of weights whose size is "auto", if the
+    weight is the largest.
+    """
+    return -(-num_elements // num_processes)
+
+
 def share_beyond_buffer(
     strategy: Strategy, num_elements: int, whose: str, num_processes: int, bytes_each: int
 ) -> str | None:
@@ -147,8 +154,8 @@ def share_beyond_buffer(
     if strategy.offload_param != "nvme":
         return None
     size = (strategy.zero.get("offload_param") or {}).get("buffer_size") or BUFFER_SIZE
-    share = -(-num_elements // num_processes)
-    if share <= size or share * bytes_each < swap_limit(strategy):
+    share = share_of_weight(num_elements, num_processes)
+    if size == "auto" or share <= size or share * bytes_each < swap_limit(strategy):
         return None
     return f"offload_param.buffer_size is {size:.0f}, and a process's share of {whose} {share}; write {share}"
 

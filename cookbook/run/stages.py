@@ -417,6 +417,7 @@ def load_model(
     """The model as training has it, before an adapter is on it; where it has one, frozen and as its kind wants."""
     quantization = insertion.quantization_options(recipe.adapter if has_adapter else None, recipe.compute_precision)
     packed = each_weight(insertion.packing(quantization)) if quantization else contextlib.nullcontext()
+    engine.fit_to(language_model.config_in(folder))
     with packed, engine.reading(is_quantized=bool(quantization)):
         return language_model.load_model(
             folder,

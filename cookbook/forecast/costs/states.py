@@ -637,7 +637,10 @@ def _weights_on_disk(
     """
     low, block = inputs.low_bytes, inputs.strategy.zero["offload_param"]
     alignment, limit = _thread_alignment(inputs.strategy) // low, swap_limit(inputs.strategy)
-    buffer = block.get("buffer_count", 5) * _round_up(block.get("buffer_size", 10**8), alignment)
+    buffer_size = block.get("buffer_size", 10**8)
+    if buffer_size == "auto":  # as the engine fills it in
+        buffer_size = max(map(part, skeleton.weights))
+    buffer = block.get("buffer_count", 5) * _round_up(buffer_size, alignment)
     largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
     reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
     placeholders = sum(size(group[0]) for group in _param_groups(skeleton, inputs.optim)) + 2

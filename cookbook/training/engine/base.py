@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
+from transformers import PreTrainedConfig
 
 from cookbook.config.objectives.forward import Batch, LossOutput
 from cookbook.config.recipe import Recipe
@@ -63,8 +64,8 @@ class StepResult:
 class Engine:
     """A running strategy. All methods are collective: every rank must call them.
 
-    A family overrides, where it differs: `_start`, `load_options`, `reading`, `apart`, `frozen_dtype` and `_wrap`;
-    `_accumulate`, or only
+    A family overrides, where it differs: `_start`, `fit_to`, `load_options`, `reading`, `apart`, `frozen_dtype` and
+    `_wrap`; `_accumulate`, or only
     `_synchronise` and `_backward`; `_update`, or only `_num_shards` and `_clear_gradients`; `_squares`; `_forward`,
     `_forwards`,
     `_end_evaluation`; `unreached`, or only `_is_reached`; `held_pieces`, or only `_ranks_with`; `_finish_restore`,
@@ -159,6 +160,9 @@ class Engine:
     def frozen_dtype(self) -> torch.dtype:
         """The dtype of frozen weights: that of the forward, since no optimizer needs more."""
         return self.low_dtype or torch.float32
+
+    def fit_to(self, config: PreTrainedConfig) -> None:
+        """Fill in what a strategy leaves open until the model is known. Called before it is read."""
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
         """Arguments of `from_pretrained` that keep weights out of host memory where they are not needed.

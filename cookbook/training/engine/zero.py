@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin
+from transformers import PreTrainedConfig
 
 from cookbook.config.optim.orthogonal import Run
 from cookbook.config.strategy import Strategy, exchange_precision
+from cookbook.facts.meshes import share_of_weight
+from cookbook.facts.score_head import empty_model
 from cookbook.start.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
@@ -103,6 +106,19 @@ class Zero(Engine):
     @property
     def _is_stage3(self) -> bool:
         return self.strategy.zero_stage == 3
+
+    def fit_to(self, config: PreTrainedConfig) -> None:
+        """Fill in the size of the buffers of weights on NVMe, each of which must hold a process's share of any weight
+        (deepspeed 0.19.8, swap_tensor/partitioned_param_swapper.py, `get_buffer`).
+        """
+        if self.strategy.zero.get("offload_param", {}).get("buffer_size") != "auto":
+            return
+        with torch.device("meta"):
+            largest = max(weight.numel() for weight in empty_model(config).parameters())
+        size, plugin = share_of_weight(largest, self.plan.num_processes), self.accelerator.state.deepspeed_plugin
+        for settings in (self.deepspeed_config, plugin.deepspeed_config):
+            settings["zero_optimization"]["offload_param"]["buffer_size"] = size
+        plugin.set_deepspeed_weakref()  # a copy, by which transformers has stage 3 shard what it reads
 
     def load_options(self, *, is_quantized: bool) -> dict[str, Any]:
         """Stage 3 shards each weight as it is created."""
@@ -429,6 +445,9 @@ class Zero(Engine):
         open_keys = {key for key, value in asked.items() if value == "auto"}  # by the model's hidden size
         for key in sorted(asked.keys() & in_force.keys() - {"stage", "offload_optimizer", "offload_param"} - open_keys):
             yield f"zero_optimization.{key}", asked[key], in_force[key]
+        size = asked.get("offload_param", {}).get("buffer_size")
+        for swapper in _swappers_of_weights(model) if size is not None else ():
+            yield "elements of a buffer of weights", size, swapper.elements_per_buffer
         for name, handle in _aio_handles(model):
             for key, value in config.get("aio", {}).items():
                 yield f"aio.{key}, {name}", value, getattr(handle, f"get_{key}")()
@@ -505,11 +524,15 @@ def _swap_in(zero: Any, i: int, *, changed: bool) -> Iterator[None]:
             zero._release_swap_buffers(i)
 
 
+def _swappers_of_weights(model: Any) -> list[Any]:
+    """DeepSpeed's one swapper of weights, or none."""
+    return [*filter(None, (getattr(parameter, "nvme_swapper", None) for parameter in [*model.parameters()][:1]))]
+
+
 def _aio_handles(model: Any) -> Iterator[tuple[str, Any]]:
     """DeepSpeed's handles for swap files, which hold the settings of their I/O threads."""
-    swappers = [getattr(model.optimizer, "optimizer_swapper", None)]
-    swappers += [getattr(parameter, "nvme_swapper", None) for parameter in list(model.parameters())[:1]]
-    for swapper in filter(None, swappers):
+    of_states = getattr(model.optimizer, "optimizer_swapper", None)
+    for swapper in (*filter(None, [of_states]), *_swappers_of_weights(model)):
         for name in ("aio_handle", "read_aio_handle", "write_aio_handle", "aio_read_handle", "aio_write_handle"):
             handle = getattr(swapper, name, None)
             # `aio_handle` of the parameters' swapper is the class.

@@ -74,6 +74,12 @@ def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
     return []
 
 
+def config_in(folder: str) -> PreTrainedConfig:
+    """The configuration with which a model is loaded from its folder."""
+    config: PreTrainedConfig = open_options(folder).get("config") or open_config(folder)
+    return config
+
+
 def load_model(
     name: str,
     settings: ModelSection,
@@ -99,7 +105,7 @@ def load_model(
     if packing or sequence_mesh is not None:
         options["attn_implementation"] = PACKED
     autocast_products()
-    config = open_options(name).get("config") or open_config(name)
+    config = config_in(name)
     if sample_draws.set_to_zero(config):
         options["config"] = config
     model = open_language_model(name, dtype=dtype, **options)
