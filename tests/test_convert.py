@@ -401,6 +401,24 @@ def test_texts_that_are_packed_before_batches_are_drawn_are_counted_in_tokens_to
     assert "a batch of axolotl counts packed rows of up to 1024 tokens, 2048 a step" in capsys.readouterr().out
 
 
+def test_a_plugin_of_axolotl_is_what_its_arguments_are(folder, capsys):
+    listed = "plugins: [axolotl.integrations.liger.LigerPlugin, my.own.TimerPlugin]\n"
+    assert convert(f"{AXOLOTL}{listed}") == 0
+    printed = capsys.readouterr().out
+    assert "plugins has TimerPlugin: our plugins are other files" in printed
+    assert "LigerPlugin" in printed.partition("needs nothing: ")[2]
+    Path("recipes/file.yaml").unlink()
+    assert convert(AXOLOTL + listed.replace("liger.Liger", "grokfast.Grokfast")) == 2
+    assert "plugins has GrokfastPlugin: another optimizer, or several rates" in capsys.readouterr().err
+
+
+def test_an_unknown_key_that_another_project_has_is_answered_by_its_meaning(folder, capsys):
+    assert convert(f"{AXOLOTL}eta_min: 0\nnosuch_key: 1\n") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"eta_min is 0: no key of axolotl of [\d-]+; write schedule\.min_learning_rate", printed)
+    assert re.search(r"nosuch_key is 1: no key of axolotl of [\d-]+; docs/recipes\.md has all of ours", printed)
+
+
 def test_a_key_of_another_class_of_its_owner_is_no_unknown_key(folder, capsys):
     text = AUTOMODEL.replace("dataset:", "dataset:\n  trim_incomplete_last_turn: true\n  nosuch: 1", 1)
     assert convert(text) == 0

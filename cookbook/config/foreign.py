@@ -118,6 +118,8 @@ class Project:
     """Values of keys, or `any`, that ask for nothing, or for what a run does in any case."""
     open_sections: tuple[str, ...] = ()
     """Sections that may have keys of a library, beside those that the schema has."""
+    classes: Mapping[str, Key] = field(default_factory=dict)
+    """What stands for all keys of a class, by its name."""
     other_methods: frozenset[str] = frozenset()
     """Classes of methods that are not here: a key that only these have asks for theirs with any value."""
     compares: Mapping[str, str] = field(default_factory=dict)
@@ -487,6 +489,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
             "~registered_eval",
             "~lora_attention",
             "~lora_parameters",
+            "~plugins",
             "adapter.modules_to_save",
             "model.new_tokens",
         ),
@@ -549,21 +552,25 @@ def tables() -> Tables:
                 keys |= dict.fromkeys(names, Key(why=texts.get(why, why), without=cost))
         return keys
 
-    def keys_of(table: dict[str, Any]) -> tuple[dict[str, Key], frozenset[str]]:
+    def keys_of(table: dict[str, Any]) -> tuple[dict[str, Key], dict[str, Key]]:
         fields = fields_of(tuple(table.get("schema", ())))
         entries = entries_of(table, fields)
         of_classes = {path: entries[own.of_class] for path, own in fields.items() if own.of_class in entries}
-        others = (name for name, key in entries.items() if name[0].isupper() and key.cost == "refuse")
-        keys = of_classes | {path: key for path, key in entries.items() if not path[0].isupper()}
-        return keys, frozenset(others if "objectives" in table else ())
+        classes = {name: key for name, key in entries.items() if name[0].isupper()}
+        return of_classes | {path: key for path, key in entries.items() if path not in classes}, classes
 
     projects = {}
     for name, table in given.items():
         if "name" in table:
             rest: dict[str, Any] = {key: table[key] for key in table if key not in ("keys", "like", *WITHOUT)}
-            keys, others = keys_of(table)
-            schema = tuple(table.get("schema", ()))
-            projects[name] = Project(keys=keys, other_methods=others, **rest | {"schema": schema})
+            keys, classes = keys_of(table)
+            refused = (name for name, key in classes.items() if key.cost == "refuse")
+            projects[name] = Project(
+                keys=keys,
+                classes=classes,
+                other_methods=frozenset(refused if "objectives" in table else ()),
+                **rest | {"schema": tuple(table.get("schema", ()))},
+            )
     return Tables(projects, meant, texts, {key: texts.get(why, why) for key, why in elsewhere.items()})
 
 

@@ -8,6 +8,7 @@ from cookbook.commands.convert import references
 from cookbook.config.accelerate_yaml import indented
 from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
+from cookbook.config.recipe import answer_to
 from cookbook.config.strategy_keys import COMMENT, is_same
 from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, kind_in_words, show
 
@@ -122,7 +123,8 @@ class Collected:
         elif key is None and project.has_section(dotted):
             self.notes.append(f"{place}: a section of `key: value` lines was expected")
         elif key is None:
-            self._add(self.changes, place, f"no key of {project.known_as}; docs/recipes.md has all of ours")
+            answer = answer_to(dotted) or answer_to(dotted.rpartition(".")[2]) or "docs/recipes.md has all of ours"
+            self._add(self.changes, place, f"no key of {project.known_as}; {answer}")
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:

@@ -30,6 +30,7 @@ class Conversion(Collected):
         derive_rows(self)
         self._objective()
         if project is not None:
+            self._plugins(project)
             self._defaults(project)
             self.changes += project.always
             self._offload()
@@ -46,6 +47,22 @@ class Conversion(Collected):
             name = "~beta1" if betas[0] is not None else "~beta2"
             self.settle("optim.betas", [betas[0] or 0.9, betas[1] or 0.999], name)
         self._left_open(project)
+
+    def _plugins(self, project: Project) -> None:
+        """Sort axolotl's plugins, each as what stands for the class of its arguments."""
+        for path in self.take("plugins", []):
+            name = path.rpartition(".")[2]
+            stem = name.removesuffix("Plugin")
+            key = project.classes.get(f"{stem}Args") or project.classes.get(f"{stem}Config")
+            if key is not None and key.cost == "idle":
+                self.idle.append(name)
+                continue
+            place = f"{self.places['~plugins'].partition(' is ')[0]} has {name}"
+            if key is None:
+                self.notes.append(f"{place}: {project.keys['plugins'].why}")
+            else:
+                lines = self.others if key.cost == "refuse" else self._lines(key)
+                lines.append(f"{place}: {key.why}")
 
     def _optimizer(self) -> None:
         """An optimizer that a class names. Adam without a decay is AdamW without one."""
