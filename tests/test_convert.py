@@ -412,6 +412,12 @@ def test_a_plugin_of_axolotl_is_what_its_arguments_are(folder, capsys):
     assert "plugins has GrokfastPlugin: another optimizer, or several rates" in capsys.readouterr().err
 
 
+def test_a_short_list_is_shown_as_it_is_and_a_long_one_by_its_kind(folder, capsys):
+    assert convert(f"{AXOLOTL}eot_tokens: [<|end|>]\neval_causal_lm_metrics: [a, b, c, d]\n") == 0
+    printed = capsys.readouterr().out
+    assert "eot_tokens is ['<|end|>']: " in printed and "eval_causal_lm_metrics is a list of 4 items: " in printed
+
+
 def test_an_unknown_key_that_another_project_has_is_answered_by_its_meaning(folder, capsys):
     assert convert(f"{AXOLOTL}eta_min: 0\nnosuch_key: 1\n") == 0
     printed = capsys.readouterr().out
@@ -1591,7 +1597,8 @@ TRAINS_OTHERWISE = {
         "double_quantization is false"),
     "tokens in a mapping": (f'{AXOLOTL}tokens: {{pad_token: "<pad>"}}\n', "tokens is an object"),
     "roles that are trained": (
-        AXOLOTL.replace("    shards: 3", "    roles_to_train: [user, assistant]"), "roles_to_train a list of 2 items"),
+        AXOLOTL.replace("    shards: 3", "    roles_to_train: [user, assistant]"),
+        "roles_to_train ['user', 'assistant']"),
     "packed rows in a batch": (
         AXOLOTL, "a batch of axolotl counts packed rows of up to 4096 tokens, 32768 a step, and here samples."
         " In the place of batch.micro_batch_size write batch.micro_batch_tokens: 8192"),

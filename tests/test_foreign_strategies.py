@@ -334,6 +334,8 @@ def test_a_refusal_says_where_the_meaning_goes(tmp_path: Path):
     text = "\n".join(mistakes_of(path))
     assert "dynamo_backend is 'INDUCTOR': write model.compile: true, and take this out" in text
     assert "write parallelism_config_sp_size, and take this out" in text
+    (mistake, _) = mistakes_of(with_json(tmp_path, PAGES["zero3"] | {"autotp_size": 2}))
+    assert mistake.endswith("tensor parallel; take strategy tp, and take this out")
     mesh = {"parallelism_config_sp_size": 2, "parallelism_config_dp_replicate_size": 2}
     path = yaml_of_accelerate(tmp_path, "zero3", num_processes=4, parallelism_config=mesh)
     assert mistakes_of(path)[0].endswith("take parallelism_config_dp_replicate_size out")

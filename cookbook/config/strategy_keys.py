@@ -167,7 +167,8 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _refusal(place: str, value: Any, answer: str) -> str:
-    return f"{place} is {show(value)}: {answer}{', and take this out' if 'write ' in answer else '; take it out'}"
+    has_way = "write " in answer or "take " in answer
+    return f"{place} is {show(value)}: {answer}{', and take this out' if has_way else '; take it out'}"
 
 
 def _is_open(value: Any) -> bool:

@@ -14,6 +14,8 @@ from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, k
 
 SEVERAL = ("run.trackers", "adapter.targets")
 """Our lists that several of their keys fill together."""
+MAX_SHOWN = 3
+"""Items of a list that a line shows."""
 SILENT = " where the file is silent"
 
 
@@ -239,7 +241,11 @@ def _add_to(lines: list[str], place: str, advice: str) -> None:
 
 
 def in_short(value: Any) -> str:
-    return kind_in_words(value) if isinstance(value, list | dict) and value else show(value)
+    """A value as it is, or the kind of a large one."""
+    is_plain = isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
+    if not isinstance(value, list | dict) or not value or (is_plain and len(value) <= MAX_SHOWN):
+        return show(value)
+    return kind_in_words(value)
 
 
 def keys_of(values: dict[str, Any], project: Project) -> list[str]:
