@@ -3,14 +3,17 @@
 python -m pytest -q tests/test_trackers.py
 """
 
+import importlib
+import inspect
 import json
 import re
 import sqlite3
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from accelerate import PartialState
 from conftest import RECIPE
 
 from cookbook.commands.cli import main
+from cookbook.config import tracker_options
+from cookbook.start import run_plan
 from cookbook.training import trackers
 from cookbook.training.metrics import RunLog
 from tests.needs import need_trackers
@@ -51,7 +56,8 @@ def of_tensorboard(folder: Path) -> Series:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    # Files of one second are read by the number of the writer in its process, 10 before 9.
+    return {tag: sorted((one.step, one.value) for one in events.Scalars(tag)) for tag in events.Tags()["scalars"]}
 
 
 def of_mlflow(folder: Path) -> Series:
@@ -65,9 +71,10 @@ def of_mlflow(folder: Path) -> Series:
 
 
 def of_trackio(folder: Path) -> Series:
-    (path,) = (folder.parents[2] / "trackio").glob("*.db")
+    from trackio.utils import TRACKIO_DIR  # which it reads once
+
     found: Series = {}
-    with sqlite3.connect(path) as database:
+    with sqlite3.connect(TRACKIO_DIR / f"{trackers.PROJECT}.db") as database:
         rows = database.execute("select step, metrics, run_name from metrics order by step").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
     assert len({name for _, _, name in rows}) == 1 and json.loads(config)["strategy"] == "ddp.yaml"
@@ -78,12 +85,21 @@ def of_trackio(folder: Path) -> Series:
 
 
 def of_wandb(folder: Path) -> Series:
+    series: Series = {}
+    for record in records_of_wandb(folder):
+        items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        step = int(items.get("_step", record.history.step.num))
+        for key in items.keys() - {"_step", "_runtime", "_timestamp"}:
+            series.setdefault(key, []).append((step, json.loads(items[key])))
+    return series
+
+
+def records_of_wandb(folder: Path) -> Iterator[Any]:
     """Its files are of records in blocks of 32 KiB, as a log of LevelDB, after 7 bytes of its own."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # its other process writes the last record when it ends
-    found: Series = {}
     for path in sorted((folder / "wandb").rglob("*.wandb")):
         data, at, whole = path.read_bytes(), 7, b""
         while at < len(data):
@@ -93,12 +109,8 @@ def of_wandb(folder: Path) -> Series:
             length, kind = struct.unpack_from("<xxxxHB", data, at)
             whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
             if kind in (1, 4):  # whole, or the last part
-                record, whole = Record.FromString(whole), b""
-                items = {one.key or ".".join(one.nested_key): one.value_json for one in record.history.item}
-                step = int(items.get("_step", record.history.step.num))
-                for key in items.keys() - {"_step", "_runtime", "_timestamp"}:
-                    found.setdefault(key, []).append((step, json.loads(items[key])))
-    return found
+                yield Record.FromString(whole)
+                whole = b""
 
 
 READERS: dict[str, Callable[[Path], Series]] = {
@@ -121,13 +133,14 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(secret, "canary-4711")
 
 
-def start(folder: Path, name: str, resumed: int | None = None) -> RunLog:
+def start(folder: Path, name: str, resumed: int | None = None, options: dict[str, Any] | None = None) -> RunLog:
     """The logs of a run with a tracker, as `services.start_services` opens them."""
     step = resumed or 0
     repeated = {} if resumed is None else trackers.logged_after(folder / "metrics.jsonl", step)
     log = RunLog(folder, is_main=True, max_steps=9, resumed_step=resumed, is_evaluated=False)
     log.write_record("run.json", {})
-    log.followers.append(trackers.Tracker(name, folder, CONFIG, step=step, repeated=repeated, say=log.say))
+    tracker = trackers.Tracker(name, folder, CONFIG, options or {}, step=step, repeated=repeated, say=log.say)
+    log.followers.append(tracker)
     return log
 
 
@@ -162,6 +175,106 @@ def test_a_tracker_has_the_numbers_of_the_metrics_once(name: str, tmp_path: Path
     assert len(written) > 2 and not [path for path in written if b"canary-4711" in path.read_bytes()]
 
 
+def named_by_mlflow(folder: Path) -> list[Any]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'sums'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return [run.info.run_name, run.data.tags["of"], run.data.tags["mlflow.note.content"]]
+
+
+def named_by_trackio(folder: Path) -> list[Any]:
+    from trackio.utils import TRACKIO_DIR
+
+    with sqlite3.connect(TRACKIO_DIR / "sums.db") as database:
+        (names,) = zip(*database.execute("select distinct run_name from metrics").fetchall(), strict=True)
+        ((config,),) = database.execute("select config from configs").fetchall()
+    return [*(name.rpartition("-")[0] for name in names), json.loads(config)["_Group"]]
+
+
+def named_by_wandb(folder: Path) -> list[Any]:
+    runs = [record.run for record in records_of_wandb(folder) if record.WhichOneof("record_type") == "run"]
+    return [[run.project, run.display_name, [*run.tags], run.run_group] for run in runs]
+
+
+NAMED: dict[str, tuple[dict[str, Any], Callable[[Path], list[Any]], list[Any]]] = {
+    "tensorboard": (
+        {"filename_suffix": ".second"},
+        lambda folder: [path.suffix for path in (folder / "tensorboard").glob("events.*")],
+        [".second"] * 2,
+    ),
+    "mlflow": (
+        {"experiment_name": "sums", "run_name": "second", "tags": {"of": "mine"}, "description": "a try"},
+        named_by_mlflow,
+        ["second", "mine", "a try"],
+    ),
+    "trackio": ({"project": "sums", "name": "second", "group": "tries"}, named_by_trackio, ["second", "tries"]),
+    "wandb": (
+        {"project": "sums", "name": "second", "tags": ["a", "b"], "group": "tries"},
+        named_by_wandb,
+        [["sums", "second", ["a", "b"], "tries"]] * 2,
+    ),
+}
+"""Options of each tracker, who reads them back after two starts, and what it must read."""
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", trackers.STARTS)
+def test_a_tracker_has_the_names_that_a_recipe_gives_it_after_a_resume_too(
+    name: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    need_trackers()
+    monkeypatch.setenv("WANDB_PROJECT", "of the environment")  # which is for recipes that name none
+    options, read, expected = NAMED[name]
+    assert not [*tracker_options.check(name, options, ".".join)]
+    folder = tmp_path / "outputs/run"
+    for resumed in (None, 2):
+        log = start(folder, name, resumed, options)
+        for step in range((resumed or 0) + 1, 4):
+            log.write(line(step))
+        log.close()
+    assert "run.trackers" not in capsys.readouterr().err
+    assert read(folder / "trackers") == expected
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", trackers.STARTS)
+def test_each_argument_of_a_trackers_function_is_passed_on_or_refused(name: str, monkeypatch) -> None:
+    """Those that a run itself gives would be given twice."""
+    need_trackers()
+    given: set[str] = set()
+
+    class Recorded:
+        tracker = SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+        def __init__(self, *of_accelerate: Any, **options: Any) -> None:
+            given.update(options)
+
+        def start(self) -> None: ...
+        def store_init_configuration(self, config: Any) -> None: ...
+
+    for tracker in ("TensorBoardTracker", "WandBTracker", "MLflowTracker", "TrackioTracker"):
+        monkeypatch.setattr(trackers, tracker, Recorded)
+    trackers.STARTS[name](Path("outputs/run/trackers/x"), "run", None, {}, {})
+    assert given - {"name", "run_name", "experiment_name"} <= tracker_options.REFUSED[name].keys()
+    module, _, function = tracker_options.OWNERS[name].rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+    assert tracker_options.REFUSED[name].keys() <= parameters.keys()
+    for key in parameters:
+        refused = [*tracker_options.check(name, {key: None}, ".".join)]
+        assert bool(refused) == (key in tracker_options.REFUSED[name]), key
+    assert "has no such argument" in next(tracker_options.check(name, {f"{key}s": None}, ".".join))
+
+
+def test_a_variable_that_would_win_over_a_recipe_is_named(monkeypatch) -> None:
+    need_trackers()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    (mistake,) = tracker_options.check("mlflow", {"experiment_name": "sums"}, ".".join)
+    assert "MLFLOW_EXPERIMENT_NAME is set, which would win; unset it" in mistake
+    assert not [*tracker_options.check("mlflow", {"experiment_name": "theirs"}, ".".join)]
+
+
 @pytest.mark.usefixtures("offline")
 def test_steps_would_be_logged_twice_without_what_the_first_start_logged(tmp_path: Path, monkeypatch) -> None:
     need_trackers()
@@ -171,7 +284,7 @@ def test_steps_would_be_logged_twice_without_what_the_first_start_logged(tmp_pat
         for step in range((resumed or 0) + 1, 5):
             log.write(line(step))
         log.close()
-    assert [step for step, _ in of_tensorboard(tmp_path / "run/trackers")["loss"]] == [1, 2, 3, 4, 3, 4]
+    assert [step for step, _ in of_tensorboard(tmp_path / "run/trackers")["loss"]] == [1, 2, 3, 3, 4, 4]
 
 
 class Fails:
@@ -236,13 +349,13 @@ def test_a_tracker_that_is_not_installed_is_answered_before_the_run(name: str, b
     assert f"{RECIPE}:" in answer
 
 
-def test_a_folder_with_the_name_of_a_tracker_is_no_package(book, monkeypatch, capsys) -> None:
+def test_a_folder_with_the_name_of_a_tracker_is_no_package(book, monkeypatch) -> None:
     """wandb's own, in the folder where people work."""
     monkeypatch.setattr(sys, "path", [str(book.root)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (book.root / "wandb").mkdir()
-    assert main(["check", RECIPE, "--set", "run.trackers=[wandb]"]) == 2
-    assert "wandb, which is not installed" in capsys.readouterr().err
+    (mistake,) = run_plan.read_pair(Path(RECIPE), ["run.trackers=[wandb]"], None).mistakes
+    assert "wandb, which is not installed" in mistake
 
 
 def test_an_unknown_tracker_and_one_named_twice_are_mistakes(book, capsys) -> None:
@@ -251,6 +364,7 @@ def test_an_unknown_tracker_and_one_named_twice_are_mistakes(book, capsys) -> No
     assert "tensorbord" in capsys.readouterr().err
     assert main(["check", RECIPE, "--set", "run.trackers=[wandb, wandb]"]) == 2
     assert "has wandb more than once" in capsys.readouterr().err
+    assert main(["check", RECIPE, "--set", "run.trackers=wandb"]) == 0
 
 
 def test_one_of_two_processes_of_a_run_logs_what_the_metrics_have(lab) -> None:

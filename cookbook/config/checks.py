@@ -3,11 +3,13 @@
 import difflib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from cookbook.config import tracker_options
 from cookbook.config.chat_templates import missing_template
 from cookbook.config.objectives import Objective
 from cookbook.config.optim import Optimizer
@@ -84,7 +86,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
                 key, _, problem = mistake.partition(" ")
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
-        yield from _check_trackers(run, lambda: place("run", "trackers"))
+        yield from _check_trackers(run, partial(place, "run", "trackers"))
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
@@ -208,13 +210,13 @@ def _check_saving(
             yield f"{place('run', 'allow_changes')} names {key!r}, which no recipe has{hint}"
 
 
-def _check_trackers(run: RunSection, place: Callable[[], str]) -> Iterator[str]:
-    for name in sorted(set(run.trackers)):
+def _check_trackers(run: RunSection, place: Callable[..., str]) -> Iterator[str]:
+    for name, options in sorted(run.trackers.items()):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # wandb leaves a folder of its name, which passes for a package
             yield f"{place()} has {name}, which is not installed: {pip_install(name)}"
-        if run.trackers.count(name) > 1:
-            yield f"{place()} has {name} more than once; keep one of them"
+        else:
+            yield from tracker_options.check(name, options, partial(place, name))
 
 
 def _check_source(source: Source, place: Callable[..., str], where: tuple[str | int, ...]) -> list[str]:

@@ -17,9 +17,11 @@ from pydantic import (
     model_validator,
 )
 
+from cookbook.config import tracker_options
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
 from cookbook.config.outside_words import TRANSFORMERS, NameInDataset, Revision, Sampler, Split
+from cookbook.config.tracker_options import TrackerName
 from cookbook.rows import row_columns, row_kinds
 from cookbook.system.files import PathText
 from cookbook.system.registry import Section
@@ -589,9 +591,15 @@ class RunSection(OneOf):
     profile: ProfileSection | None = Field(default=None, examples=[{"steps": [10, 14]}])
     """Steps to profile, as {steps: [10, 14], ranks: [0]}: a trace and where the time went, in profile/. These steps are
     slower. Default: none."""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
-    """Experiment trackers that get the numbers of metrics.jsonl and these settings. `cookbook
-    check` names the packages that one needs."""
+    trackers: Annotated[
+        dict[TrackerName, dict[str, Any]],
+        BeforeValidator(
+            tracker_options.by_name,
+            json_schema_input_type=TrackerName | list[TrackerName] | dict[TrackerName, dict[str, Any] | None],
+        ),
+    ] = Field(default={}, examples=[["tensorboard"], {"wandb": {"project": "sums", "tags": ["try"]}}])
+    """Experiment trackers that get the numbers of metrics.jsonl and these settings: their names, or of each the
+    arguments that its own function takes. `cookbook check` names the packages that one needs."""
 
     @model_validator(mode="after")
     def _tokens_of_samples(self):

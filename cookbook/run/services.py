@@ -131,8 +131,8 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
         settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
         settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
         log.followers += [
-            trackers.Tracker(name, run.output_dir, settings, step=step, repeated=repeated, say=log.say)
-            for name in run.recipe.run.trackers
+            trackers.Tracker(name, run.output_dir, settings, options, step=step, repeated=repeated, say=log.say)
+            for name, options in run.recipe.run.trackers.items()
         ]
     return log, record, expected
 

@@ -18,61 +18,65 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracke
 from cookbook.system.record_files import read_lines
 
 PROJECT = "cookbook"
-"""Group of runs in a tracker, unless its own environment variable names one."""
+"""Group of runs in a tracker, unless a recipe or the tracker's own environment variable names one."""
 Config: TypeAlias = dict[str, str | float]
+Options: TypeAlias = Mapping[str, Any]
+"""Arguments of a tracker's own function, which `tracker_options.check` has seen."""
 Started: TypeAlias = tuple[GeneralTracker, str]
 CLOSE_SECONDS = 30.0
 """Limit of the wait for a tracker at the end of a run."""
 
 
-def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
-    tracker = TensorBoardTracker("", folder)
+def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:
+    tracker = TensorBoardTracker("", folder, **options)
     tracker.start()
     if run_id is None:
         tracker.store_init_configuration(config)
     return tracker, name
 
 
-def _start_wandb(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+def _start_wandb(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:
     import wandb
 
     run_id = run_id or uuid.uuid4().hex
     # Not the console, the code or the diff: they may hold what nobody meant to publish.
     settings = wandb.Settings(console="off", disable_git=True, disable_code=True, login_timeout=30)
-    project = os.environ.get("WANDB_PROJECT", PROJECT)
-    tracker = WandBTracker(project, name=name, id=run_id, resume="allow", dir=str(folder), settings=settings)
+    named = {"project": os.environ.get("WANDB_PROJECT", PROJECT), "name": name} | dict(options)
+    project = named.pop("project")  # which accelerate calls the run's name
+    tracker = WandBTracker(project, **named, id=run_id, resume="allow", dir=str(folder), settings=settings)
     tracker.start()
     tracker.store_init_configuration(config)
     return tracker, run_id
 
 
-def _start_mlflow(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
+def _start_mlflow(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:
     # One database beside the folders of runs; mlflow's own default depends on the version and the current folder.
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parents[2].resolve() / 'mlflow.db'}")
-    tracker = MLflowTracker(PROJECT, run_name=name, run_id=run_id)
+    tracker = MLflowTracker(**{"experiment_name": PROJECT, "run_name": name} | dict(options), run_id=run_id)
     tracker.start()
     if run_id is None:  # mlflow refuses another value of a parameter
         tracker.store_init_configuration(config)
     return tracker, tracker.tracker.info.run_id
 
 
-def _start_trackio(folder: Path, name: str, run_id: str | None, config: Config) -> Started:
-    run_id = run_id or f"{name}-{uuid.uuid4().hex[:8]}"  # trackio knows a run by its name
-    tracker = TrackioTracker(PROJECT, name=run_id, resume="allow")
+def _start_trackio(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:
+    named = {"project": PROJECT, "name": name} | dict(options)
+    run_id = run_id or f"{named['name']}-{uuid.uuid4().hex[:8]}"  # trackio knows a run by its name
+    tracker = TrackioTracker(named.pop("project"), **named | {"name": run_id}, resume="allow")
     tracker.start()
     tracker.store_init_configuration(config)  # also of a resumed run, whose settings it would forget
     return tracker, run_id
 
 
 # Not Accelerator.init_trackers, which opens all of them in one call and lets the first error end the run.
-STARTS: dict[str, Callable[[Path, str, str | None, Config], Started]] = {
+STARTS: dict[str, Callable[[Path, str, str | None, Config, Options], Started]] = {
     "tensorboard": _start_tensorboard,
     "wandb": _start_wandb,
     "mlflow": _start_mlflow,
     "trackio": _start_trackio,
 }
-"""From the tracker's folder, the run's name, the id under which an earlier start logged it, if there is one, and the
-settings; returns the tracker and its id of the run."""
+"""From the tracker's folder, the run's name, the id under which an earlier start logged it, if there is one, the
+settings and the tracker's options; returns the tracker and its id of the run."""
 
 
 def logged_after(metrics: Path, step: int) -> dict[str, int]:
@@ -96,6 +100,7 @@ class Tracker(threading.Thread):
         name: str,
         folder: Path,
         config: Mapping[str, Any],
+        options: Options,
         *,
         step: int,
         repeated: Mapping[str, int],
@@ -106,13 +111,14 @@ class Tracker(threading.Thread):
             name: a key of `STARTS`.
             folder: the run's output folder; the tracker's own is trackers/NAME in it.
             config: settings by `section.key`.
+            options: the recipe's for this tracker.
             step: the run resumes from here.
             repeated: the result of `logged_after`.
             say: logs the one warning of a tracker that fails.
         """
         super().__init__(name=f"tracker {name}", daemon=True)  # one that hangs must not keep the process
         self._tracker_name, self._folder, self._run_name = name, folder / "trackers" / name, folder.resolve().name
-        self._config = {key: _plain(value) for key, value in config.items()}
+        self._config, self._options = {key: _plain(value) for key, value in config.items()}, options
         self._step, self._repeated, self._say = step, repeated, say
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.start()
@@ -146,7 +152,7 @@ class Tracker(threading.Thread):
         if known is not None:
             done = {key: step for key, step in (known["logged"] | self._repeated).items() if step >= self._step}
         start, earlier = STARTS[self._tracker_name], known and known["id"]
-        tracker, run_id = start(self._folder, self._run_name, earlier, self._config)
+        tracker, run_id = start(self._folder, self._run_name, earlier, self._config, self._options)
         path.write_text(json.dumps({"id": run_id, "logged": done}) + "\n", encoding="utf-8")
         while (line := self._lines.get()) is not None:
             if _key(line) not in done:
