@@ -346,9 +346,9 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
 
 def test_keys_with_one_reason_are_one_line_and_many_are_named_without_their_values(folder, capsys):
     """Such as a template of a service, whose values are variables of its environment."""
-    assert convert("base_model: m\nmicro_batch_size: 1\nlearning_rate: 1e-4\nwandb_name: a\nwandb_entity: b\n") == 0
+    assert convert("base_model: m\nmicro_batch_size: 1\nlearning_rate: 1e-4\nwandb_watch: a\nwandb_run_id: b\n") == 0
     printed = capsys.readouterr().out
-    assert "file.yaml:4: wandb_name is 'a'; 5: wandb_entity is 'b': set it in the environment" in printed
+    assert "file.yaml:4: wandb_watch is 'a'; 5: wandb_run_id is 'b': a run decides it" in printed
     keys = [
         "base_model",
         "micro_batch_size",
@@ -921,7 +921,7 @@ def test_every_counterpart_is_a_key_of_ours_and_every_other_key_has_advice():
             if key.ours is None:
                 assert key.why, (name, path)
             elif not key.ours.startswith(("~", "strategy.")):
-                assert key.ours in known, (name, path, key.ours)
+                assert key.ours.partition(".wandb.")[0] in known, (name, path, key.ours)
         assert {key for key in project.defaults if key[0] != "~"} <= known, name
 
 
@@ -1473,6 +1473,20 @@ def test_what_a_value_means_is_never_said_of_one_that_is_here():
             with pytest.raises(RecipeError) as caught:
                 check_strategy(load_recipe(ROOT / "recipes/quickstart.yaml", [section]))
             assert len(caught.value.mistakes) == 1, section
+
+
+def test_what_a_file_calls_a_run_in_wandb_goes_along(folder, capsys):
+    def trackers_of(text: str) -> Any:
+        Path("recipes/file.yaml").unlink(missing_ok=True)
+        return recipe_of(AXOLOTL.replace("wandb_project:\n", text))["run"].get("trackers")
+
+    named = "wandb_project: sums\nwandb_entity: us\nwandb_name: first\nwandb_mode: offline\n"
+    wandb = {"project": "sums", "entity": "us", "name": "first", "mode": "offline"}
+    assert trackers_of(named) == {"wandb": wandb}
+    assert trackers_of(f"{named}use_tensorboard: true\n") == {"wandb": wandb, "tensorboard": {}}
+    capsys.readouterr()
+    assert trackers_of("wandb_name: first\n") is None  # as in axolotl, which asks for a project
+    assert "wandb_name is 'first': the file does not turn wandb on" in capsys.readouterr().out
 
 
 def test_axolotls_rows_of_texts_are_a_stream_of_continued_pretraining(folder, capsys):

@@ -64,11 +64,11 @@ def _try(values: Any, model: type[Model]) -> tuple[Model | None, list[Any]]:
 
 
 def _to_file_path(values: Any, path: KeyPath) -> KeyPath:
-    """A pydantic location as a path in the file, which may have one value in place of a list or of a named mapping, or
-    names alone; that a key itself is wrong is no part of the path.
+    """A pydantic location as a path in the file, which may have one value in place of a list or of a named mapping; of
+    a wrong name in a mapping the path of the mapping, in whose place the file may have a list of names.
     """
     written: list[str | int] = []
-    for part in path[:-1] if path[-1:] == ("[key]",) else path:
+    for part in path[:-2] if path[-1:] == ("[key]",) else path:
         is_list = isinstance(values, list | tuple)
         if (part == "" and not (isinstance(values, dict) and "" in values)) or (isinstance(part, int) and not is_list):
             continue

@@ -211,6 +211,21 @@ class Collected:
     def _rank(self, place: str) -> int:
         return next((i for i, file in enumerate(self.files) if place.startswith(f"{file}:")), len(self.files))
 
+    def with_trackers(self) -> dict[str, Any]:
+        """The recipe, with the options of each tracker beside its name. A project alone asks for its tracker."""
+        recipe = {key: value for key, value in self.recipe.items() if not key.startswith("run.trackers")}
+        trackers: dict[str, dict[str, Any]] = {name: {} for name in self.recipe.get("run.trackers", [])}
+        options = {key: key.split(".")[2:] for key in self.recipe if key.startswith("run.trackers.")}
+        trackers |= {name: {} for name, option in options.values() if option == "project" and name not in trackers}
+        for key, (name, option) in options.items():
+            if name in trackers:
+                trackers[name][option] = self.recipe[key]
+            else:
+                self.notes.append(f"{self.places[key]}: the file does not turn {name} on, so it is left out")
+        if trackers:
+            recipe["run.trackers"] = trackers if any(trackers.values()) else [*trackers]
+        return recipe
+
     def find(self, name: str) -> Path | None:
         """A file that a file names: from the current folder, from its own or, as a command in the root of a repository
         sees it, from one around that."""

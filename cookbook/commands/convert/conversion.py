@@ -94,7 +94,7 @@ def convert(
         template = out.with_suffix(".jinja")
         files_to_write[template] = conversion.template
         conversion.recipe["data.chat_template"] = str(template)
-    recipe = nested({"strategy": name, **conversion.recipe})
+    recipe = nested({"strategy": name, **conversion.with_trackers()})
     sources = zip(documents, names, strict=True)
     source = " and ".join(f"{document.name} ({described.name})" for document, described in sources)
     if training is not None:
