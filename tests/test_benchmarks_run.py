@@ -30,7 +30,7 @@ from tests.needs import need_chromium, need_trl
 COPIED = ("benchmarks", "docs")
 TRIED = {"architectures", "checkpoints", "equivalence_table", "forecast_accuracy/run", "gpu_runs", "on_gpu"}
 TRIED |= {"foreign_formats", "overhead", "pictures", "plan_seconds", "recipe_labels", "speed_goals", "vs_peers"}
-TRIED |= {"loss_of_logits", "dropout"}
+TRIED |= {"loss_of_logits", "dropout", "killed_rounds"}
 TRIED |= {"owner_schemas"}  # in test_owner_schemas.py
 TRIED |= {"deepspeed_facts"}  # in test_convert.py
 TRIED |= {"upgrade_places"}  # in test_upgrade.py
@@ -108,6 +108,12 @@ def test_each_loss_is_measured_in_both_dtypes(lab: Lab, copy: Path):
 def test_dropout_is_measured_beside_torch_s(lab: Lab, copy: Path):
     said = run(lab, copy, "dropout.py", "--quick", "--layers", "1")
     assert len(re.findall(r"(?m)^\| as they are \| [^|]+ \| \d+\.\d{3} \| [\d,]+ \|$", said)) == 3
+
+
+@pytest.mark.slow
+def test_rounds_that_were_killed_leave_the_bytes_of_rounds_that_were_not(lab: Lab, copy: Path):
+    said = run(lab, copy, "killed_rounds.py", "--kills", "2", "--rounds", "2")
+    assert re.search(r"(?m)^[12] kills \(.*\)$", said) and "other bytes: none, of 4 files" in said
 
 
 def test_the_page_of_formats_comes_out_as_it_is_here(lab: Lab, copy: Path):
