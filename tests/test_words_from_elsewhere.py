@@ -24,7 +24,7 @@ MEANINGS = {
     "run.save_every_epochs=5": "run.saves_per_epoch",
     "batch.effective_batch_size=64": "batch.global_batch_size",
     "data.sampler=DistributedSampler": "the order follows from seed and epoch",
-    "run.wandb_project=x": "WANDB_PROJECT",
+    "run.wandb_project=x": "as in {wandb: {project: sums}}",
     "run.run_name=x": "run.output_dir names a run",
     "sweep=3": "one run for each value",
     "run.find_unused_parameters=true": "named in the first step",
@@ -46,7 +46,7 @@ MEANINGS = {
     "model.freeze=x": "some layers alone are not trained",
     "model.quantization=4": "adapter.name: qlora",
     "run.eval_on_start=true": "before its first step",
-    "run.tags=[a]": "WANDB_TAGS",
+    "run.tags=[a]": "run.trackers a tracker's",
     "extends=base.yaml": "change keys with --set",
     "optim.zero_stage=2": "it is part of a strategy",
     "deepspeed_config.zero_stage=2": "it is part of a strategy",
@@ -67,7 +67,6 @@ SHAPES = {
     "adapter=lora": "--set adapter.name=lora",
     "optim=sgd": "--set optim.name=sgd",
     "schedule=linear": "--set schedule.name=linear",
-    "run.trackers=wandb": "--set run.trackers=[wandb]",
     "run.profile=true": "profile: {steps: [10, 14]}",
 }
 
