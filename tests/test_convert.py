@@ -1489,6 +1489,35 @@ def test_what_a_file_calls_a_run_in_wandb_goes_along(folder, capsys):
     assert "wandb_name is 'first': the file does not turn wandb on" in capsys.readouterr().out
 
 
+TORCHTUNE_ROWS = """\
+tokenizer: {{_component_: torchtune.models.llama3.llama3_tokenizer, path: /tmp/m/tokenizer.model, max_seq_len: 512}}
+dataset:
+  _component_: torchtune.datasets.{kind}_dataset
+  source: a/b
+  {packed}
+model: {{_component_: torchtune.models.llama3_2.llama3_2_1b}}
+checkpointer: {{_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/m}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 2e-5}}
+batch_size: 2
+epochs: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed", "is_cut"),
+    [
+        ("text_completion", "packed: true", True),
+        ("text_completion", "packed: true\n  split_across_pack: false", False),
+        ("text_completion", "packed: false", False),
+        ("alpaca", "packed: true", False),
+    ],
+)
+def test_torchtune_cuts_packed_texts_where_the_file_is_silent(folder, capsys, kind, packed, is_cut):
+    assert convert(TORCHTUNE_ROWS.format(kind=kind, packed=packed)) == 0
+    said = "a text is cut where its packed row is full" in capsys.readouterr().out
+    assert said == is_cut
+
+
 def test_axolotls_rows_of_texts_are_a_stream_of_continued_pretraining(folder, capsys):
     rows = "pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain, text_column: body}]\nmax_steps: 99\n"
     recipe = recipe_of(re.sub(r"(?s)datasets:.*?shards: 3\n", rows, AXOLOTL).replace("val_set_size: 0.05\n", ""))

@@ -281,7 +281,7 @@ class Project:
 SWITCH = "enabled"
 SHARED = "shared_parameters"
 """The section of DeepSpeed's methods of compression that has their switch."""
-OF_A_DEFAULT = ("~adapter", "~disable_dropout")
+OF_A_DEFAULT = ("~adapter", "~cuts_packed", "~disable_dropout")
 """Derived keys that a default is taken for; others follow from these, or are nothing without a value in the file."""
 
 

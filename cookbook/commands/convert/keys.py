@@ -453,7 +453,14 @@ class Conversion(Collected):
             )
 
     def _packed(self, project: Project) -> None:
-        """Name the unit of a batch of packed rows, where the project packs before it draws batches."""
+        """Name the unit of a batch of packed rows, where the project packs before it draws batches, and cuts."""
+        is_of_texts = "text_completion" in self.places.get("~dataset_component", "")  # torchtune packs others whole
+        if self.take("cuts_packed") and is_of_texts and self.recipe.get("data.packing"):
+            self.change(
+                "~dataset_component",
+                "a text is cut where its packed row is full, and the next row goes on with it (split_across_pack); here"
+                " packed texts are whole",
+            )
         size, micro = self.recipe.get("batch.global_batch_size"), self.recipe.get("batch.micro_batch_size")
         if (
             not project.packs_first
