@@ -29,8 +29,8 @@ def is_model(name: str, path: Path) -> bool:
 def recipe_of_model(
     name: str, method: Method | None, length: int | None, machines: Machines | None, assignments: list[str]
 ) -> Recipe:
-    """The recipe of a model: batch, adapter and optimizer of the shipped recipe nearest in method and size; micro-batch
-    and checkpointing by auto.
+    """The recipe of a model: batch, adapter and optimizer of the shipped one nearest in method and size, but a sample
+    for each GPU at least; micro-batch and checkpointing by auto.
 
     Args:
         method: default: lora.
@@ -47,13 +47,14 @@ def recipe_of_model(
     adapter = None if (method or "lora") == "full" else (method or "lora")
     example = example_for("sft", adapter, _billions(folder))
     like = read_document(example.path).values
+    num_samples = max(like["batch"]["global_batch_size"], machines.num_gpus if machines is not None else 1)
     values: dict[str, Any] = {
         "strategy": "single" if machines is not None and machines.num_gpus == 1 else "fsdp2",
         "mixed_precision": "fp16" if machines and machines.gpu and not machines.gpu.has_bf16 else "bf16",
         "model": {"name_or_path": folder, "gradient_checkpointing": "auto"},
         "data": {"train": BUILTIN_SOURCE, "max_length": length or like["data"]["max_length"]},
         **({"adapter": like["adapter"] | {"name": adapter}} if adapter else {}),
-        "batch": {"global_batch_size": like["batch"]["global_batch_size"], "micro_batch_size": "auto"},
+        "batch": {"global_batch_size": num_samples, "micro_batch_size": "auto"},
         "optim": like["optim"],
         "run": {"num_epochs": 1},
     }
