@@ -214,7 +214,7 @@ def _as_written(model: type[BaseModel], path: KeyPath, value: Any, document: Doc
     is_set, dotted = path in document.overrides, ".".join(map(str, path))
     sections = list(_models_in(field.annotation))
     names = [kind for kind in sections if "name" in kind.model_fields]
-    if names and isinstance(value, str):
+    if names and isinstance(value, str) and re.fullmatch(r"[\w.-]+", value):
         return f"write --set {dotted}.name={value}" if is_set else f"write {path[-1]}: {{name: {value}}}"
     if sections and field.examples:
         return f"write a section, for example {_flow(str(path[-1]), field.examples[0])}"
