@@ -116,7 +116,7 @@ PAGES: dict[str, dict[str, Any]] = {
     "zero2": {
         "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto", "momentum": 0.9}},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"} | LINEAR,
@@ -296,6 +296,15 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_both_values(key: str
     value, said = JSON_OWNED[key]
     assert check(lab, with_json(tmp_path, PAGES["zero2"] | {key: value})) == 2
     assert said in capsys.readouterr().err
+
+
+def test_sgd_of_a_json_without_a_momentum_has_none(lab: Lab, tmp_path: Path, capsys):
+    sgd = {"type": "SGD", "params": {"lr": "auto", "weight_decay": "auto"}}
+    path = with_json(tmp_path, PAGES["zero2"] | {"optimizer": sgd})
+    assert check(lab, path) == 2
+    held = "optimizer.params.momentum is missing, so DeepSpeed's default 0 holds"
+    assert f"{held}, but the recipe's optim.momentum is 0.9" in capsys.readouterr().err
+    assert check(lab, path, "--set", "optim.momentum=0") == 0
 
 
 def test_a_key_that_would_change_something_is_refused_and_convert_is_named(tmp_path: Path):

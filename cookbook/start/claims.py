@@ -31,6 +31,8 @@ def owned(valid: Mapping[str, Any]) -> dict[str, Any]:
     if (optim := valid.get("optim")) is not None:
         values |= {f"optim.{key}": getattr(optim, key, None) for key in type(optim).model_fields}
         values["optim.max_grad_norm"] = optim.max_grad_norm or 0.0
+        if "optim.momentum" in values:
+            values["optim.momentum"] = optim.momentum_in_effect
     if (schedule := valid.get("schedule")) is not None and optim is not None:
         values["~min_share"] = schedule.least / optim.learning_rate
     if (scale := valid.get("loss_scaling")) is not None:

@@ -31,6 +31,10 @@ class Muon(WithBetas):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Default: 0.95 for muon, as in its author's code, and 0.9 for sgd."""
 
+    @property
+    def momentum_in_effect(self) -> float:
+        return 0.95 if self.momentum is None else self.momentum
+
     def state(self, *, is_matrix: bool) -> dict[str, float]:
         return {"momentum_buffer": 4} if is_matrix else {"exp_avg": 4, "exp_avg_sq": 4}
 
@@ -47,7 +51,7 @@ class Muon(WithBetas):
         return MuonOptimizer(
             split_for_muon(groups, model),
             lr=self.learning_rate,
-            momentum=0.95 if self.momentum is None else self.momentum,
+            momentum=self.momentum_in_effect,
             betas=self.betas,
             eps=self.eps,
             dtype=torch.float32 if mixed_precision == "no" else torch.bfloat16,

@@ -19,6 +19,10 @@ class SGD(Optimizer):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Default: 0.9 for sgd, and 0.95 for muon."""
 
+    @property
+    def momentum_in_effect(self) -> float:
+        return 0.9 if self.momentum is None else self.momentum
+
     def state(self, *, is_matrix: bool) -> dict[str, float]:
         return {} if self.momentum == 0 else {"momentum_buffer": 4}
 
@@ -28,4 +32,4 @@ class SGD(Optimizer):
     def build(self, groups: Groups, model: "torch.nn.Module", mixed_precision: str) -> "torch.optim.Optimizer":
         from torch.optim import SGD
 
-        return SGD(groups, lr=self.learning_rate, momentum=0.9 if self.momentum is None else self.momentum)
+        return SGD(groups, lr=self.learning_rate, momentum=self.momentum_in_effect)
