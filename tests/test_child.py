@@ -20,12 +20,16 @@ from cookbook.system.child import ACCELERATE_CLI
 
 # What `accelerate launch` does with one process: it waits, forwards nothing, and ends with 1 for whatever came.
 LAUNCHER = """
-import subprocess, sys
+import subprocess, sys, time
 if sys.argv[-1] == "looks for GPUs":
     looks = subprocess.Popen(["sleep", "10"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print("launcher", flush=True)
     looks.wait()
-sys.exit(1 if subprocess.run([sys.executable, *sys.argv[1:]]).returncode else 0)
+code = subprocess.run([sys.executable, *sys.argv[1:]]).returncode
+if sys.argv[-1] == "finishes":
+    print("launcher", flush=True)
+    time.sleep(0.5)
+sys.exit(1 if code else 0)
 """
 
 # A run as train.py goes through it.
@@ -50,6 +54,12 @@ if how == "crashes":
 if how == "finishes":
     run.end("finished", exit_code=0)
     sys.exit(0)
+if how == "leaves":  # as ranks do that are not the main one
+    run.end("finished", exit_code=0)
+    print("worker", os.getpid(), flush=True)
+    for number in signals.HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(60)
 if how == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 signals.defer()
@@ -64,8 +74,10 @@ sys.exit(status.note_exit(75))
 PARENT = """
 import os, sys
 from pathlib import Path
-from cookbook.system.child import run_child
-sys.exit(run_child([sys.executable, *sys.argv[1:]], dict(os.environ), Path(sys.argv[3])))
+from cookbook.system.child import run_child, was_signalled
+code = run_child([sys.executable, *sys.argv[1:]], dict(os.environ), Path(sys.argv[3]))
+print("signalled", was_signalled())
+sys.exit(code)
 """
 
 
@@ -105,8 +117,17 @@ def state(tmp_path: Path) -> str:
 )
 def test_the_exit_code_tells_how_the_run_ended(launch, how, code):
     parent = launch(how)
-    parent.communicate(timeout=20)
-    assert parent.returncode == code
+    printed, _ = parent.communicate(timeout=20)
+    assert parent.returncode == code and printed.endswith("signalled False\n")
+
+
+@pytest.mark.parametrize("how", ["leaves", "finishes"], ids=["a process", "the launcher"])
+def test_a_signal_while_a_finished_run_leaves_is_told_and_does_not_make_it_a_failure(launch, tmp_path, how):
+    parent = launch(how)
+    parent.stdout.readline()
+    parent.terminate()
+    printed, _ = parent.communicate(timeout=20)
+    assert (parent.returncode, state(tmp_path), printed) == (0, "finished", "signalled True\n")
 
 
 @pytest.mark.parametrize("has_explained", [True, False], ids=["after a message of its own", "after a crash"])

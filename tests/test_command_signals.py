@@ -89,9 +89,18 @@ def test_rounds_that_are_ended_while_they_sample_have_stopped(end, monkeypatch, 
     assert record["reason"] == "while round 1 was sampled"
 
 
-@pytest.mark.parametrize(("reason", "is_ended"), [("run.stop_after_steps", False), ("SIGTERM", True), (None, True)])
-def test_tune_tries_nothing_more_after_a_signal(reason, is_ended, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("reason", "sent", "is_ended"),
+    [
+        ("run.stop_after_steps", None, False),
+        ("run.stop_after_steps", "SIGTERM", True),
+        ("SIGTERM", None, True),
+        (None, None, True),
+    ],
+)
+def test_tune_tries_nothing_more_after_a_signal(reason, sent, is_ended, monkeypatch, tmp_path):
     """A run that stops after its steps ends with 75, too."""
+    monkeypatch.setattr("cookbook.system.child._signal", sent)
 
     def stop(command: list[str], environment: dict[str, str], folder: Path) -> int:
         folder.mkdir()

@@ -116,6 +116,16 @@ def test_a_round_whose_run_is_not_over_is_begun_again_with_the_same_samples(
     assert launched == ["1", "2"] and (out / "rounds/0001/samples.jsonl").read_bytes() == before
 
 
+def test_a_signal_as_the_run_of_a_round_finishes_starts_no_other_round(
+    lab: Lab, ends, model: Path, tmp_path: Path, monkeypatch
+):
+    launched = ends(0, "finished")
+    monkeypatch.setattr("cookbook.system.child._signal", "SIGTERM")
+    assert start(lab, settings(tmp_path, model, rounds=ALL_PROMPTS, batch=BATCH)) == 75
+    status = json.loads((tmp_path / "out/status.json").read_text())
+    assert launched == ["1"] and (status["state"], status["reason"]) == ("stopped", "in round 1")
+
+
 def test_a_text_is_asked_without_the_end_token_that_its_tokenizer_adds(model: Path, tmp_path: Path):
     """Else the model is asked what comes after an end."""
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -113,6 +113,12 @@ def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was(started, tmp_pat
     assert sweep(tmp_path / "out", RATES, "--set", "run.resume=never") == 0 and len(started.runs) == 3
 
 
+def test_a_signal_as_a_run_finishes_starts_no_other_run(started, tmp_path, monkeypatch):
+    monkeypatch.setattr("cookbook.system.child._signal", "SIGTERM")
+    assert sweep(tmp_path / "out", RATES) == 75
+    assert started.runs == [name("1e-3")]
+
+
 def test_a_finished_run_of_other_settings_is_not_passed_over(started, tmp_path):
     assert sweep(tmp_path / "out", "seed=1,2") == 0
     started.runs = []

@@ -32,7 +32,7 @@ from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.start import hosts, run_plan
 from cookbook.start.launchers import NOTE_FILE
 from cookbook.system import signals, status
-from cookbook.system.child import ACCELERATE_CLI, run_child
+from cookbook.system.child import ACCELERATE_CLI, run_child, was_signalled
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_cores, num_gpus
@@ -237,7 +237,7 @@ def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, st
             code = run_child(start.command, environment | variables, folder)
             ran_out = json.loads(note.read_text()) if note.is_file() else None
         # A run that ended, or was asked to stop, does not start again, even if it noted a shortage before.
-        if ran_out is None or code in (0, signals.EXIT_CODE):
+        if ran_out is None or code in (0, signals.EXIT_CODE) or was_signalled():
             return code
         # Checkpoints may be an earlier run's: they count only if the failed start wrote its own state.
         has_begun = status.read(folder) != before

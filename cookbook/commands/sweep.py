@@ -24,6 +24,7 @@ from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.start import hosts
 from cookbook.start.run_plan import load_pair, read_pair
 from cookbook.system import lock, signals
+from cookbook.system.child import was_signalled
 from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.masking import masked
@@ -88,7 +89,7 @@ def sweep(
             continue
         say(f"RUN {number} of {len(runs)}: {', '.join(run.values)}", flush=True)
         codes.append(starts[run.folder]())
-        if codes[-1] == signals.EXIT_CODE:
+        if codes[-1] == signals.EXIT_CODE or was_signalled():
             say(f"stopped in run {number} of {len(runs)}; the same command goes on from there")
             return signals.EXIT_CODE
     if not dry_run:

@@ -18,6 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_strategy
 from cookbook.start.run_plan import default_num_processes, launch_command, load_pair, load_single
 from cookbook.system import signals, status
+from cookbook.system.child import was_signalled
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
@@ -176,8 +177,9 @@ def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[st
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // count))}
         code = run_command(command, threads | dict(os.environ), Path(folder) / "run")
         record = status.read(Path(folder) / "run")
-        if code == signals.EXIT_CODE and (record is None or record.get("reason") in signals.REASONS):
-            raise signals.Ended(code)  # by a signal, and not after its steps
+        is_stopped = code == signals.EXIT_CODE and (record is None or record.get("reason") in signals.REASONS)
+        if is_stopped or was_signalled():  # and not after its steps
+            raise signals.Ended(signals.EXIT_CODE)
         if code not in (0, signals.EXIT_CODE):
             return None
         return _speed(Path(folder) / "run/metrics.jsonl")

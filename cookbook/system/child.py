@@ -24,17 +24,23 @@ FORWARDED = (*signals.HANDLED, signal.SIGHUP, signal.SIGQUIT)
 USERS_MISTAKE = 2
 POLL_SECONDS = 5.0
 """Interval at which the launcher's workers are listed."""
+_signal: str | None = None
 
 
 def run_child(command: list[str], environment: dict[str, str], output_dir: Path) -> int:
     """Runs a launcher until it and its workers have ended. Returns the exit code: 0; 2 for a mistake of the user; 75 if
     the run was stopped and can be resumed; else the launcher's, 128 + n if it died of signal n.
+
+    A run that has finished is 0, whatever processes a signal met while they left; `was_signalled` tells who would start
+    another one.
     """
+    global _signal
     before = status.read(output_dir)
     with tempfile.TemporaryDirectory(prefix="cookbook-") as folder:
         note = Path(folder) / "exit"
         child = _Child(command, environment | {status.EXIT_FILE: str(note)})
         code = child.wait()
+        _signal = child.received
         noted = note.read_text() if note.is_file() else ""
         status.add_killed(output_dir, note, before)
     if noted == str(USERS_MISTAKE):  # refused, perhaps since another run has that folder, whose status it is
@@ -43,11 +49,18 @@ def run_child(command: list[str], environment: dict[str, str], output_dir: Path)
     state = after["state"] if after is not None and after != before else None
     if state == "stopped" and after is not None and (path := environment.get(status.STEP_FILE)):
         Path(path).write_text(f"{after['step']}\n", encoding="utf-8")
+    if state == "finished" and child.received:
+        return 0
     if state == "stopped" or (child.received and code and not noted and state in (None, "running")):
         return signals.EXIT_CODE
     if noted:
         return int(noted)
     return 128 - code if code < 0 else code
+
+
+def was_signalled() -> bool:
+    """Return whether a signal was passed on to the latest launcher, which may have come too late to stop its run."""
+    return _signal is not None
 
 
 class _Child:

@@ -23,6 +23,7 @@ from cookbook.config.sections import RoundsSection
 from cookbook.start import run_plan
 from cookbook.start.in_rounds import kind_of_samples
 from cookbook.system import lock, versions
+from cookbook.system.child import was_signalled
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
 from cookbook.system.machine import num_gpus
@@ -95,6 +96,8 @@ def rounds(
                     processes=processes,
                     assignments=[*assignments, *_of_round(current, model, done, recipe)],
                 )
+                if not code and was_signalled():  # as its run ended
+                    code = EXIT_CODE
                 if code or not current.is_over:
                     state = "stopped" if code == EXIT_CODE else "failed"
                     status.end(state, exit_code=code or 1, reason=f"in round {number}")
