@@ -22,7 +22,7 @@ from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import is_due
 from cookbook.config.strategy import Strategy
-from cookbook.run import shortage
+from cookbook.run import auto_settings, shortage
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan, check, describe_batch
 from cookbook.system import faults, lock, optional, signals, status, versions, watchdog
@@ -65,7 +65,8 @@ def main() -> int:
             return 0
         watching = start_watch(recipe, world)
         try:
-            return train(recipe, strategy, plan, world, notes, watching)
+            recipe, plan, chosen = auto_settings.settle(arguments.recipe, recipe, strategy, plan, cache=CACHE)
+            return train(recipe, strategy, plan, world, [*chosen, *notes], watching)
         except Exception as error:
             if shortage.is_shortage(error):
                 return shortage.end_run(error, recipe, strategy, plan, arguments.recipe, arguments.assignments)

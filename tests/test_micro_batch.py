@@ -5,19 +5,25 @@ python -m pytest -q tests/test_micro_batch.py
 """
 
 import itertools
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from conftest import ROOT, clean_environment
+from needs import need_simulated_gpus
 
-from cookbook.commands.shared import auto_settings
+import simulated_gpus
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.forecast import ranking
 from cookbook.forecast.ranking import by_auto, forecast_all
 from cookbook.forecast.show import as_record, in_words
-from cookbook.start.run_plan import autos, even, make_plan, without_auto
+from cookbook.run import auto_settings
+from cookbook.start.run_plan import autos, even, make_plan
 from cookbook.system.files import dump_yaml
 from cookbook.system.hardware import parse_machines
 
@@ -180,6 +186,52 @@ def test_what_is_written_of_auto_is_a_number():
     assert f"{model.gradient_checkpointing}" == "auto" and model.recompute is True
     assert model.model_dump()["gradient_checkpointing"] is True
     recipe = recipe_with("model.gradient_checkpointing=auto")
-    assert autos(recipe) == ["batch.micro_batch_size", "model.gradient_checkpointing"] and not autos(
-        without_auto(recipe)
-    )
+    assert autos(recipe) == ["batch.micro_batch_size", "model.gradient_checkpointing"]
+
+
+def settled(recipe: Recipe, tmp_path: Path, *, gpus: int) -> tuple[Recipe, int, list[str]]:
+    ddp = load_strategy(strategy_path("ddp"))
+    plan = make_plan(recipe, ddp, num_processes=2, num_gpus=gpus, recipe_name=str(QUICKSTART))
+    recipe, plan, notes = auto_settings.settle(str(QUICKSTART), recipe, ddp, plan, cache=tmp_path / "cache")
+    return recipe, plan.gradient_accumulation_steps, notes
+
+
+def test_each_process_of_a_start_takes_what_the_first_one_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ranks of which one has moved an earlier run's folder away would choose otherwise than those before."""
+    sizes = iter([6, 3])
+    monkeypatch.setattr(auto_settings, "choose", lambda *_: {"batch.micro_batch_size": (next(sizes), "it fits")})
+    recipe = recipe_with(f"run.output_dir={tmp_path / 'out'}")
+    for attempt, size in (("a", 6), ("a", 6), ("b", 3)):
+        monkeypatch.setattr(auto_settings.status, "attempt_id", lambda attempt=attempt: attempt)
+        filled, accumulation, notes = settled(recipe, tmp_path, gpus=2)
+        assert filled.batch.micro_batch_size == size and not autos(filled)
+        assert accumulation == 768 // 2 // size and notes == [f"batch.micro_batch_size: auto is {size}: it fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_a_run_that_no_command_of_ours_starts_takes_what_launch_takes(launcher: str, tmp_path: Path):
+    need_simulated_gpus()
+    variables = clean_environment() | simulated_gpus.environment(2, memory=12 * 2**27) | {"OMP_NUM_THREADS": "1"}
+    settings = ["model.gradient_checkpointing=auto", f"run.output_dir={tmp_path}", "run.max_steps=1"]
+    settings += ["batch.micro_batch_size=auto", "batch.global_batch_size=64", "mixed_precision=bf16"]
+    words = [str(QUICKSTART), "--set", "strategy=fsdp2", *(word for text in settings for word in ("--set", text))]
+    start = ["accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2", "--config_file"]
+    start += ["accelerate_configs/fsdp2.yaml"]
+    if launcher == "torchrun":
+        start = ["torch.distributed.run", "--nproc_per_node", "2"]
+    for program in ([*start, "train.py"], ["cookbook", "launch", "--processes", "2"]):
+        command = [sys.executable, "-m", *program, *words]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        values = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+        taken = values["batch"]["micro_batch_size"], values["model"]["gradient_checkpointing"]
+        assert taken == (32, False), program
+        assert (done.stdout + done.stderr).count("auto is") == 2
+
+
+def test_without_a_gpu_a_start_takes_what_needs_least_memory(tmp_path: Path):
+    recipe, accumulation, notes = settled(recipe_with("model.gradient_checkpointing=auto"), tmp_path, gpus=0)
+    assert (recipe.batch.micro_batch_size, recipe.model.gradient_checkpointing, accumulation) == (1, True, 384)
+    assert len(notes) == 2 and not (tmp_path / "cache").exists()
+    assert settled(recipe, tmp_path, gpus=0) == (recipe, 384, [])

@@ -13,7 +13,6 @@ from typing import Annotated
 from typer import Option
 
 import simulated_gpus
-from cookbook.commands.shared import auto_settings
 from cookbook.commands.shared.arguments import (
     QUICKSTART,
     Assignments,
@@ -27,7 +26,7 @@ from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, p
 from cookbook.commands.shared.simulation import as_mistakes
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.run import shortage
+from cookbook.run import auto_settings, shortage
 from cookbook.run.next_start import Start, next_start, suggestion
 from cookbook.start import hosts, run_plan
 from cookbook.start.launchers import NOTE_FILE
@@ -207,10 +206,9 @@ def _replace_autos(
 ) -> list[str]:
     """The assignments with a value for each `auto`, which is printed with its reason."""
     for key, (value, why) in auto_settings.choose(path, recipe, strategy, plan).items():
-        text = str(value).lower()
-        say(f"{key}: auto is {text}: {why}", flush=True)
+        say(auto_settings.in_words(key, value, why), flush=True)
         assignments = [assignment for assignment in assignments if assignment.partition("=")[0].strip() != key] + [
-            f"{key}={text}"
+            f"{key}={str(value).lower()}"
         ]
     return assignments
 

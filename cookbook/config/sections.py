@@ -111,7 +111,7 @@ def _packages(names: list[str] | None) -> list[str] | None:
 
 
 class Auto(int):
-    """What takes least memory, 1 or true, until `cookbook launch` has found what is best for this machine."""
+    """What takes least memory, 1 or true, until a start has found what is best for this machine."""
 
     def __repr__(self) -> str:
         return "auto"
@@ -143,8 +143,8 @@ class ModelSection(OneOf):
     ] = False
     """true recomputes each layer in the backward pass: less memory, about a third more compute. `selective` keeps the
     outputs of matrix products and attention, and recomputes only the cheap operations between them. `offload` is true,
-    with the inputs of the layers in host memory until then; on a CPU they are there anyway. auto: `cookbook launch`
-    takes false, selective or true, as the forecast ranks those that this machine holds; true without a GPU."""
+    with the inputs of the layers in host memory until then; on a CPU they are there anyway. auto: false, selective
+    or true, as the forecast ranks those that this machine holds; true without a GPU."""
     neftune_alpha: float = Field(default=0.0, ge=0, le=10**6)
     """NEFTune: in training, noise on the embeddings, uniform within alpha / sqrt(tokens x features) of each sample
     (Jain et al. 2023, arXiv 2310.05914); 5 to 15 are usual. Drawn for each token of a sample."""
@@ -454,8 +454,8 @@ class BatchSection(OneOf):
     global_batch_size: int = Field(gt=0)
     """Sequences (preferences: pairs) per optimizer step, over all processes."""
     micro_batch_size: MicroBatch = None
-    """Sequences (pairs) per forward and process. Changes speed and memory, never the result. auto: `cookbook launch`
-    takes the most that the forecast holds for this machine; 1 without a GPU or under a pipeline."""
+    """Sequences (pairs) per forward and process. Changes speed and memory, never the result. auto: the most
+    that the forecast holds for this machine; 1 without a GPU or under a pipeline."""
     micro_batch_tokens: int | None = Field(default=None, gt=0)
     """Maximum number of tokens per forward, padding included; instead of micro_batch_size."""
 

@@ -50,7 +50,7 @@ def in_words(
     """The whole answer.
 
     Args:
-        settings: strategies as `launch` runs them with `auto`.
+        settings: strategies as a run has them with `auto`.
         sizes: of meshes, where others than those of the files were tried.
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
@@ -65,7 +65,7 @@ def in_words(
     most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
     notes = (("note", note) for note in (*machines.notes, *report.notes))
     keys = autos(recipe)
-    least = [f"{' and '.join(keys)} by auto: here the least, at the end what launch takes"] if settings and keys else []
+    least = [f"{' and '.join(keys)} by auto: here the least, at the end what a run takes"] if settings and keys else []
     parts = [
         page(
             (f"PLAN of {recipe_name} on {'the CPU' if machines.usable_gib is None else machines.text}{room}",), indent=0
@@ -183,7 +183,7 @@ def _sizes(meshes: Sequence[Sizes]) -> str:
 
 
 def _by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> str:
-    """A row for each strategy as `launch` runs it with `auto`."""
+    """A row for each strategy as a run has it with `auto`."""
     keys = autos(report.recipe) or [MICRO_BATCH, CHECKPOINTING]
     rows: list[Row] = [("strategy", "micro batch", "checkpointing", "GiB a GPU", "step", "compiled")]
     for setting in settings:

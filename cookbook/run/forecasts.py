@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import BatchSection
+from cookbook.config.sections import BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.system.hardware import Machines, find_gpu, peak_flops
 
 if TYPE_CHECKING:
     from cookbook.forecast.costs.flops import ModelSizes
     from cookbook.forecast.memory import Memory as Memory
+    from cookbook.forecast.ranking import Fitting
     from cookbook.run.stages import Run
     from cookbook.training.data.batches import StepBatch
 
@@ -92,6 +93,20 @@ def smaller_micro_batch(
     from cookbook.forecast import ranking
 
     return ranking.smaller_micro_batch(recipe, strategy, machines, recipe_name, batches)
+
+
+def fitting(
+    recipe: Recipe,
+    strategy: Strategy,
+    machines: Machines,
+    recipe_name: str,
+    batches: Sequence[BatchSection],
+    kinds: Sequence[Checkpointing],
+) -> "list[Fitting]":
+    """See `ranking.fitting`."""
+    from cookbook.forecast import ranking
+
+    return ranking.fitting(recipe, strategy, machines, recipe_name, batches, kinds)
 
 
 def next_strategy(

@@ -320,7 +320,7 @@ def _check_folder(recipe: Recipe, engine: Engine) -> None:
 
 
 def _check_auto(recipe: Recipe, engine: Engine) -> None:
-    """Check that all machines have one micro-batch and one kind of checkpointing: `cookbook launch` finds them on each
+    """Check that all machines have one micro-batch and one kind of checkpointing: each finds those that are `auto`
     for itself, and where GPUs differ it may find others. The processes would then ask for other collectives.
 
     Raises:

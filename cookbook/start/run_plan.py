@@ -51,7 +51,7 @@ MICRO_BATCH, CHECKPOINTING = "batch.micro_batch_size", "model.gradient_checkpoin
 
 
 def autos(recipe: Recipe) -> list[str]:
-    """The keys with `auto`, for which `cookbook launch` finds values."""
+    """The keys with `auto`, for which a start finds values (`cookbook.run.auto_settings`)."""
     values = {MICRO_BATCH: recipe.batch.micro_batch_size, CHECKPOINTING: recipe.model.gradient_checkpointing}
     return [key for key, value in values.items() if isinstance(value, Auto)]
 
@@ -67,16 +67,6 @@ MOST_SAMPLES = 2**16
 def even(share: int) -> list[int]:
     """Micro-batches that split a process's share of the global batch, up to `MOST_SAMPLES`."""
     return [size for size in range(1, min(share, MOST_SAMPLES) + 1) if share % size == 0]
-
-
-def without_auto(recipe: Recipe) -> Recipe:
-    """The recipe with what takes least memory for each `auto`."""
-    batch, model = recipe.batch, recipe.model
-    if isinstance(batch.micro_batch_size, Auto):
-        batch = batch.model_copy(update={"micro_batch_size": 1})
-    if isinstance(model.gradient_checkpointing, Auto):
-        model = model.model_copy(update={"gradient_checkpointing": True})
-    return recipe.model_copy(update={"batch": batch, "model": model})
 
 
 def refuse_rounds(recipe: Recipe, name: str) -> list[str]:
@@ -178,13 +168,9 @@ def _refuse_mistakes(pair: Pair) -> Pair:
 
 
 def _settle_sizes(pair: Pair) -> Pair:
-    """Fill in what is left open: the sizes of the mesh, and what takes least memory for each `auto`."""
-    assert pair.recipe is not None and pair.strategy is not None and pair.world is not None
+    """Fill in the sizes of the mesh that are left open."""
+    assert pair.strategy is not None and pair.world is not None
     pair.strategy = pair.strategy.fitted(pair.world.num_processes, pair.world.num_local)
-    if keys := autos(pair.recipe):
-        pair.recipe = without_auto(pair.recipe)
-        least = "auto is what takes least memory here; `cookbook launch` finds the fastest"
-        pair.notes.append(f"{' and '.join(keys)}: {least}")
     return pair
 
 

@@ -221,7 +221,7 @@ def _what(recipe: Recipe, document: Document) -> Section:
         section["rows"] = of(data.packing, text, "data.packing")
     what = "all" if model.recompute is True else "what is cheap"
     where = ", from inputs in host memory" if model.gradient_checkpointing == "offload" else ""
-    where = "; launch takes the fastest that fits" if isinstance(model.gradient_checkpointing, Auto) else where
+    where = "; a run takes the fastest that fits" if isinstance(model.gradient_checkpointing, Auto) else where
     layers = {
         "gradient_checkpointing": f"{what} computed again in the backward pass{where}",
         "compile": "compiled",
@@ -268,7 +268,7 @@ def _batch(recipe: Recipe, plan: Plan, document: Document, processes: Quantity, 
     if batch.micro_batch_size is not None:
         micro = batch.micro_batch_size
         text = f"{several(int(micro), unit)} on each process"
-        text += "; launch takes the most that fits" if isinstance(micro, Auto) else ""
+        text += "; a run takes the most that fits" if isinstance(micro, Auto) else ""
         section["forward"] = of(int(micro), text, "batch.micro_batch_size")
         text = f"{accumulation} = {batch.global_batch_size} / ({int(micro)} x {size})"
         split = of(accumulation, text, "batch.global_batch_size", "batch.micro_batch_size")

@@ -1,16 +1,22 @@
 """Values for `auto` in `batch.micro_batch_size` and `model.gradient_checkpointing`, and advice on a small number."""
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
+from cookbook.run import forecasts
 from cookbook.run.next_start import machines_of
-from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even
+from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even, make_plan
+from cookbook.system import lock, status
 from cookbook.system.files import RecipeError, read_document
 from cookbook.system.hardware import Machines
+from cookbook.system.record_files import read_json, replace_file
 
 GAIN = 0.1
 """Share of a step that a larger micro-batch must save, by the forecast, to be worth a line of output."""
@@ -46,11 +52,9 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
         kinds: list[Any] = list(KINDS)
     else:
         kinds = [chosen.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
-    from cookbook.forecast.ranking import fitting
-
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
-        ranked = fitting(recipe, strategy, machines, str(path), batches, kinds)
+        ranked = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds)
     except RecipeError as error:
         return chosen | {key: (least[key], f"there is no forecast: {error.mistakes[0]}") for key in left}
     room = f"{machines.usable_gib:.0f} GiB of GPU memory"
@@ -71,6 +75,50 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
     return chosen
 
 
+def settle(
+    recipe_name: str, recipe: Recipe, strategy: Strategy, plan: Plan, *, cache: Path
+) -> tuple[Recipe, Plan, list[str]]:
+    """The recipe with a value for each `auto`, the plan that follows, and a note for each value. On each rank, before
+    the run's folder is taken: the first process of a machine finds the values, and the others read them in `cache`.
+    """
+    if not autos(recipe):
+        return recipe, plan, []
+    if plan.num_gpus:
+        chosen = _chosen_once(recipe_name, recipe, strategy, plan, cache)
+    else:
+        chosen = choose(Path(recipe_name), recipe, strategy, plan)
+    changed: dict[str, dict[str, Any]] = {}
+    for key, (value, _) in chosen.items():
+        section, name = key.split(".")
+        changed.setdefault(section, {})[name] = value
+    sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in changed.items()}
+    recipe = recipe.model_copy(update=sections)
+    counts = {"num_processes": plan.num_processes, "num_local": plan.num_local, "num_gpus": plan.num_gpus}
+    plan = make_plan(recipe, strategy, **counts, recipe_name=recipe_name)
+    return recipe, plan, [in_words(key, value, why) for key, (value, why) in chosen.items()]
+
+
+def in_words(key: str, value: Any, why: str) -> str:
+    """The value of an `auto` in a line."""
+    return f"{key}: auto is {str(value).lower()}: {why}"
+
+
+def _chosen_once(
+    recipe_name: str, recipe: Recipe, strategy: Strategy, plan: Plan, cache: Path
+) -> dict[str, tuple[Any, str]]:
+    """The choice of the first process of this start on this machine."""
+    # Not what another machine chose, whose GPUs may be larger: that such machines differ is told before a step.
+    key = f"{gethostname()} {Path(recipe.run.output_dir).resolve()}"
+    path = cache / f"auto-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock.making(path.with_suffix(".lock")):
+        record = read_json(path)
+        if record is None or record.get("attempt") != status.attempt_id():
+            record = {"attempt": status.attempt_id(), "chosen": choose(Path(recipe_name), recipe, strategy, plan)}
+            replace_file(path, json.dumps(record) + "\n")
+    return {key: (value, why) for key, (value, why) in record["chosen"].items()}
+
+
 def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> str | None:
     """Say how much time the largest micro-batch that fits would save, where the recipe has a smaller number.
 
@@ -83,14 +131,12 @@ def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Pla
     machines = _machines(plan)
     if machines.usable_gib is None or machines.gpu is None:
         return None
-    from cookbook.forecast.ranking import fitting
-
     sizes = [larger for larger in even(recipe.batch.global_batch_size // plan.data_parallel_size) if larger > size]
     batches = [recipe.batch.model_copy(update={"micro_batch_size": larger}) for larger in sizes]
     kinds = [recipe.model.gradient_checkpointing]
     try:
-        current = fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
-        best = fitting(recipe, strategy, machines, str(path), batches, kinds)
+        current = forecasts.fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
+        best = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds)
     except RecipeError:
         return None
     if (
