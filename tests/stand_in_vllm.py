@@ -1,9 +1,12 @@
 """A stand-in for vLLM's server, where vLLM is not installed: transformers samples, and says how probable that was.
 
-As a program it takes `serve FOLDER --host H --port P`, and leaves other options alone.
+As a program it takes `serve FOLDER --host H --port P`, loads adapters as vLLM does with `--enable-lora` and its
+variable, and leaves other options alone.
 """
 
+import copy
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 
@@ -21,6 +25,12 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder, self.model = "", None
+        self.loads = False
+        """Whether adapters may be loaded by a request."""
+        self.adapters: dict[str, Any] = {}
+        self.told: list[tuple[str, str]] = []
+        """Paths and adapters of what it was told to load and to drop."""
+        self.open_adapter: Callable[[str], Any] = self._open_adapter
         self.asked: list[dict[str, Any]] = []
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
         """What becomes of an answer before it is sent."""
@@ -33,6 +43,25 @@ class StandIn(ThreadingHTTPServer):
     def serve(self, folder: str) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.folder = folder
+
+    def _open_adapter(self, folder: str) -> Any:
+        return PeftModel.from_pretrained(copy.deepcopy(self.model), folder).merge_and_unload()
+
+    def tell(self, path: str, asked: dict[str, Any]) -> tuple[int, str]:
+        """Answer a request about adapters as vLLM 0.32.0 does."""
+        if not self.loads or path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            return 404, json.dumps({"detail": "Not Found"})
+        if "lora_name" not in asked:
+            return 400, json.dumps({"error": {"message": "1 validation errors"}})
+        name = asked["lora_name"]
+        self.told.append((path, name))
+        if (name in self.adapters) == (path == "/v1/load_lora_adapter"):
+            return 400, json.dumps({"error": {"message": f"The lora adapter '{name}' is there, or not."}})
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[name]
+        else:
+            self.adapters[name] = self.open_adapter(asked["lora_path"])
+        return 200, f"Success: LoRA adapter '{name}' ..."
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor([asked["prompt"]])
@@ -50,12 +79,13 @@ class StandIn(ThreadingHTTPServer):
         with self.lock, torch.inference_mode():
             self.asked.append(asked)
             torch.manual_seed(asked["seed"])
-            self.model.generation_config = GenerationConfig()
-            found = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+            model = self.adapters.get(asked["model"], self.model)
+            model.generation_config = GenerationConfig()
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
         ids = found.sequences[0, prompt.shape[1] :].tolist()
         logps = [logits[0].log_softmax(-1)[one].item() for logits, one in zip(found.logits, ids, strict=True)]
         reason = "stop" if ids[-1] in asked["stop_token_ids"] else "length"
-        choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason}
+        choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason, "seed": asked["seed"]}
         return {"choices": [choice | {"logprobs": {"token_logprobs": logps}}]}
 
 
@@ -63,19 +93,22 @@ class _Handler(BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "a model", "root": self.server.folder}]})
+        adapters = [{"id": name, "root": name, "parent": "a model"} for name in self.server.adapters]
+        self._send(200, {"data": [{"id": "a model", "root": self.server.folder, "parent": None}, *adapters]})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if asked["model"] != "a model":
+        if self.path != "/v1/completions":
+            self._send(*self.server.tell(self.path, asked))
+        elif asked["model"] not in ("a model", *self.server.adapters):
             self._send(404, {"error": {"message": f"The model `{asked['model']}` does not exist."}})
         elif (answer := self.server.spoil(self.server.complete(asked))) is None:
             self.close_connection = True
         else:
             self._send(500 if "error" in answer else 200, answer)
 
-    def _send(self, status: int, values: dict[str, Any]) -> None:
-        content = json.dumps(values).encode()
+    def _send(self, status: int, values: dict[str, Any] | str) -> None:
+        content = (values if isinstance(values, str) else json.dumps(values)).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -89,5 +122,6 @@ if __name__ == "__main__":
     _, verb, folder, *options = sys.argv
     assert verb == "serve"
     started = StandIn(int(options[options.index("--port") + 1]))
+    started.loads = "--enable-lora" in options and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True"
     started.serve(folder)
     started.serve_forever()

@@ -77,7 +77,7 @@ def test_rounds_that_are_ended_while_they_sample_have_stopped(end, monkeypatch, 
     monkeypatch.setattr(loop, "_begin", lambda folder, *_: folder.mkdir(parents=True, exist_ok=True))
     monkeypatch.setattr(loop, "_digests", lambda *_: {})
     monkeypatch.setattr(loop.prompt_rows, "digest", lambda *_: "")
-    monkeypatch.setattr(loop, "Sampling", lambda **_: None)
+    monkeypatch.setattr(loop, "Sampling", lambda **_: SimpleNamespace(recipe=recipe))
     monkeypatch.setattr(loop, "write_samples", end)
     if end is be_ended:
         assert main(["rounds", "r.yaml"]) == 75

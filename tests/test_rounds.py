@@ -37,7 +37,7 @@ from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import loop, prompt_rows, scoring, served
 from cookbook.commands.rounds.rounds_folder import Round
-from cookbook.commands.rounds.served import Client, Served
+from cookbook.commands.rounds.served import Client, Served, Servers
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
@@ -61,6 +61,8 @@ ROUNDS: dict[str, Any] = {
     "reward_weights": [1.0, 0.5],
     "generation_batch_size": 12,
 }
+NUM_PROBES = 6
+"""Answers that prove a server at an address before a round of `ROUNDS`; their seeds begin with the round's number."""
 WORDS = ("dog", "the fox", "a token jumps over it", "engineers", "count", "lazy dogs and foxes", "over")
 
 
@@ -482,7 +484,9 @@ def test_a_server_samples_from_the_weights_of_each_round_or_not_at_all(lab, fork
         server.serve(folder)
     assert start(lab, values) == 0, capsys.readouterr()
     assert len(set(told)) == 2 and not [*out.glob("rounds/*/model-*")]
-    asked, seeds = server.asked, [one["seed"] for one in server.asked]
+    asked = [one for one in server.asked if one["seed"] > 2000]
+    seeds = [one["seed"] for one in asked]
+    assert len(server.asked) - len(asked) == 2 * NUM_PROBES
     assert len(seeds) == len(set(seeds)) == 2 * 24
     assert all(one["top_k"] == 0 and one["repetition_penalty"] == 1 for one in asked)
     for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
@@ -511,14 +515,15 @@ def test_a_round_killed_while_a_server_samples_is_sampled_again_whole(lab, forke
     first, second, goes_on = [], [], threading.Event()
 
     def note(found: dict[str, Any], answers: list[tuple[int, ...]]) -> dict[str, Any]:
-        answers.append(tuple(found["choices"][0]["token_ids"]))
+        if found["choices"][0]["seed"] > 2000:
+            answers.append(tuple(found["choices"][0]["token_ids"]))
         return found
 
     server.spoil = lambda found: note(found, first) if len(first) < 5 or goes_on.wait() else None
     release_folders()
     words = [sys.executable, "-m", "cookbook", *arguments(lab, values)]
     with subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as running:
-        while len(first) < 5 or len(server.asked) < 10:
+        while len(first) < 5 or len(server.asked) < NUM_PROBES + 10:
             assert running.poll() is None
             time.sleep(0.01)
         running.kill()
@@ -557,13 +562,13 @@ def test_a_server_that_fails_is_told_in_a_line(model, server, message, spoil):
     server.spoil = lambda found: spoil(found) if len(server.asked) > 3 else found
     one = Served(model, section, Client(server.address, server.address), 1)
     with pytest.raises(RecipeError, match=re.escape(message)) as raised:
-        one.answers([[5, 6, 7]], seed=1)
+        Servers([one]).answers([[5, 6, 7]], seed=1)
     assert str(raised.value).startswith(f"rounds.sampler is {server.address}, and it") and "\n" not in str(raised.value)
     server.spoil = lambda found: found
-    (group,) = Served(model, section, Client(f"{server.address}/v1/", ""), 1).answers([[5, 6, 7]], seed=1)
+    (group,) = Servers([Served(model, section, Client(f"{server.address}/v1/", ""), 1)]).answers([[5, 6, 7]], seed=1)
     assert [answer.has_ended for answer in group] == [answer.ids[-1] in one.ends for answer in group]
     server.spoil = lambda found: {"choices": [found["choices"][0] | {"logprobs": None}]}
-    (again,) = Served(model, section, Client(server.address, ""), 1).answers([[5, 6, 7]], seed=1)
+    (again,) = Servers([Served(model, section, Client(server.address, ""), 1)]).answers([[5, 6, 7]], seed=1)
     assert again == [answer._replace(logps=None) for answer in group]
 
 
@@ -594,7 +599,8 @@ def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
     if not asks:
         try:
             command = ["sh", "-c", "echo $$ $VLLM_BATCH_INVARIANT; exec sleep 600"]
-            with served._start(command, {served.INVARIANCE: "1"}, Client("http://127.0.0.1:9", "vllm"), one):
+            client, log = Client("http://127.0.0.1:9", "vllm"), one.folder / served.LOG
+            with served._start(command, {served.INVARIANCE: "1"}, client, log):
                 pass
         finally:
             os._exit(1)

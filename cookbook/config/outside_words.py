@@ -6,10 +6,10 @@ opens, or values that it compares or trains on.
 
 import re
 import shlex
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 OWN_OPTIONS = {"--host", "--port", "--uds", "--model", "--served-model-name", "--max-model-len", "--api-key"}
@@ -25,6 +25,7 @@ VLLM_OPTIONS = {
     "--dtype",
     "--enable-chunked-prefill",
     "--enable-expert-parallel",
+    "--enable-lora",
     "--enable-prefix-caching",
     "--enforce-eager",
     "--gpu-memory-utilization",
@@ -48,13 +49,34 @@ SPLIT = re.compile(r"[^\\.-][^\\]*")
 
 
 def is_address(sampler: str) -> bool:
-    """Whether `rounds.sampler` is a server's address."""
+    """Whether `rounds.sampler` is the address of a server, or several."""
     return sampler.startswith(("http://", "https://"))
+
+
+def addresses(sampler: str) -> list[str]:
+    """The addresses of servers that `rounds.sampler` has."""
+    return sampler.split(" ") if is_address(sampler) else []
+
+
+def stays_up(sampler: str) -> bool:
+    """Return whether `rounds.sampler` is a vLLM that is started once, and gets the adapter of each round."""
+    return not is_address(sampler) and "--enable-lora" in shlex.split(sampler.replace("_", "-"))
+
+
+def _join_addresses(sampler: Any) -> Any:
+    if isinstance(sampler, list) and all(isinstance(word, str) for word in sampler):
+        for address in sampler:
+            _check_address(address)
+        return " ".join(sampler)
+    return sampler
 
 
 def _check_sampler(sampler: str) -> str:
     if is_address(sampler):
-        _check_address(sampler)
+        for address in (words := addresses(sampler)):
+            _check_address(address)
+            if words.count(address) > 1:
+                raise ValueError(f"has {address} twice; name each server once")
         return sampler
     try:
         first, *options = shlex.split(sampler) or [""]
@@ -75,7 +97,7 @@ def _check_address(sampler: str) -> None:
         is_whole = bool(address.hostname) and (address.port is None or address.port > 0)
     except ValueError:
         address, is_whole = urlsplit(""), False
-    if not is_whole or not sampler.isprintable() or " " in sampler:
+    if not is_whole or not is_address(sampler) or not sampler.isprintable() or " " in sampler:
         raise ValueError(f"is {sampler!r}; write the address of a server, as http://localhost:8000")
     if address.username is not None:
         raise ValueError("has a name or a password in its address; take it out, and give the server's VLLM_API_KEY")
@@ -118,8 +140,10 @@ def _check_split(text: str) -> str:
     return text
 
 
-Sampler = Annotated[str, AfterValidator(_check_sampler)]
-"""`transformers`, `vllm` with arguments of `vllm serve`, or an address."""
+Sampler = Annotated[
+    str, AfterValidator(_check_sampler), BeforeValidator(_join_addresses, json_schema_input_type=str | list[str])
+]
+"""`transformers`, `vllm` with arguments of `vllm serve`, or addresses, with a blank between them if not a list."""
 Revision = Annotated[str, AfterValidator(_check_revision)]
 """A part of an address of the Hub."""
 NameInDataset = Annotated[str, AfterValidator(_check_name_in_dataset)]

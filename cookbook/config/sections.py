@@ -709,7 +709,8 @@ class RoundsSection(Section):
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
     sampler: Sampler = TRANSFORMERS
     """What samples: transformers, in this process; vllm, with options of `vllm serve` after it that load no code,
-    started for each round; or the address of such a server, as http://localhost:8000."""
+    started for each round, or with --enable-lora once; or the address of such a server, as http://localhost:8000, or a
+    list of addresses, which share the prompts."""
     round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from cookbook.config.environments import environments
 from cookbook.config.objectives import Objective
-from cookbook.config.outside_words import is_address
+from cookbook.config.outside_words import addresses, stays_up
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model, reward_functions
 from cookbook.config.sections import BUILTIN_SOURCE
@@ -36,21 +36,25 @@ def needs_reference(objective: Objective) -> bool:
     return objective.needs_reference and objective.compares({"old_logps"})
 
 
-def sampler_host(recipe: Recipe) -> str | None:
-    """The other machine that prompts are sent to, and with them a key; None if they stay on this one."""
-    if recipe.rounds is None or not is_address(recipe.rounds.sampler):
-        return None
-    host = urlsplit(recipe.rounds.sampler).hostname
-    return None if host in LOCAL_HOSTS else host
+def sampler_hosts(recipe: Recipe) -> list[str]:
+    """The other machines that prompts are sent to, and with them a key."""
+    hosts = [urlsplit(address).hostname or "" for address in addresses(recipe.rounds.sampler if recipe.rounds else "")]
+    return list(dict.fromkeys(host for host in hosts if host not in LOCAL_HOSTS))
 
 
 def _of_sampler(recipe: Recipe) -> Iterator[str]:
     assert recipe.rounds is not None
-    host = sampler_host(recipe)
-    if host is not None and KEY in os.environ and not may_have_secret(urlsplit(recipe.rounds.sampler)):
+    for address in addresses(recipe.rounds.sampler):
+        if KEY in os.environ and not may_have_secret(url := urlsplit(address)):
+            yield (
+                f"rounds.sampler is {address}: {KEY} would travel to {url.hostname} for all to read; write https://,"
+                f" or unset {KEY}"
+            )
+    if stays_up(recipe.rounds.sampler) and (recipe.adapter is None or recipe.adapter.name != "lora"):
+        there = "the recipe has no adapter" if recipe.adapter is None else f"adapter.name is {recipe.adapter.name}"
         yield (
-            f"rounds.sampler is {recipe.rounds.sampler}: {KEY} would travel to {host} for all to read; write https://,"
-            f" or unset {KEY}"
+            f"rounds.sampler has --enable-lora, by which one server gets each round's adapter, and {there}; take it"
+            " out, and a server is started for each round"
         )
 
 

@@ -18,7 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.config.strategy_keys import Claim
 from cookbook.start import run_plan
-from cookbook.start.in_rounds import KEY, sampler_host
+from cookbook.start.in_rounds import KEY, sampler_hosts
 from cookbook.system import versions
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, gathered, refuse
@@ -90,7 +90,7 @@ def _check_recipe(
     batch = run_plan.describe_batch(recipe, plan)
     say(short(f"{path}: fine under {strategy.path}; {batch}"))
     notes = list(strategy.notes)
-    if (host := sampler_host(recipe)) is not None:
+    for host in sampler_hosts(recipe):
         notes.append(f"rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else ""))
     for note in notes:
         say(short(f"note: {note}"))

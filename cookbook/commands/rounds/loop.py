@@ -1,5 +1,6 @@
 """Rounds, one after the other: each samples, scores, and trains in a run of its own. Interrupted ones resume."""
 
+import dataclasses
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
 from cookbook.commands.shared.mistakes import placed
 from cookbook.config import plugins
-from cookbook.config.outside_words import TRANSFORMERS
+from cookbook.config.outside_words import TRANSFORMERS, stays_up
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
@@ -67,52 +68,75 @@ def rounds(
         return _sample_until(sample_until, output_dir, made_from, how)
     _begin(output_dir, recipe, made_from)
     status, done = Status(output_dir, is_main=True), list[Round]()
-    for number in range(1, recipe.rounds.num_rounds + 1):
-        current = Round(output_dir, number)
-        model = done[-1].export if done else Path(first_model)
-        if not current.is_over:
-            if not current.samples.is_file():
-                try:
-                    write_samples(current, how)
-                except RecipeError as error:
-                    status.end("failed", exit_code=2, reason=str(error))
-                    raise
-                except (Ended, KeyboardInterrupt):
-                    status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {number} was sampled")
-                    raise
-            say(_in_words(current), flush=True)
-            status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
-            last = sampled_ahead.last_sampled_beside(number, recipe.rounds)
-            with ExitStack() as beside:
-                sampler = None
-                if any(not Round(output_dir, later).samples.is_file() for later in range(number + 1, last + 1)):
-                    words = [*_in_arguments(path, strategy, processes, assignments), "--sample-until", str(last)]
-                    sampler = beside.enter_context(
-                        sampled_ahead.sampling(words, Round(output_dir, last).folder / sampled_ahead.LOG)
+    with ExitStack() as opened:
+        for number in range(1, recipe.rounds.num_rounds + 1):
+            current = Round(output_dir, number)
+            model = done[-1].export if done else Path(first_model)
+            if not current.is_over:
+                last = sampled_ahead.last_sampled_beside(number, recipe.rounds)
+                if any(not Round(output_dir, later).samples.is_file() for later in range(number, last + 1)):
+                    try:
+                        how = _with_server(how, base, opened)
+                        if not current.samples.is_file():
+                            write_samples(current, how)
+                    except RecipeError as error:
+                        status.end("failed", exit_code=2, reason=str(error))
+                        raise
+                    except (Ended, KeyboardInterrupt):
+                        status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {number} was sampled")
+                        raise
+                say(_in_words(current), flush=True)
+                status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
+                with ExitStack() as beside:
+                    sampler = None
+                    if any(not Round(output_dir, later).samples.is_file() for later in range(number + 1, last + 1)):
+                        words = [*_in_arguments(path, strategy, processes, assignments), "--sample-until", str(last)]
+                        if how.recipe is not recipe:
+                            words += ["--set", f"rounds.sampler={_sampler_of(how)}"]
+                        sampler = beside.enter_context(
+                            sampled_ahead.sampling(words, Round(output_dir, last).folder / sampled_ahead.LOG)
+                        )
+                    code = launch(
+                        path,
+                        strategy=strategy,
+                        processes=processes,
+                        assignments=[*assignments, *_of_round(current, model, done, recipe)],
                     )
-                code = launch(
-                    path,
-                    strategy=strategy,
-                    processes=processes,
-                    assignments=[*assignments, *_of_round(current, model, done, recipe)],
-                )
-                if not code and was_signalled():  # as its run ended
-                    code = EXIT_CODE
-                if code or not current.is_over:
-                    state = "stopped" if code == EXIT_CODE else "failed"
-                    status.end(state, exit_code=code or 1, reason=f"in round {number}")
-                    return code or 1
-                if sampler is not None and (code := _wait(sampler, current, last, status)):
-                    return code
-        done.append(current)
-        if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
-            rounds_folder.link_export(output_dir, current)
-        # After a kill the newest but one may have to sample yet.
-        rounds_folder.tidy(done, recipe.run.keep_last + (recipe.rounds.max_staleness > 0))
+                    if not code and was_signalled():  # as its run ended
+                        code = EXIT_CODE
+                    if code or not current.is_over:
+                        state = "stopped" if code == EXIT_CODE else "failed"
+                        status.end(state, exit_code=code or 1, reason=f"in round {number}")
+                        return code or 1
+                    if sampler is not None and (code := _wait(sampler, current, last, status)):
+                        return code
+            done.append(current)
+            if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
+                rounds_folder.link_export(output_dir, current)
+            # After a kill the newest but one may have to sample yet.
+            rounds_folder.tidy(done, recipe.run.keep_last + (recipe.rounds.max_staleness > 0))
     steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
     status.end("finished", exit_code=0, step=steps)
     say(f"{len(done)} rounds, {steps} steps: {output_dir}/export")
     return 0
+
+
+def _with_server(how: Sampling, model: str, opened: ExitStack) -> Sampling:
+    """Sampling at the address of a server that stays up till the end of `opened`, if the recipe wants one and it is not
+    up yet."""
+    if not stays_up(_sampler_of(how)):
+        return how
+    from cookbook.commands.rounds import served
+
+    address = opened.enter_context(served.start_once(model, how.recipe, Path(how.recipe.run.output_dir)))
+    assert how.recipe.rounds is not None
+    section = how.recipe.rounds.model_copy(update={"sampler": address})
+    return dataclasses.replace(how, recipe=how.recipe.model_copy(update={"rounds": section}))
+
+
+def _sampler_of(how: Sampling) -> str:
+    assert how.recipe.rounds is not None
+    return how.recipe.rounds.sampler
 
 
 def _wait(sampler: sampled_ahead.Ahead, trained: Round, last: int, status: Status) -> int:

@@ -49,12 +49,20 @@ class Cause(NamedTuple):
         return self.divergence < worst / FITS
 
 
-def prove(lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others: Sequence[Path], number: int) -> None:
+def prove(
+    lines: list[dict[str, Any]],
+    trainer: OpenFile,
+    recipe: Recipe,
+    others: Sequence[Path],
+    number: int,
+    sampler: str | None = None,
+) -> None:
     """Compare what was sampled with the weights that are trained, and add to the lines of a round what `measure` does.
 
     Args:
         trainer: those weights; in another precision afterwards, if this raises.
         others: folders of models that may be served in their place.
+        sampler: who sampled these lines, where the recipe names several.
 
     Raises:
         RecipeError: the divergence is above the recipe's bound, answers of a server are those of other weights, or
@@ -62,13 +70,14 @@ def prove(lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others
     """
     rounds = recipe.rounds
     assert rounds is not None
+    sampler = sampler or rounds.sampler
     num_left_out = measure(lines, trainer, rounds)
-    check(lines, trainer, recipe, others, number)
+    check(lines, trainer, recipe, others, number, sampler)
     num_tokens = sum(len(logprobs) for line in lines for logprobs in line["trainer_logprobs"])
     if num_left_out > MOST_LEFT_OUT * num_tokens:
         settings = ", ".join(f"{name} {value:g}" for name, value in rounds.sampling.items())
         raise RecipeError(
-            f"rounds.sampler is {rounds.sampler}: {num_left_out:,} of {num_tokens:,} tokens are none that {settings}"
+            f"rounds.sampler is {sampler}: {num_left_out:,} of {num_tokens:,} tokens are none that {settings}"
             " leaves to sample from; it samples with other settings than it was asked for"
         )
 
@@ -98,7 +107,9 @@ def measure(lines: list[dict[str, Any]], trainer: OpenFile, rounds: RoundsSectio
     return num_left_out
 
 
-def check(lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others: Sequence[Path], number: int) -> None:
+def check(
+    lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others: Sequence[Path], number: int, sampler: str
+) -> None:
     """Compare log-probabilities; see `prove`."""
     rounds = recipe.rounds
     assert rounds is not None
@@ -129,7 +140,7 @@ def check(lines: list[dict[str, Any]], trainer: OpenFile, recipe: Recipe, others
     num = sum(divergence > least for divergence in by_answer)
     depths = [f"{value:.2g} {name}" for name, value in _by_depth(lines)]
     mistake = [
-        f"rounds.sampler is {rounds.sampler}: in round {number} kl_sampler_trainer is {total:.2g}"
+        f"rounds.sampler is {sampler}: in round {number} kl_sampler_trainer is {total:.2g}"
         + (f", above rounds.max_kl_sampler_trainer {limit:g}" if total > limit else "")
         + (f"; by depth: {', '.join(depths)}" if depths else "")
     ]

@@ -11,8 +11,9 @@ from cookbook.commands.rounds import conversations, prompt_rows, rounds_folder, 
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampled_ahead import policy_of
-from cookbook.config.outside_words import TRANSFORMERS
+from cookbook.config.outside_words import TRANSFORMERS, addresses, is_address
 from cookbook.config.recipe import Recipe
+from cookbook.config.sections import RoundsSection
 from cookbook.rows.row_checks import MASK
 from cookbook.start.in_rounds import needs_reference
 from cookbook.system.console import say
@@ -20,7 +21,7 @@ from cookbook.system.files import RecipeError
 
 if TYPE_CHECKING:
     from cookbook.commands.rounds.sampling import Answer, Sampler
-    from cookbook.commands.rounds.served import Served
+    from cookbook.commands.rounds.served import Served, Servers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +105,57 @@ def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
     chosen = prompt_rows.of_round(current.number, recipe.rounds.prompts_per_round, len(how.asked), recipe.seed)
     # A hash: with seed + number, round 2 of one seed would draw as round 1 of the next.
     seed = int(hashlib.sha256(f"{recipe.seed} {current.number}".encode()).hexdigest()[:12], 16)
+    is_bf16 = recipe.compute_precision == "bf16"
+    others: list[Path] = []
+    if recipe.rounds.sampler != TRANSFORMERS:
+        others = [other for other in rounds_folder.earlier_models(current, how.first_model) if other != model]
     with ExitStack() as opened:
         sampler: Any = opened.enter_context(_sampler(current, model, recipe))
+        trainer: Any = sampler
+        if is_address(recipe.rounds.sampler):
+            trainer = opened.enter_context(closing(OpenFile(model, is_bf16=is_bf16)))
+            for server in sampler.servers:
+                _probe(current, chosen, server, trainer, others, how)
         if recipe.rounds.environment is None:
             lines = _lines(current, chosen, sampler.answers([how.ids[row] for row in chosen], seed), how)
         else:
             lines = _talks(current, chosen, sampler, seed, how)
-        if recipe.rounds.sampler != TRANSFORMERS:
-            opened.close()  # a server's memory is free before the model is opened here
-            sampler = opened.enter_context(closing(OpenFile(model, is_bf16=recipe.compute_precision == "bf16")))
-        others = [] if recipe.rounds.sampler == TRANSFORMERS else rounds_folder.earlier_models(current, how.first_model)
-        proof.prove(lines, sampler, recipe, [other for other in others if other != model], current.number)
+        if recipe.rounds.sampler != TRANSFORMERS and trainer is sampler:
+            opened.close()  # the memory of a server that was started for the round is free before the model is opened
+            trainer = opened.enter_context(closing(OpenFile(model, is_bf16=is_bf16)))
+        for address, of_address in _by_server(lines, sampler, recipe.rounds).items():
+            proof.prove(of_address, trainer, recipe, others, current.number, address)
     weights = rounds_folder.weights_digest(model)
     policy = policy_of(current.number, recipe.rounds)
     return [{"round": line.pop("round"), "policy": policy, "weights": weights, **line} for line in lines]
+
+
+def _probe(
+    current: Round, chosen: Sequence[int], server: "Served", trainer: Any, others: Sequence[Path], how: Sampling
+) -> None:
+    """Prove, before a server at an address is asked for a round's answers, by a few short ones what it samples with.
+
+    Raises:
+        RecipeError: as `proof.prove`.
+    """
+    from cookbook.commands.rounds import proof
+    from cookbook.commands.rounds.served import NUM_PROBED, Servers
+
+    rows = chosen[:NUM_PROBED]
+    say(f"  asks {server.client.address} for a few answers first, which prove its weights", flush=True)
+    answers = Servers([server.shortened()]).answers([how.ids[row] for row in rows], current.number, 1)
+    lines = _lines(current, rows, answers, how)
+    proof.prove(lines, trainer, how.recipe, others, current.number, server.client.address)
+
+
+def _by_server(lines: list[dict[str, Any]], sampler: Any, rounds: RoundsSection) -> dict[str, list[dict[str, Any]]]:
+    """The lines of each server by its address. Turns of one conversation are shared, so their lines are not parted."""
+    if len(addresses(rounds.sampler)) < 2 or rounds.environment is not None:
+        return {rounds.sampler: lines}
+    parted: dict[str, list[dict[str, Any]]] = {}
+    for place, line in enumerate(lines):
+        parted.setdefault(sampler.of(place).client.address, []).append(line)
+    return parted
 
 
 def _lines(
@@ -169,12 +207,12 @@ def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: 
     return lines
 
 
-def _sampler(current: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Served]":
+def _sampler(current: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Servers]":
     assert recipe.rounds is not None
     if recipe.rounds.sampler != TRANSFORMERS:
         from cookbook.commands.rounds import served
 
-        return served.open_server(current, model, recipe)
+        return served.open_servers(current, model, recipe)
     from cookbook.commands.rounds.sampling import Sampler
 
     return closing(Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16"))

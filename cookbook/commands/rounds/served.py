@@ -1,9 +1,11 @@
-"""Samples answers by vLLM's OpenAI-compatible server, started for a round or found at an address. Imports torch.
+"""Samples answers by vLLM's OpenAI-compatible servers, started here or found at addresses. Imports torch.
 
 What is sampled is from the round's weights: a server is given a folder whose name has their digest, and must list it.
+A server that loads adapters gets the folder of a round's adapter by a request; any other is started with the folder.
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -29,18 +31,18 @@ from cookbook.commands.rounds import rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, end_tokens
 from cookbook.commands.shared.find_model import ADAPTER
-from cookbook.config.outside_words import is_address
+from cookbook.config.outside_words import addresses, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
 from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
 from cookbook.start.in_rounds import KEY
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, first_line
+from cookbook.system.files import RecipeError, first_line, make_folder
 from cookbook.system.gpus import InstalledGpu, read_driver, visible_gpus
 from cookbook.system.masking import may_have_secret
 from cookbook.system.signals import die_with_parent
-from cookbook.training.adapters.base_model import BASE_RECORD
+from cookbook.training.adapters.base_model import BASE_RECORD, Base
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 3600.0
@@ -50,6 +52,12 @@ START_SECONDS = 3600.0
 END_SECONDS = 60.0
 LOG = "vllm.log"
 INVARIANCE = "VLLM_BATCH_INVARIANT"
+UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LEAST_RANK = 8
+"""vLLM's --max-lora-rank is one of a few numbers, among which are the powers of two from 8 to 512 (0.32.0)."""
+NUM_PROBED, PROBED_TOKENS = 8, 16
+"""Prompts of a probe, and the most tokens of each answer."""
 NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Written out, as a folder's generation_config.json fills in what is not."""
 
@@ -67,7 +75,8 @@ def check(recipe: Recipe) -> None:
     if not is_address(rounds.sampler):
         _executable()
     elif begun is not None and not begun.samples.is_file() and not begun.unscored.is_file():
-        Client(rounds.sampler, rounds.sampler).models()
+        for address in addresses(rounds.sampler):
+            Client(address, address).models()
     if adapter is not None and adapter.path is not None and not (Path(adapter.path) / BASE_RECORD).is_file():
         raise RecipeError(
             f"adapter.path is {adapter.path!r}, another project's, which does not say what its base was, and vLLM would"
@@ -76,8 +85,8 @@ def check(recipe: Recipe) -> None:
 
 
 @contextmanager
-def open_server(current: Round, model: Path, recipe: Recipe) -> Iterator["Served"]:
-    """The sampler of a round.
+def open_servers(current: Round, model: Path, recipe: Recipe) -> Iterator["Servers"]:
+    """The samplers of a round: the server at each address of the recipe, or one that is started for the round.
 
     Args:
         model: a model's folder, or an adapter's.
@@ -87,22 +96,87 @@ def open_server(current: Round, model: Path, recipe: Recipe) -> Iterator["Served
     """
     rounds = recipe.rounds
     assert rounds is not None
-    folder = _make_folder(current, model)
-    if is_address(rounds.sampler):
-        started: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        client = Client(rounds.sampler, rounds.sampler)
-    else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
-        options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-        options += ["--max-model-len", str(recipe.data.max_length)]
-        command = [_executable(), "serve", str(folder), *options, *shlex.split(rounds.sampler)[1:]]
-        started = _start(command, invariance(visible_gpus(read_driver().gpus)), client, current)
-    with started, contextlib.closing(client):
-        yield Served(folder, rounds, client, current.number)
+    with contextlib.ExitStack() as opened:
+        clients = [Client(address, address) for address in addresses(rounds.sampler)]
+        for client in clients:
+            opened.callback(client.close)
+        if all(client.loads_adapters() for client in clients) and clients and _goes_beside_base(model, recipe):
+            yield Servers([_serve_beside_base(client, current, model, recipe, opened) for client in clients])
+            return
+        folder = _make_folder(current, model)
+        if not clients:
+            clients = [opened.enter_context(_started(folder, recipe, current.folder / LOG))]
+        yield Servers([Served(folder, rounds, client, current.number) for client in clients])
+
+
+@contextmanager
+def start_once(model: str, recipe: Recipe, output_dir: Path) -> Iterator[str]:
+    """Start a server of the model without an adapter, which loads those of all rounds; its address.
+
+    Raises:
+        RecipeError: it does not start.
+    """
+    assert recipe.adapter is not None
+    rank = max(LEAST_RANK, 1 << (recipe.adapter.rank - 1).bit_length())
+    options = ["--max-lora-rank", str(rank), "--max-loras", "1"]
+    with _started(Path(model).absolute(), recipe, output_dir / "rounds" / LOG, options, {UPDATING: "True"}) as client:
+        yield client.url.geturl()
+
+
+@contextmanager
+def _started(
+    folder: Path, recipe: Recipe, log: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Iterator["Client"]:
+    """A server of a folder that is started here, with the recipe's options."""
+    rounds = recipe.rounds
+    assert rounds is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
+    command = [_executable(), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    command += ["--max-model-len", str(recipe.data.max_length), *options, *shlex.split(rounds.sampler)[1:]]
+    set_here = {**invariance(visible_gpus(read_driver().gpus)), **(variables or {})}
+    with _start(command, set_here, client, log), contextlib.closing(client):
+        yield client
+
+
+def _goes_beside_base(model: Path, recipe: Recipe) -> bool:
+    """Return whether vLLM can have a round's weights as an adapter beside its base, as they are trained."""
+    if recipe.adapter is None or recipe.adapter.name != "lora":
+        return False
+    if not (model / ADAPTER).is_file():
+        return True  # the first round's
+    base = Base.read(model)
+    return not base.new_tokens and base.head is None
+
+
+def _serve_beside_base(
+    client: "Client", current: Round, model: Path, recipe: Recipe, opened: contextlib.ExitStack
+) -> "Served":
+    """A server that has been told to load the round's adapter, which it drops in the end; of a round without one, its
+    base. Whether it computes with this adapter, and this base, is for the proof."""
+    assert recipe.rounds is not None
+    if not (model / ADAPTER).is_file():
+        bases = [listed for listed in client.models() if listed.get("parent") is None]
+        if len(bases) != 1:
+            raise client.mistake(f"lists {len(bases)} models that are no adapters; start it with one")
+        return Served(model, recipe.rounds, client, current.number, name=bases[0].get("id"))
+    folder = _make_link(current, model)
+    if all(listed.get("id") != str(folder) for listed in client.models()):
+        client.load(folder)
+    opened.callback(client.unload, folder)
+    return Served(folder, recipe.rounds, client, current.number)
+
+
+def _make_link(current: Round, model: Path) -> Path:
+    current.folder.mkdir(parents=True, exist_ok=True)
+    folder = current.folder_for_server(rounds_folder.weights_digest(model))
+    if not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)  # merged for a server of an earlier start
+        folder.symlink_to(model.resolve(), target_is_directory=True)
+    return folder
 
 
 def _make_folder(current: Round, model: Path) -> Path:
@@ -110,16 +184,16 @@ def _make_folder(current: Round, model: Path) -> Path:
     from cookbook.run.publish.merged import write_merged
     from cookbook.training.checkpoint.write_model import building
 
+    if not (model / ADAPTER).is_file():
+        return _make_link(current, model)
     current.folder.mkdir(parents=True, exist_ok=True)
     folder = current.folder_for_server(rounds_folder.weights_digest(model))
-    if (model / ADAPTER).is_file():
-        if not folder.is_dir():
-            say(f"  writes {folder}, the adapter and its base as one model", flush=True)
-            with building(folder) as build:
-                write_merged(model, build, None)
-        return folder
-    if not folder.is_symlink():
-        folder.symlink_to(model.resolve(), target_is_directory=True)
+    if folder.is_symlink():
+        folder.unlink()  # of a start whose server had the adapter beside its base
+    if not folder.is_dir():
+        say(f"  writes {folder}, the adapter and its base as one model", flush=True)
+        with building(folder) as build:
+            write_merged(model, build, None)
     return folder
 
 
@@ -145,9 +219,9 @@ def invariance(gpus: list[InstalledGpu], environment: Mapping[str, str] = os.env
 
 
 @contextmanager
-def _start(command: list[str], variables: dict[str, str], client: "Client", current: Round) -> Iterator[None]:
+def _start(command: list[str], variables: dict[str, str], client: "Client", log: Path) -> Iterator[None]:
     """vLLM's server, until it answers; its processes end with the block, or with this process."""
-    log = current.folder / LOG
+    make_folder(log.parent)
     words = [*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]
     say(f"  starts {' '.join(words)}; its log: {log}", flush=True)
     with log.open("wb") as file:
@@ -195,7 +269,8 @@ class Client:
         Args:
             sampler: the recipe's word for it.
         """
-        self.url, self.sampler = urlsplit(address.rstrip("/").removesuffix("/v1")), sampler
+        self.address, self.sampler = address, sampler
+        self.url = urlsplit(address.rstrip("/").removesuffix("/v1"))
         self.why_not: Callable[[], str | None] = lambda: None
         """Why a server of ours does not answer."""
         self._open: set[HTTPConnection] = set()
@@ -227,6 +302,36 @@ class Client:
         Raises:
             RecipeError: no answer within `seconds`, or another than 200, or none in JSON.
         """
+        content = self._content(path, body, seconds=seconds)
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise self.mistake(f"answered {path} with what is no JSON: {_words(content)}") from None
+
+    def loads_adapters(self) -> bool:
+        """Return whether the server loads adapters on request; without the variable it has no such path."""
+        return self._reply(LOAD, {}, seconds=CONNECT_SECONDS)[0] != 404
+
+    def load(self, adapter: Path) -> None:
+        """Have the server load an adapter, under the folder's path as its name.
+
+        Raises:
+            RecipeError: it refuses.
+        """
+        self._content(LOAD, {"lora_name": str(adapter), "lora_path": str(adapter)}, seconds=START_SECONDS)
+
+    def unload(self, adapter: Path) -> None:
+        """Have the server drop an adapter, unless it has ended."""
+        with contextlib.suppress(RecipeError):
+            self._content(UNLOAD, {"lora_name": str(adapter)}, seconds=CONNECT_SECONDS)
+
+    def _content(self, path: str, body: dict[str, Any] | None, *, seconds: float) -> bytes:
+        status, content = self._reply(path, body, seconds=seconds)
+        if status != 200:
+            raise self.mistake(f"answered {status} to {path}: {_words(content)}")
+        return content
+
+    def _reply(self, path: str, body: dict[str, Any] | None, *, seconds: float) -> tuple[int, bytes]:
         kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
         connection = kind(self.url.netloc, timeout=CONNECT_SECONDS)
         headers = {"Content-Type": "application/json"}
@@ -241,19 +346,13 @@ class Client:
             text = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", self.url.path + path, text, headers)
             response = connection.getresponse()
-            content = response.read()
+            return response.status, response.read()
         except (OSError, HTTPException) as error:
             why = f"no answer within {seconds:g} s" if isinstance(error, TimeoutError) else first_line(error)
             raise RecipeError(self.why_not() or self._text(f"does not answer ({why})")) from None
         finally:
             self._open.discard(connection)
             connection.close()
-        if response.status != 200:
-            raise self.mistake(f"answered {response.status} to {path}: {_words(content)}")
-        try:
-            return json.loads(content)
-        except ValueError:
-            raise self.mistake(f"answered {path} with what is no JSON: {_words(content)}") from None
 
     def mistake(self, what: str) -> RecipeError:
         return RecipeError(self._text(what))
@@ -282,25 +381,22 @@ def _words(content: bytes) -> str:
 class Served:
     """A model of a server that samples."""
 
-    def __init__(self, folder: Path, rounds: RoundsSection, client: Client, number: int) -> None:
+    def __init__(
+        self, folder: Path, rounds: RoundsSection, client: Client, number: int, *, name: str | None = None
+    ) -> None:
         """
+        Args:
+            name: of the model at the server, where it is not the folder's.
+
         Raises:
             RecipeError: the server has not this folder.
         """
-        self.rounds, self.client, self.tokenizer = rounds, client, read_tokenizer(folder)
+        self.rounds, self.client, self.number, self.tokenizer = rounds, client, number, read_tokenizer(folder)
         proposed = read_generation_config(folder) if (folder / GENERATION).is_file() else None
         settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
         self.ends = end_tokens(settings, self.tokenizer)
-        models = client.models()
-        model = next((listed for listed in models if str(folder) in (listed.get("id"), listed.get("root"))), None)
-        if model is None:
-            there = ", ".join(str(listed.get("root") or listed.get("id")) for listed in models)
-            raise client.mistake(
-                f"serves {there}; round {number} samples with other weights: start it as `vllm serve {folder}`, and"
-                " write the command again"
-            )
         self.settings = {
-            "model": model["id"],
+            "model": name or self._name_of(folder),
             "max_tokens": rounds.max_completion_length,
             **rounds.sampling,
             **NO_PENALTY,
@@ -309,29 +405,26 @@ class Served:
             "return_token_ids": True,
         }
 
-    def answers(self, prompts: Sequence[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
-        """`count` answers to each prompt, by default `num_generations`, each with a seed of its own.
+    def _name_of(self, folder: Path) -> str:
+        models = self.client.models()
+        for listed in models:
+            if str(folder) in (listed.get("id"), listed.get("root")):
+                return str(listed["id"])
+        there = ", ".join(str(listed.get("root") or listed.get("id")) for listed in models)
+        raise self.client.mistake(
+            f"serves {there}; round {self.number} samples with other weights: start it as `vllm serve {folder}`, and"
+            " write the command again"
+        )
 
-        Raises:
-            RecipeError: the server fails, or answers otherwise than it was asked.
-        """
-        count, size = count or self.rounds.num_generations, self.rounds.generation_batch_size
-        asked = [ids for ids in prompts for _ in range(count)]
-        with ThreadPoolExecutor(size) as pool:
-            try:
-                futures = [pool.submit(self._answer, ids, seed + i) for i, ids in enumerate(asked)]
-                for done, future in enumerate(as_completed(futures), start=1):
-                    future.result()
-                    if done % size == 0 or done == len(asked):
-                        say(f"  {done:,} of {len(asked):,} answers", flush=True)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.client.close()
-                raise
-        flat = [future.result() for future in futures]
-        return [flat[start : start + count] for start in range(0, len(flat), count)]
+    def shortened(self) -> "Served":
+        """This server for the short answers of a probe."""
+        probed = copy.copy(self)
+        most = min(self.rounds.max_completion_length, PROBED_TOKENS)
+        probed.rounds = self.rounds.model_copy(update={"max_completion_length": most})
+        probed.settings = {**self.settings, "max_tokens": most}
+        return probed
 
-    def _answer(self, prompt: list[int], seed: int) -> Answer:
+    def answer(self, prompt: list[int], seed: int) -> Answer:
         body = {**self.settings, "prompt": prompt, "seed": seed}
         reply = self.client.ask("/v1/completions", body, seconds=ANSWER_SECONDS)
         choices = reply.get("choices") if isinstance(reply, dict) else None
@@ -361,6 +454,41 @@ class Served:
         if not isinstance(logps, list) or len(logps) != count or not all(_is_log(logp) for logp in logps):
             raise self.client.mistake(f"returned {logps!r:.200} as the log-probabilities of {count} tokens")
         return [min(float(logp), 0.0) for logp in logps]  # rounding may leave one above
+
+
+class Servers:
+    """Servers of one model, which share the prompts."""
+
+    def __init__(self, servers: Sequence[Served]) -> None:
+        self.servers, self.tokenizer = servers, servers[0].tokenizer
+
+    def of(self, place: int) -> Served:
+        """The server of the prompt at a place of a round, whoever is faster."""
+        return self.servers[(self.servers[0].number + place) % len(self.servers)]
+
+    def answers(self, prompts: Sequence[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
+        """`count` answers to each prompt, by default `num_generations`, each with a seed of its own.
+
+        Raises:
+            RecipeError: a server fails, or answers otherwise than it was asked.
+        """
+        rounds = self.servers[0].rounds
+        count, size = count or rounds.num_generations, rounds.generation_batch_size
+        asked = [(self.of(place), ids) for place, ids in enumerate(prompts) for _ in range(count)]
+        with ThreadPoolExecutor(size) as pool:
+            try:
+                futures = [pool.submit(server.answer, ids, seed + i) for i, (server, ids) in enumerate(asked)]
+                for done, future in enumerate(as_completed(futures), start=1):
+                    future.result()
+                    if done % size == 0 or done == len(asked):
+                        say(f"  {done:,} of {len(asked):,} answers", flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for server in self.servers:
+                    server.client.close()
+                raise
+        flat = [future.result() for future in futures]
+        return [flat[start : start + count] for start in range(0, len(flat), count)]
 
 
 def _is_log(value: Any) -> bool:

@@ -1,0 +1,196 @@
+"""Protects a vLLM that stays up over the rounds, and several servers: each samples with the round's weights, or none.
+
+python -m pytest -q tests/test_rounds_servers.py -m "slow or not slow"
+"""
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from cookbook.config.recipe import load_recipe
+from cookbook.system.files import RecipeError
+from tests.stand_in_vllm import StandIn
+from tests.test_rounds import LORA, ROUNDS, forked, logps_of, model, read, settings, start  # noqa: F401
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def servers(model) -> Iterator[list[StandIn]]:  # noqa: F811
+    """Two servers of the model before the first round, which load adapters."""
+    started = [StandIn(), StandIn()]
+    for server in started:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.serve(str(model))
+        server.loads = True
+    yield started
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def values_of(tmp_path: Path, model: Path, sampler: Any, **others: Any) -> dict[str, str]:  # noqa: F811
+    of_adapter = {"adapter": LORA, "optim": {"learning_rate": 0.1}, "schedule": {"name": "constant"}}
+    return settings(tmp_path, model, **of_adapter, rounds=ROUNDS | {"sampler": sampler, **others})
+
+
+def is_of(lines: list[dict[str, Any]], trained: Any) -> bool:
+    """Whether the log-probabilities of samples are those of a model."""
+    pairs = [
+        (logps, logps_of(trained, line["prompt_ids"], ids))
+        for line in lines
+        for ids, logps in zip(line["completion_ids"], line["logprobs"], strict=True)
+    ]
+    return all(said == pytest.approx(own, abs=1e-4) for said, own in pairs)
+
+
+def test_servers_load_the_adapter_of_each_round_and_share_its_prompts(
+    lab,
+    forked,  # noqa: F811
+    model,  # noqa: F811
+    tmp_path,
+    capsys,
+    servers,
+):
+    """Neither is started again; which of them samples a prompt depends on the round and its place."""
+    addresses = [server.address for server in servers]
+    assert start(lab, values_of(tmp_path, model, addresses)) == 0, capsys.readouterr()
+    first, second = (tmp_path / f"out/rounds/{number:04}" for number in (1, 2))
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert is_of(read(first / "samples.jsonl"), base)
+    tuned: Any = PeftModel.from_pretrained(base, str(first / "run/export")).eval()
+    lines = read(second / "samples.jsonl")
+    assert is_of(lines, tuned)
+    with tuned.disable_adapter():
+        assert not is_of(lines, tuned)
+    (name,) = {name for server in servers for _, name in server.told}
+    assert Path(name).name == f"model-{lines[0]['weights'][:12]}"
+    assert [server.told for server in servers] == [[(LOAD, name), (UNLOAD, name)]] * 2
+    assert not [*tmp_path.glob("out/rounds/*/model-*")]
+    for number, folder in ((1, first), (2, second)):
+        for place, line in enumerate(read(folder / "samples.jsonl")):
+            whose = [[one["seed"] for one in server.asked] for server in servers]
+            asked = [[seed for seed in line["seeds"] if seed in seeds] for seeds in whose]
+            assert asked[(number + place) % 2] == line["seeds"] and asked[(number + place + 1) % 2] == []
+
+
+LIES = {
+    "it ignores what it loads": lambda server, first: server.model,
+    "it loads the adapter half": lambda server, first: halfway(server.model, StandIn._open_adapter(server, first)),
+}
+
+
+def halfway(one: Any, other: Any) -> Any:
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        right.data = (left.data + right.data) / 2
+    return other
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_server_that_lies_is_named_before_the_round_asks_it(lab, forked, model, tmp_path, capsys, servers, lie):  # noqa: F811
+    honest, liar = servers
+    liar.open_adapter = lambda folder: lie(liar, folder)
+    # What no earlier weights explain is held against the bound alone.
+    bound = 0.05 if lie is LIES["it ignores what it loads"] else 1e-6
+    values = values_of(tmp_path, model, [honest.address, liar.address], max_kl_sampler_trainer=bound)
+    assert start(lab, values) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"rounds.sampler is {liar.address}: in round 2 kl_sampler_trainer is" in error and honest.address not in error
+    )
+    assert ("those of " + str(model) in error) == (lie is LIES["it ignores what it loads"])
+    asked_in_second = [one for one in liar.asked + honest.asked if one["seed"] > 2000]
+    assert len(asked_in_second) == 24  # those of the first round alone
+    assert not [*tmp_path.glob("out/rounds/0002/*.jsonl")] and len(forked) == 1
+    assert json.loads((tmp_path / "out/status.json").read_text())["exit_code"] == 2
+    liar.open_adapter = liar._open_adapter
+    assert start(lab, values) == 0, capsys.readouterr()
+
+
+def test_a_server_that_loads_nothing_is_to_be_started_with_the_round(lab, forked, model, tmp_path, capsys, servers):  # noqa: F811
+    """One of two that loads no adapters is enough, and both get whole models; of a DoRA adapter they always do."""
+    servers[0].loads = False
+    assert start(lab, values_of(tmp_path, model, [server.address for server in servers])) == 2
+    assert re.search(r"serves \S+; round 1 samples with other weights: start it as `vllm", capsys.readouterr().err)
+    servers[0].loads = True
+    values = values_of(tmp_path, model, servers[0].address) | {"adapter": json.dumps(LORA | {"name": "dora"})}
+    assert start(lab, values | {"run.resume": "never"}) == 2
+    assert re.search(r"serves \S+; round 1 samples with other weights: start it as `vllm", capsys.readouterr().err)
+    assert not servers[0].told and not servers[1].told
+
+
+def test_what_a_server_says_of_an_adapter_that_it_refuses_is_told(lab, forked, model, tmp_path, capsys, servers):  # noqa: F811
+    server, words = servers[0], "LoRA rank 4 is greater than max_lora_rank 1."
+    tell = server.tell
+    refusal = json.dumps({"error": {"message": words}})
+    server.tell = lambda path, asked: (500, refusal) if asked else tell(path, asked)  # type: ignore[method-assign]
+    assert start(lab, values_of(tmp_path, model, server.address)) == 2
+    error = capsys.readouterr().err
+    assert f"rounds.sampler is {server.address}, and it answered 500 to {LOAD}: {words}" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_one_vllm_stays_up_and_ends_with_the_command(lab, forked, model, tmp_path, capsys, monkeypatch, max_staleness):  # noqa: F811
+    """By a program of that name, which transformers answers for; the samples are those of a server for each round."""
+    program = tmp_path / "bin/vllm"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/starts\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    found = {}
+    for name in ("vllm", "vllm --enable-lora"):
+        values = values_of(tmp_path, model, name, num_rounds=3, max_staleness=max_staleness)
+        values["run.output_dir"] = str(tmp_path / name)
+        assert start(lab, values) == 0, capsys.readouterr()
+        found[name] = [
+            [line["completion_ids"] for line in read(tmp_path / name / f"rounds/{number:04}/samples.jsonl")]
+            for number in (1, 2, 3)
+        ]
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert len(starts) == 3 + 1 and f"serve {model} " in starts[-1] and "--max-lora-rank 8 --max-loras 1" in starts[-1]
+    assert found["vllm"] == found["vllm --enable-lora"]
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["rounds.sampler=vllm --enable-lora"], "the recipe has no adapter; take it out"),
+        (["rounds.sampler=vllm --enable-lora", "adapter={name: dora}"], "adapter.name is dora; take it out"),
+        (["rounds.sampler=[http://a:1, http://a:1]"], "has http://a:1 twice"),
+        (["rounds.sampler=[http://a:1, vllm]"], "is 'vllm'; write the address of a server"),
+        (["rounds.sampler=http://a:1 b:1"], "is 'b:1'; write the address of a server"),
+    ],
+)
+def test_a_mistake_in_servers_is_told(changed: list[str], message: str):
+    from cookbook.start import run_plan
+
+    def plan() -> None:
+        recipe, strategy = run_plan.load_pair(ROOT / "recipes/sums/grpo.yaml", changed, None)
+        run_plan.make_plan(recipe, strategy, num_processes=1, num_gpus=0, recipe_name="grpo.yaml")
+
+    with pytest.raises(RecipeError) as raised:
+        plan()
+    assert message in str(raised.value)
+
+
+def test_addresses_are_a_list_or_a_text():
+    path = ROOT / "recipes/sums/grpo.yaml"
+    recipes = [
+        load_recipe(path, [f"rounds.sampler={form}"]) for form in ("[http://a:1, http://b:1]", "http://a:1 http://b:1")
+    ]
+    assert recipes[0] == recipes[1]
