@@ -11,7 +11,7 @@ from xml.dom import minidom
 
 import pytest
 
-from benchmarks.forecast_accuracy import frameworks, frameworks_fit, published
+from benchmarks.forecast_accuracy import frameworks, frameworks_fit, published, reports
 from benchmarks.forecast_accuracy.memory_rows import read_facts, setup_of
 from benchmarks.forecast_accuracy.published_page import BANDS, EXPLAINED, within
 from benchmarks.forecast_accuracy.unsaid_rows import UNSAID, place
@@ -86,6 +86,52 @@ def test_a_row_s_half_is_that_of_its_name():
     halves = [frameworks_fit.is_held_out(f"f{number:02}") for number in range(200)]
     assert halves[14:20] == [False, True, False, False, False, False]  # sha256sum, by hand
     assert 70 < sum(halves) < 130
+
+
+@pytest.fixture(scope="module")
+def reported():
+    with reports.FACTS.open(newline="") as file:
+        facts = {row["id"]: row for row in csv.DictReader(file)}
+    return json.loads(reports.RESULTS.read_text(encoding="utf-8"))["rows"], facts
+
+
+def test_every_reported_run_is_forecast_and_says_where_it_was_read(reported):
+    rows, facts = reported
+    assert [row["id"] for row in rows] == list(facts)
+    assert sum(row["outcome"] == "failed" for row in rows) >= 19 and len(rows) > 40
+    for row in rows:
+        fact = facts[row["id"]]
+        assert fact["url"].startswith("https://github.com/") and len(fact["says"]) > 15
+        assert fact["outcome"] == row["outcome"] in ("ran", "failed")
+        low, high = row["needed"]
+        assert row["allocated"] < low < high
+        assert (low + row["logits"] > row["gpu_gib"]) == (row["verdict_with_logits"] == "does not fit")
+
+
+def test_a_failure_that_the_plan_calls_fits_is_counted_as_wrong(reported):
+    rows, _ = reported
+    wrong = {row["id"] for row in rows if row["outcome"] == "failed" and row["verdict_with_logits"] == "fits"}
+    assert wrong == {"r05", "r08", "r13"}
+    page = "\n".join(reports.section())
+    assert all(name in page for name in wrong)
+    judged = sum(row["outcome"] == "failed" and row["is_judged"] for row in rows)
+    assert f"| all, ran out of memory | {judged} |" in page and f"| {len(wrong)} |" in page
+
+
+def test_a_reported_failure_is_forecast_as_the_page_says(reported):
+    rows, facts = reported
+    (shown,) = [row for row in rows if row["id"] == "r14"]
+    assert reports.compared(facts["r14"]) == shown and shown["verdict"] == "does not fit"
+    assert reports.compared(facts["r14"] | {"machines": "4x80GB"})["verdict"] == "fits"
+
+
+def test_runs_on_few_gpus_are_none_that_the_forecast_was_held_to_before():
+    rows = json.loads(reports.RESULTS.read_text(encoding="utf-8"))["few_gpus"]
+    with reports.FEW_GPUS.open(newline="") as file:
+        facts = list(csv.DictReader(file))
+    assert [row["published"] for row in rows] == [float(fact["tokens_per_second"]) for fact in facts]
+    assert len(rows) > 70 and max(row["gpus"] for row in rows) <= 32
+    assert not {10643.0, 6935.0, 4641.0, 3684.0} & {row["published"] for row in rows}, "tests/test_forecast_speed.py"
 
 
 @pytest.mark.slow

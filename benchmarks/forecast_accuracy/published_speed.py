@@ -30,9 +30,9 @@ LEFT_OUT_RUNS = {
 }
 
 
-def published() -> list[dict[str, Any]]:
-    """The rows of speed_published.csv, each with its forecast: tokens per second of each GPU."""
-    with FACTS.open(newline="") as file:
+def published(facts: Path = FACTS) -> list[dict[str, Any]]:
+    """Rows of such a file, each with its forecast: tokens per second of each GPU."""
+    with facts.open(newline="") as file:
         return [_compared(row) for row in csv.DictReader(file)]
 
 
