@@ -352,7 +352,7 @@ def test_plan_suggests_an_adapter_for_a_mixture_that_fits_nowhere(tmp_path: Path
     words = [f"model={{name_or_path: {tmp_path}}}", "mixed_precision=bf16", "model.gradient_checkpointing=true"]
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", words)
     single = load_strategy(find_strategy("single"))
-    report = forecast_all(recipe, [single], parse_machines("1x8GB"), "here", limits=False)
+    report = forecast_all(recipe, [single], parse_machines("1x8GB"), "here", limits=False, suggests="first")
     assert report.forecasts[0].verdict == "does not fit"
     assert report.suggestion is not None and "adapter: {name: lora}" in report.suggestion
 

@@ -25,21 +25,16 @@ from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import known_strategies, load_strategy
 from cookbook.facts.pipeline_stages import in_flight
 from cookbook.forecast.activations import ActivationTrace, Phase
-from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight
+from cookbook.forecast.changes import rung_below
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, micro_batch_of
 from cookbook.forecast.costs.states import ResidentBytes, States, heaviest
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.mesh_sizes import better_sizes, changed_sizes, resized
 from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
-from cookbook.forecast.ranking import (
-    PlanReport,
-    _larger,
-    _simplest_first,
-    forecast_all,
-    micro_batch_of,
-    more_gpus,
-    rung_below,
-)
+from cookbook.forecast.order import in_order, rank
+from cookbook.forecast.other_machines import larger_gpus, more_gpus
+from cookbook.forecast.ranking import PlanReport, forecast_all
 from cookbook.forecast.show import _bar, as_record, in_words
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import (
@@ -49,7 +44,6 @@ from cookbook.forecast.verdict import (
     Verdict,
     _verdict,
     of_run,
-    rank,
     time_of_run,
 )
 from cookbook.start.run_plan import make_plan
@@ -72,7 +66,7 @@ ROOM = {"host_gib": 2048.0, "nvme_gib": 4096.0}
 
 def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> PlanReport:
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
-    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe")
+    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe", suggests="first")
 
 
 def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
@@ -273,14 +267,14 @@ def test_loading_is_taken_for_granted_up_to_half_of_what_the_gpus_have_and_offlo
 
 def test_the_next_rung_names_its_condition(llama):
     ddp, offload = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_offload"))
-    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload]).suggestion
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, offload], suggests="first").suggestion
     assert re.fullmatch(r"strategy zero3_offload fits if a machine has \d+ GiB of memory", rung)
 
 
 def test_the_condition_of_a_machine_s_disk_is_by_hand(llama):
     """18 bytes of each of 8,030,261,248 parameters: weights in bf16, and masters, gradients and moments in float32."""
     ddp, nvme = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3_nvme"))
-    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [nvme]).suggestion
+    rung = forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [nvme], suggests="first").suggestion
     of_disk = re.fullmatch(r"strategy zero3_nvme fits if a machine has \d+ GiB of memory and (\d+) GiB of NVMe", rung)
     assert int(of_disk[1]) == pytest.approx(18 * 8_030_261_248 / 2**30, rel=0.02)
 
@@ -307,7 +301,7 @@ def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
     small = llama.model_copy(update={"batch": llama.batch.model_copy(update={"micro_batch_size": 1})})
     adapted = small.model_copy(update={"adapter": AdapterSection(name="lora")})
     fsdp2 = load_strategy(Path("accelerate_configs/fsdp2.yaml"))
-    found = forecast_all(adapted, [fsdp2], parse_machines("1x14GB", **ROOM), "recipe", more=True)
+    found = forecast_all(adapted, [fsdp2], parse_machines("1x14GB", **ROOM), "recipe", suggests="all")
     assert found.forecasts[0].verdict == "does not fit"
     assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 4x8x14GB, fsdp2 on 1x32GB", found.suggestion)
     assert only(adapted, "4x8x14GB", "fsdp2").verdict == "fits" and only(adapted, "2x8x14GB", "fsdp2").verdict != "fits"
@@ -317,7 +311,7 @@ def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
 def planned(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROOM) -> PlanReport:
     """As `cookbook plan --strategy` has it, without other strategies."""
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
-    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe", limits=False, more=True)
+    return forecast_all(recipe, strategies, parse_machines(gpus, **room), "recipe", limits=False, suggests="all")
 
 
 def test_each_kind_of_change_that_helps_is_named_and_fits(llama):
@@ -358,6 +352,27 @@ def test_more_gpus_are_powers_of_two():
     assert [way.text for way in more_gpus(parse_machines("2x3xH100"))][:2] == ["2x4xH100", "4x4xH100"]
 
 
+def test_other_gpus_of_a_machine_with_many_are_written_as_they_are_read():
+    machines = parse_machines("1x12x24GB")
+    for ways in (larger_gpus, more_gpus):
+        for way in ways(machines):
+            read = parse_machines(way.text)
+            assert (read.num_machines, read.gpus_each) == (way.num_machines, way.gpus_each)
+
+
+def test_sizes_of_a_mesh_come_before_another_training(llama):
+    """Half of a sample in each process is too much, a quarter fits; so would an adapter, which is not the same run."""
+    batch, data = (
+        section.model_copy(update=new)
+        for section, new in ((llama.batch, {"micro_batch_size": 1}), (llama.data, {"max_length": 131072}))
+    )
+    long = llama.model_copy(update={"batch": batch, "data": data})
+    strategy = load_strategy(Path("accelerate_configs/fsdp2_sp.yaml"))
+    machines = parse_machines("4xH100", host_gib=512.0)
+    found = forecast_all(long, [strategy], machines, "recipe", limits=False, suggests="first")
+    assert found.suggestion == "with sp_size 4 in its file, fsdp2_sp fits"
+
+
 def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faster(llama):
     names = ("fsdp2", "single", "ddp")
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
@@ -389,7 +404,8 @@ def test_two_sizes_of_a_mesh_are_varied_together():
 def test_another_strategy_comes_before_another_recipe(llama):
     ddp, zero3 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("ddp", "zero3"))
     assert (
-        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3]).suggestion == "strategy zero3 fits"
+        forecast_all(llama, [ddp], parse_machines("8xH100"), "recipe", [ddp, zero3], suggests="first").suggestion
+        == "strategy zero3 fits"
     )
 
 
@@ -713,7 +729,7 @@ def test_gpus_that_a_file_leaves_without_a_process_are_counted(tmp_path):
 
 
 def test_larger_gpus_are_tried_from_the_smallest_on():
-    sizes = [int(one.text.removeprefix("2x").removesuffix("GB")) for one in _larger(parse_machines("2x14GB"))]
+    sizes = [int(one.text.removeprefix("2x").removesuffix("GB")) for one in larger_gpus(parse_machines("2x14GB"))]
     assert sizes == sorted(sizes) and sizes[0] == 16 and 80 in sizes
 
 
@@ -958,7 +974,7 @@ def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
         return Forecast(strategy=strategy, verdict=verdict, why=[], time=took)
 
     def order(gpus: str, *ranked: Forecast) -> list[str]:
-        return [found.strategy.name for found in _simplest_first(list(ranked), parse_machines(gpus))]
+        return [found.strategy.name for found in in_order(ranked, parse_machines(gpus))]
 
     fsdp2, zero3, near, far = one("fsdp2", 2, 4), one("zero3", 2.5, 4), one("single", 3.9, 6), one("single", 4.1, 6)
     assert order("1xH100", fsdp2, zero3, near) == ["single", "fsdp2", "zero3"]
@@ -981,7 +997,9 @@ def test_a_next_step_of_two_keys_names_both():
     room = (first[1] + min(others[0][1], others[1][0])) / 2 / GIB
     machines = replace(parse_machines("1xH100", **ROOM), usable_gib=room)
     single = load_strategy(Path("accelerate_configs/single.yaml"))
-    said = forecast_all(planned(2, "true").recipe, [single], machines, "recipe", limits=False).suggestion
+    said = forecast_all(
+        planned(2, "true").recipe, [single], machines, "recipe", limits=False, suggests="first"
+    ).suggestion
     assert said == "with batch.micro_batch_size: 1 and model.gradient_checkpointing: offload, single fits"
 
 

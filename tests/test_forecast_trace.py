@@ -461,7 +461,7 @@ def test_a_model_with_too_many_operations_has_no_forecast(monkeypatch, tmp_path)
     with pytest.raises(Untraceable, match=f"^{why}$"):
         traced(recipe(), config)
     several = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("single", "ddp", "zero3", "tp")]
-    report = forecast_all(settings, several, machines, "recipe.yaml", more=True)
+    report = forecast_all(settings, several, machines, "recipe.yaml", suggests="all")
     assert {one.strategy.name: one.verdict for one in report.forecasts} == {
         **dict.fromkeys(("single", "ddp", "zero3"), "no forecast"),
         "tp": "cannot run",

@@ -17,7 +17,8 @@ from cookbook.facts.pipeline_stages import Begun, begun, pipeline_order
 from cookbook.forecast import headline
 from cookbook.forecast.costs.inputs import cost_inputs
 from cookbook.forecast.costs.states import heaviest, states
-from cookbook.forecast.ranking import ByAuto, Fitting, _fewer_gpus, by_auto, forecast_all
+from cookbook.forecast.other_machines import fewer_gpus
+from cookbook.forecast.ranking import ByAuto, Fitting, by_auto, forecast_all
 from cookbook.forecast.show import in_words, overridden
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import Forecast, TraceCache
@@ -114,7 +115,7 @@ def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
     batch = recipe.batch.model_copy(update={"global_batch_size": 16, "micro_batch_size": 1})
     recipe = recipe.model_copy(update={"batch": batch})
     report = forecast_all(
-        recipe, strategies("single", "fsdp2"), parse_machines("8x8xH100"), "", limits=False, more=True
+        recipe, strategies("single", "fsdp2"), parse_machines("8x8xH100"), "", limits=False, suggests="all"
     )
     assert report.suggestion == "with batch.global_batch_size: 64, fsdp2 fits; or on 2x8xH100, fsdp2 fits"
     said = headline.in_words(report, [], next_step=["x"], is_recipe=True, num_samples=None, price=None)
@@ -127,7 +128,7 @@ def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
 
 
 def test_fewer_gpus_are_powers_of_two_of_whole_machines():
-    ways = [way.text for way in _fewer_gpus(parse_machines("256x8xH800"), 33)]
+    ways = [way.text for way in fewer_gpus(parse_machines("256x8xH800"), 33)]
     assert ways == ["4x8xH800", "2x8xH800", "8xH800", "4xH800", "2xH800", "1xH800"]
 
 

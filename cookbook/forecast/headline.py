@@ -4,11 +4,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cookbook.forecast.changes import small_batch
 from cookbook.forecast.memory import GIB, Memory
-from cookbook.forecast.ranking import ByAuto, PlanReport, small_batch
+from cookbook.forecast.order import rank
+from cookbook.forecast.ranking import ByAuto, PlanReport
 from cookbook.forecast.show import num_steps, overridden, range_in_words
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, rank, tokens_of_step
+from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos
 from cookbook.system.console import page, width
 from cookbook.system.hardware import in_gib

@@ -8,7 +8,8 @@ from typing import Any
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, rank
+from cookbook.forecast.order import rank
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast
 from cookbook.system.hardware import Machines
 from cookbook.training.models.structure import config_of
 

@@ -1,40 +1,28 @@
-"""The forecasts of all strategies on given machines, best first; what to change if none fits; a next start."""
+"""The forecasts of all strategies on given machines, best first, as they are and as `launch` runs them with `auto`."""
 
-import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Literal, cast
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import AdapterSection, BatchSection, Checkpointing, ModelSection
+from cookbook.config.sections import BatchSection, Checkpointing, ModelSection
 from cookbook.config.strategy import Strategy
+from cookbook.forecast.changes import NOTHING_HELPS, Changes, small_batch
 from cookbook.forecast.costs.flops import Step, sizes_of, work
-from cookbook.forecast.costs.inputs import bytes_of, micro_batch_of
+from cookbook.forecast.costs.inputs import bytes_of
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized, sizes_of_mesh
+from cookbook.forecast.order import in_order
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.trace import scores_in_words
-from cookbook.forecast.verdict import (
-    MAY_RUN,
-    UNKNOWN,
-    Forecast,
-    TraceCache,
-    Verdict,
-    forecast,
-    may_fit,
-    rank,
-    time_compiled,
-)
+from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, forecast, time_compiled
 from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, autos, even
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import GPUS, USUAL_GPUS, Machines, in_gib, parse_machines
+from cookbook.system.hardware import Machines, in_gib
 from cookbook.training.models.structure import config_of, find_config, not_served
-
-NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +58,15 @@ def forecast_all(
     others: Sequence[Strategy] = (),
     *,
     limits: bool = True,
-    more: bool = False,
-    is_whole: bool = True,
+    suggests: Literal["first", "all"] | None = None,
 ) -> PlanReport:
     """Forecasts of all strategies, ranked by verdict, time and simplicity.
 
     Args:
         others: strategies to suggest if none of `strategies` fits.
         limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
-        more: name each kind of change that helps and not the first alone, how many GPUs would do among them; also where
-            something fits that offloads or is not sure to.
-        is_whole: with `more`, name all kinds of change and not the first that helps.
+        suggests: where nothing fits, or only what offloads or is not sure to, name the first change that helps, or of
+            each kind the first; and how many GPUs would do, where no change helps or all are named.
 
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
@@ -92,19 +78,16 @@ def forecast_all(
         model = recipe.model.model_copy(update={"gradient_checkpointing": recipe.model.recompute})
         recipe = recipe.model_copy(update={"model": model})
     traces = TraceCache(config, recipe, recipe_name)
-    found = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
-    ranked = _simplest_first(sorted(found, key=rank), machines)
-    best, suggestion = ranked[0], None
-    is_small = small_batch(recipe, machines) is not None and best.verdict == "cannot run"
-    if is_small or best.verdict == "does not fit" or (more and best.verdict in MAY_RUN and not _is_sure(best)):
-        ways = Ways(traces, strategies, others, machines, is_sure=best.verdict in MAY_RUN)
-        suggestion = ways.in_words() if is_whole and more else ways.first() if more else next(iter(ways), None)
+    forecasts = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
+    ranked = in_order(forecasts, machines)
+    may_run = ranked[0].verdict in MAY_RUN
+    changes = Changes(traces=traces, own=strategies, others=others, machines=machines, is_sure=may_run)
     return PlanReport(
         recipe=traces.recipe,
         machines=machines,
         forecasts=ranked,
         origin=origin,
-        suggestion=suggestion,
+        suggestion=_suggestion(changes, ranked[0], suggests),
         no_time=no_forecast(machines, recipe.mixed_precision),
         time_caveat=caveat(traces.sizes),
         model=config.model_type,
@@ -120,250 +103,25 @@ def forecast_all(
     )
 
 
+def _suggestion(changes: Changes, best: Forecast, suggests: Literal["first", "all"] | None) -> str | None:
+    """The changes that help, unless the best of the forecasts needs none."""
+    can_help = best.verdict == "does not fit" or (best.verdict in MAY_RUN and not _is_sure(best))
+    if best.verdict == "cannot run":
+        can_help = small_batch(changes.traces.recipe, changes.machines) is not None
+    if suggests is None or not can_help:
+        return None
+    suggestions = list(islice(changes.suggestions(), 1 if suggests == "first" else None))
+    if suggestions and suggests == "first":
+        return suggestions[0]
+    if gpus := changes.enough_gpus():
+        is_last = suggests == "all" and not suggestions and not changes.is_sure
+        suggestions.append(f"{NOTHING_HELPS if is_last else 'take more'}: {gpus}")
+    return "; or ".join(suggestions) or None
+
+
 def _is_sure(one: Forecast) -> bool:
     """Whether it fits without a doubt on the GPUs alone."""
     return one.verdict in ("fits", "not judged") and not one.strategy.offloads
-
-
-def _simplest_first(ranked: list[Forecast], machines: Machines) -> list[Forecast]:
-    """On one GPU one process without an engine comes before what is faster by less than the forecast's own width."""
-    best = next(iter(ranked), None)
-    if best is None or best.verdict not in MAY_RUN:  # then the nearest comes first
-        return ranked
-    simple = next((one for one in ranked if one.strategy.kind == "single" and one.verdict == best.verdict), None)
-    if machines.num_gpus != 1 or simple is None or simple.time is None or best.time is None:
-        return ranked
-    if simple.time.low > best.time.high:
-        return ranked
-    return [simple, *(one for one in ranked if one is not simple)]
-
-
-@dataclass(frozen=True)
-class Ways:
-    """What to change if nothing fits, or is sure to: of each kind the first change that helps."""
-
-    traces: TraceCache
-    strategies: Sequence[Strategy]
-    others: Sequence[Strategy]
-    """That may take the place of `strategies`."""
-    machines: Machines
-    is_sure: bool = False
-    """Whether only what fits without a doubt counts, on the GPUs alone."""
-
-    def __iter__(self) -> Iterator[str]:
-        """Other strategies; a smaller micro-batch, recomputation, both, its inputs in host memory; an adapter."""
-        new = self._new
-        if self._is_small:
-            yield from self._of_batch()
-            return
-        if best := self._best(self.traces, new):
-            yield f"strategy {best.strategy.name} fits{_if_there(best)}"
-        for ladder in (self._of_memory(), self._of_adapters()):
-            for words, changes in ladder:
-                try:
-                    changed = self.traces.changed(**changes)
-                except RecipeError:  # nobody wrote these settings, so that they do not suit this model is no mistake
-                    continue
-                every = _without_fsdp1([*self.strategies, *new])
-                divided = [one for one in every if sizes_of_mesh(one)]  # with a trace for each
-                plain = [one for one in every if one not in divided]
-                if best := self._best(changed, plain) or self._best(changed, divided):
-                    yield f"with {words}, {best.strategy.name} fits{_if_there(best)}"
-                    break
-
-    def _of_batch(self) -> Iterator[str]:
-        """A global batch with samples for each GPU, with what else it takes; or fewer GPUs for that of the recipe."""
-        recipe = self.traces.recipe
-        each = self.machines.num_gpus * micro_batch_of(recipe)
-        size = -(-recipe.batch.global_batch_size // each) * each
-        larger = recipe.batch.model_copy(update={"global_batch_size": size})
-        enlarged = replace(self, traces=self.traces.changed(batch=larger))
-        every = _without_fsdp1([*self.strategies, *self._new])
-        words = f"with batch.global_batch_size: {size}"
-        if best := self._best(enlarged.traces, [strategy for strategy in every if not sizes_of_mesh(strategy)]):
-            yield f"{words}, {best.strategy.name} fits{_if_there(best)}"
-        else:
-            yield from (f"{words}, {way.removeprefix('with ')}" for way in islice(enlarged, 1))
-        for fewer in _fewer_gpus(self.machines, recipe.batch.global_batch_size):
-            if best := best_that_fits(self.traces, every, fewer, ("fits", *UNKNOWN)):
-                yield f"on {fewer.text}, {best.strategy.name} fits{_if_there(best)}"
-                return
-
-    def first(self) -> str | None:
-        """The first that helps; where none does, how many GPUs or which would."""
-        if way := next(chain(self, self._of_meshes()), None):
-            return way
-        every = _without_fsdp1([*self.strategies, *self._new])
-        enough = "" if self._is_small else _enough(self.traces, every, self.machines, self.is_sure)
-        return f"take more: {enough}" if enough else None
-
-    def in_words(self) -> str | None:
-        """All of them, with other sizes of meshes, and how many GPUs or which would do."""
-        every = _without_fsdp1([*self.strategies, *self._new])
-        ways = [*self]
-        enough = "" if self._is_small else _enough(self.traces, every, self.machines, self.is_sure)
-        ways = [*self._of_meshes(), *ways]
-        if not ways and not self.is_sure:
-            return f"{NOTHING_HELPS}: {enough}" if enough else None
-        return "; or ".join([*ways, *([f"take more: {enough}"] if enough else [])]) or None
-
-    @property
-    def _is_small(self) -> bool:
-        return small_batch(self.traces.recipe, self.machines) is not None
-
-    @property
-    def _new(self) -> list[Strategy]:
-        known = {strategy.path for strategy in self.strategies}
-        return [strategy for strategy in self.others if strategy.path not in known]
-
-    def _best(self, traces: TraceCache, strategies: Sequence[Strategy]) -> Forecast | None:
-        able = [one for one in strategies if not (self.is_sure and one.offloads)]
-        return best_that_fits(traces, able, self.machines, ("fits",) if self.is_sure else ("fits", *UNKNOWN))
-
-    def _of_meshes(self) -> Iterator[str]:
-        """A strategy that fits with other sizes than those of its file."""
-        every = [*self.strategies, *self._new]
-        if best := self._best(self.traces, _other_sizes(every, self.machines)):
-            sizes = in_words(changed_sizes(every, best.strategy))
-            yield f"with {sizes} in its file, {best.strategy.name} fits{_if_there(best)}"
-
-    def _of_memory(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        recipe = self.traces.recipe
-        if micro_batch_of(recipe) > 1:
-            yield "batch.micro_batch_size: 1", self._small
-        if recipe.model.recompute is not True:
-            yield "model.gradient_checkpointing: true", self._saved
-            both = self._small | self._saved
-            yield "batch.micro_batch_size: 1 and model.gradient_checkpointing: true", both
-        if recipe.model.gradient_checkpointing != "offload" and not recipe.model.compile:
-            hosted = recipe.model.model_copy(update={"gradient_checkpointing": "offload"})
-            words = "batch.micro_batch_size: 1 and " * (micro_batch_of(recipe) > 1)
-            yield f"{words}model.gradient_checkpointing: offload", self._small | {"model": hosted}
-
-    def _of_adapters(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        recipe, least = self.traces.recipe, self._small | self._saved
-        words = ", batch.micro_batch_size: 1" * (micro_batch_of(recipe) > 1)
-        words += ", model.gradient_checkpointing: true" * (recipe.model.recompute is not True)
-        if recipe.adapter is None:
-            for name in ("lora", "qlora"):
-                yield f"adapter: {{name: {name}}}{words}", least | {"adapter": AdapterSection(name=name)}
-        elif recipe.adapter.name == "lora":
-            four_bits = recipe.adapter.model_copy(update={"name": "qlora"})
-            yield f"adapter.name: qlora{words}", least | {"adapter": four_bits}
-
-    @property
-    def _small(self) -> dict[str, Any]:
-        batch = self.traces.recipe.batch
-        return {"batch": batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})}
-
-    @property
-    def _saved(self) -> dict[str, Any]:
-        """Recomputation, unless the recipe has what needs less."""
-        model = self.traces.recipe.model
-        if model.recompute is True:
-            return {}
-        return {"model": model.model_copy(update={"gradient_checkpointing": True})}
-
-
-def small_batch(recipe: Recipe, machines: Machines) -> str | None:
-    """Say why most strategies cannot run, if a step has fewer samples than there are GPUs."""
-    size, count = recipe.batch.global_batch_size, machines.num_gpus
-    if size >= count:
-        return None
-    return (
-        f"batch.global_batch_size: {size} is less than the {count:,} GPUs, so that only meshes can share it;"
-        f" take fewer GPUs, or batch.global_batch_size: {count}"
-    )
-
-
-def _fewer_gpus(machines: Machines, most: int) -> Iterator[Machines]:
-    """At most so many of the GPUs, powers of two, the most first."""
-    kind = re.sub(r"^(\d+x)*", "", machines.text)
-    count = 1 << most.bit_length() - 1
-    while count >= 1:
-        each = min(count, 1 << machines.gpus_each.bit_length() - 1)
-        text = f"{count // each}x" * (count > each) + f"{each}x{kind}"
-        yield replace(machines, text=text, gpus_each=each, num_machines=count // each)
-        count //= 2
-
-
-def _without_fsdp1(strategies: list[Strategy]) -> list[Strategy]:
-    """FSDP1's flat shards are reckoned for each process, and what they save FSDP2's do too."""
-    return [one for one in strategies if one.kind != "fsdp1"] or strategies
-
-
-def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
-    pairs = [(written, one) for written in strategies for _, one in resized(written, machines)]
-    return [one for written, one in pairs if one != written]
-
-
-MORE_GPUS = 256
-"""The most that are tried where fewer do not suffice."""
-
-
-def _enough(traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, is_sure: bool = False) -> str:
-    """How many of these GPUs would do, and how large as many would have to be, or where neither does how many of which,
-    with strategies that share the weights or, on one GPU, need not: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty
-    where none is found."""
-    small = traces.recipe.batch.model_copy(update={"micro_batch_size": 1, "micro_batch_tokens": None})
-    if not machines.gpus_each:
-        return ""
-    try:
-        changed = traces.changed(batch=small)
-    except RecipeError:  # as in `Ways`
-        return ""
-    able = [one for one in strategies if not (is_sure and one.offloads)]
-    divided = [one for one in able if max(one.tp_size, one.pp_size) > 1]
-    sharing = [one for one in able if one.kind == "single" or one.fsdp is not None or one.zero_stage == 3]
-    sharing = [one for one in sharing if one not in divided]
-    verdicts: tuple[Verdict, ...] = ("fits",) if is_sure else ("fits", *UNKNOWN)
-    found: list[str] = []
-    for ways in (more_gpus, _larger, _more_and_larger):
-        if found and ways is _more_and_larger:
-            break
-        for way in ways(machines):
-            best = best_that_fits(changed, sharing, way, verdicts)
-            if best is None and ways is more_gpus and way.num_machines == 1:
-                best = best_that_fits(changed, [*divided, *_other_sizes(divided, way)], way, verdicts)
-            if best:
-                text = re.sub(r"^(\d+x)+", "1x", way.text) if best.strategy.kind == "single" else way.text
-                sizes = in_words(changed_sizes(able, best.strategy))
-                name = f"{best.strategy.name}{sizes and f' with {sizes}'}"
-                found.append(f"{name}{' fits' * (not found)} on {text}{_if_there(best)}")
-                break
-    return ", ".join(found) + ", with batch.micro_batch_size: 1" * bool(found and micro_batch_of(traces.recipe) > 1)
-
-
-def more_gpus(machines: Machines) -> Iterator[Machines]:
-    """The same GPUs, twice as many each time, powers of two: of a machine up to 8, then such machines."""
-    kind = re.sub(r"^(\d+x)*", "", machines.text)
-    each, count = machines.gpus_each, machines.num_machines
-    while 2 * each * count <= MORE_GPUS:
-        if each & (each - 1):
-            each = 1 << each.bit_length()
-        else:
-            each, count = (2 * each, count) if 2 * each <= USUAL_GPUS and count == 1 else (each, 2 * count)
-        text = f"{count}x" * (count > 1) + f"{each}x{kind}"
-        yield replace(machines, text=text, gpus_each=each, num_machines=count)
-
-
-def _larger(machines: Machines) -> Iterator[Machines]:
-    """As many GPUs with more memory, as they are sold, the smallest first."""
-    counts = f"{machines.num_machines}x" * (machines.num_machines > 1) + f"{machines.gpus_each}x"
-    for gb in sorted({gpu.sold_gb for gpu in GPUS}):
-        larger = parse_machines(f"{counts}{gb}GB")
-        if machines.usable_gib and larger.usable_gib and larger.usable_gib > machines.usable_gib:
-            yield replace(
-                larger, host_gib=machines.host_gib, nvme_gib=machines.nvme_gib, fabric_gbits=machines.fabric_gbits
-            )
-
-
-def _more_and_larger(machines: Machines) -> Iterator[Machines]:
-    """More GPUs with more memory, the least memory in all first, in machines of which nothing else is known."""
-    more = [(way.num_gpus, way.num_machines, way.gpus_each) for way in more_gpus(machines)]
-    sizes = [(way.usable_gib or 0, way.text.rpartition("x")[2]) for way in _larger(machines)]
-    for (_, count, each), (_, size) in sorted(product(more, sizes), key=lambda pair: pair[0][0] * pair[1][0]):
-        yield parse_machines(f"{count}x{each}x{size}" if count > 1 else f"{each}x{size}")
 
 
 def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
@@ -397,41 +155,6 @@ def _seconds_of_pass(flops: float, recipe: Recipe, machines: Machines) -> str:
         return ""
     low, high = (1e6 * flops / (share * gpu.half_flops * machines.num_gpus) for share in reversed(share_of_peak(gpu)))
     return f", {low:.2g} to {high:.2g} s for a million tokens, less attention and padding"
-
-
-def rung_below(
-    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, others: Sequence[Strategy]
-) -> str | None:
-    """The first change that makes a run fit which ran out of GPU memory, even if it was forecast to fit.
-
-    The usable memory is taken to be at most the forecast, since the real need was higher than the GPU's memory.
-
-    Args:
-        others: strategies to suggest.
-    """
-    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    return next(iter(Ways(traces, [strategy], others, _less_than(traces, strategy, machines))), None)
-
-
-def _less_than(traces: TraceCache, strategy: Strategy, machines: Machines) -> Machines:
-    """The machines with at most the GPU memory that is forecast for a run."""
-    memory = forecast(traces, strategy, machines, limits=False).memory
-    if memory is None:
-        return machines
-    needed = memory.needed[0] / GIB
-    return replace(machines, usable_gib=min(needed, machines.usable_gib or needed))
-
-
-def smaller_micro_batch(
-    recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
-) -> BatchSection | None:
-    """The first of `batches` with which a run may fit; each may where there is no forecast."""
-    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    for batch in batches:
-        found = forecast(traces.changed(batch=batch), strategy, machines, limits=False)
-        if found.verdict in (*MAY_RUN, "no forecast"):
-            return batch
-    return None
 
 
 @dataclass(frozen=True)
@@ -579,40 +302,3 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[
             compiled = None if model.compile else time_compiled(traces, one.strategy, machines)
             found.append(ByAuto(one.strategy, best, compiled))
     return found
-
-
-def next_strategy(
-    recipe: Recipe,
-    strategy: Strategy,
-    machines: Machines,
-    recipe_name: str,
-    others: Sequence[Strategy],
-    batches: Sequence[BatchSection],
-) -> tuple[Strategy, BatchSection] | None:
-    """The best strategy of `others` that needs less than was forecast for a run which ran out of GPU memory, with the
-    first of `batches` under which one does.
-    """
-    traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    machines = _less_than(traces, strategy, machines)
-    for batch in batches:
-        if found := best_that_fits(traces.changed(batch=batch), others, machines, ("fits",)):
-            return found.strategy, batch
-    return None
-
-
-def best_that_fits(
-    traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, verdicts: Sequence[Verdict]
-) -> Forecast | None:
-    """The best forecast with one of these verdicts."""
-    possible = (strategy for strategy in strategies if may_fit(traces, strategy, machines))
-    found = (forecast(traces, strategy, machines, limits=False) for strategy in possible)
-    ranked = sorted((one for one in found if one.verdict in verdicts), key=rank)
-    return next(iter(_simplest_first(ranked, machines)), None)
-
-
-def _if_there(one: Forecast) -> str:
-    """The condition under which a strategy fits, if its verdict has one."""
-    if one.verdict not in UNKNOWN:
-        return ""
-    disk = f" and {in_gib(one.disk)} GiB of NVMe" if one.disk else ""
-    return f" if a machine has {in_gib(one.host)} GiB of memory{disk}"

@@ -564,21 +564,3 @@ def _verdict(
             why.append(f"needs {in_gib(needed)} GiB of {what} in a machine that has {in_gib(there * GIB)}")
             shortage = max(shortage, needed / GIB / there)
     return verdict, why, shortage
-
-
-SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
-
-
-def rank(one: Forecast) -> tuple:
-    """A key by which the best forecast is the least."""
-    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "no forecast": 4, "cannot run": 5}.get(
-        one.verdict, 1
-    )
-    strategy = one.strategy
-    offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
-    offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
-    seconds = one.time.low + one.time.high if one.time else 0.0
-    if one.verdict == "does not fit":  # the nearest first
-        return order, one.shortage, 0, 0, strategy.name
-    simplicity = strategy.sp_size, SIMPLICITY.index(strategy.kind)
-    return order, round(seconds, 3), offload, simplicity, strategy.zero_stage, strategy.name

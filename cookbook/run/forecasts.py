@@ -89,10 +89,10 @@ def step_time(run: "Run", num_tokens: float | None) -> dict[str, Any]:
 def smaller_micro_batch(
     recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str, batches: Sequence[BatchSection]
 ) -> BatchSection | None:
-    """See `ranking.smaller_micro_batch`."""
-    from cookbook.forecast import ranking
+    """See `changes.smaller_micro_batch`."""
+    from cookbook.forecast import changes
 
-    return ranking.smaller_micro_batch(recipe, strategy, machines, recipe_name, batches)
+    return changes.smaller_micro_batch(recipe, strategy, machines, recipe_name, batches)
 
 
 def fitting(
@@ -117,17 +117,17 @@ def next_strategy(
     others: Sequence[Strategy],
     batches: Sequence[BatchSection],
 ) -> tuple[Strategy, BatchSection] | None:
-    """See `ranking.next_strategy`."""
-    from cookbook.forecast import ranking
+    """See `changes.next_strategy`."""
+    from cookbook.forecast import changes
 
-    return ranking.next_strategy(recipe, strategy, machines, recipe_name, others, batches)
+    return changes.next_strategy(recipe, strategy, machines, recipe_name, others, batches)
 
 
 def first_change(recipe: Recipe, strategy: Strategy, machines: Machines, recipe_name: str) -> str:
     """The first change that makes a run fit which ran out of memory, in words."""
-    from cookbook.forecast import ranking
+    from cookbook.forecast import changes
 
-    return ranking.rung_below(recipe, strategy, machines, recipe_name, load_known()) or ranking.NOTHING_HELPS
+    return changes.rung_below(recipe, strategy, machines, recipe_name, load_known()) or changes.NOTHING_HELPS
 
 
 def _gpu_name(run: "Run") -> str | None:

@@ -147,7 +147,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     may_run = False
     for i, (recipe, machines) in enumerate(asked):
         with second_process():
-            options: dict[str, Any] = {"limits": is_long, "more": True, "is_whole": is_long}
+            options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
             settings = by_auto(outlook, name, all_of_them=question.are_named or question.html is not None)

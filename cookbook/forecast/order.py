@@ -1,0 +1,49 @@
+"""The order of forecasts, the best first."""
+
+from collections.abc import Sequence
+
+from cookbook.config.strategy import Strategy
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, Verdict, forecast, may_fit
+from cookbook.system.hardware import Machines
+
+SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
+
+
+def rank(forecast: Forecast) -> tuple:
+    """A key by which the best forecast is the least."""
+    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "no forecast": 4, "cannot run": 5}.get(
+        forecast.verdict, 1
+    )
+    strategy = forecast.strategy
+    offload = sum(kind is not None for kind in (strategy.offload_optimizer, strategy.offload_param))
+    offload += 2 * (strategy.offload_param == "nvme") + bool(strategy.fsdp and strategy.fsdp.fsdp_offload_params)
+    seconds = forecast.time.low + forecast.time.high if forecast.time else 0.0
+    if forecast.verdict == "does not fit":  # the nearest first
+        return order, forecast.shortage, 0, 0, strategy.name
+    simplicity = strategy.sp_size, SIMPLICITY.index(strategy.kind)
+    return order, round(seconds, 3), offload, simplicity, strategy.zero_stage, strategy.name
+
+
+def in_order(forecasts: Sequence[Forecast], machines: Machines) -> list[Forecast]:
+    """By `rank`, but on one GPU one process without an engine comes before what is faster by less than the forecast's
+    own width."""
+    ranked = sorted(forecasts, key=rank)
+    best = next(iter(ranked), None)
+    if best is None or best.verdict not in MAY_RUN:  # then the nearest comes first
+        return ranked
+    alike = (other for other in ranked if other.verdict == best.verdict)
+    simple = next((other for other in alike if other.strategy.kind == "single"), None)
+    if machines.num_gpus != 1 or simple is None or simple.time is None or best.time is None:
+        return ranked
+    if simple.time.low > best.time.high:
+        return ranked
+    return [simple, *(other for other in ranked if other is not simple)]
+
+
+def best_that_fits(
+    traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, verdicts: Sequence[Verdict]
+) -> Forecast | None:
+    """The best forecast with one of these verdicts."""
+    possible = [strategy for strategy in strategies if may_fit(traces, strategy, machines)]
+    forecasts = [forecast(traces, strategy, machines, limits=False) for strategy in possible]
+    return next(iter(in_order([judged for judged in forecasts if judged.verdict in verdicts], machines)), None)
