@@ -43,7 +43,8 @@ NOTES = (
     "torchtune's row of a 70B with LoRA on 8 A100, of 26.4 GB with 4 samples of 4,096 tokens, is left out: what its 80"
     " layers keep of so many tokens is 20 GiB, beside shards of 16, so its samples were shorter than their limit.",
     "From 16,384 tokens on the forecast of llm-foundry is too fast, most on H100, and at 512 and 1,024 too slow: the"
-    " share of the peak that products reach is taken for attention too, whose kernel, of Triton in 2023, reached less.",
+    " share of the peak that products reach is taken for attention too, and too few of its products are counted, as"
+    " below.",
     "VectorLM's figures are medians of micro-batches, of which one in four has an update; trained whole, all nine are"
     " faster than the fast end, by 23 % at most. Its adapters are at most 7 % faster than it, and PEFT's own on an L40S"
     " lie in the middle: that the plan is too fast for adapters is not seen here.",
@@ -252,9 +253,9 @@ def _five_products(few: list[dict[str, Any]]) -> list[str]:
     lines = [
         "The forecast counts four products of attention's backward, as model FLOPs are counted. A kernel that does not"
         " keep the scores makes them again, and has five ([flash-attention's own count]"
-        f"({KERNEL_FLOPS}): 2.5 times the forward)."
-        " Of llm-foundry's rows that would make the following, where nothing is fitted; the rest"
-        " on H100 is the kernel's share of the peak.",
+        f"({KERNEL_FLOPS}): 2.5 times the forward; llm-foundry's README says so of itself)."
+        " Of llm-foundry's rows that would make the following, where nothing is fitted. What stays"
+        " too fast on H100 is not explained by it.",
         "",
         "| GPUs | rows | inside | with five | median size of error | with five | worst above zero | with five |",
         "|" + "---|" * 8,
