@@ -25,6 +25,8 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder, self.model = "", None
+        self.fields: dict[str, Any] | None = None
+        """Of a request, as /openapi.json describes it."""
         self.loads = False
         """Whether adapters may be loaded by a request."""
         self.adapters: dict[str, Any] = {}
@@ -93,6 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: StandIn
 
     def do_GET(self) -> None:
+        if self.path == "/openapi.json":
+            request = {"CompletionRequest": {"properties": self.server.fields}}
+            self._send(404 if self.server.fields is None else 200, {"components": {"schemas": request}})
+            return
         adapters = [{"id": name, "root": name, "parent": "a model"} for name in self.server.adapters]
         self._send(200, {"data": [{"id": "a model", "root": self.server.folder, "parent": None}, *adapters]})
 

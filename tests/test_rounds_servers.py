@@ -18,7 +18,9 @@ from conftest import ROOT
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from cookbook.commands.rounds.served import Client, Served
 from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
 from tests.stand_in_vllm import StandIn
 from tests.test_rounds import LORA, ROUNDS, forked, logps_of, model, read, settings, start  # noqa: F401
@@ -138,6 +140,24 @@ def test_what_a_server_says_of_an_adapter_that_it_refuses_is_told(lab, forked, m
     assert start(lab, values_of(tmp_path, model, server.address)) == 2
     error = capsys.readouterr().err
     assert f"rounds.sampler is {server.address}, and it answered 500 to {LOAD}: {words}" in error
+
+
+# As vLLM 0.32.0 describes them.
+PENALTIES = {
+    "repetition_penalty": {},
+    "presence_penalty": {},
+    "frequency_penalty": {},
+    "length_penalty": {"default": 1},
+}
+
+
+def test_a_server_with_a_penalty_that_is_not_known_is_refused(model, servers):  # noqa: F811
+    server, section = servers[0], RoundsSection(num_rounds=1, prompts_per_round=1)
+    for server.fields in (None, {}, PENALTIES):
+        Served(model, section, Client(server.address, ""), 1)
+    server.fields = PENALTIES | {"novelty_penalty": {"anyOf": []}}
+    with pytest.raises(RecipeError, match="has requests with novelty_penalty, which"):
+        Served(model, section, Client(server.address, ""), 1)
 
 
 @pytest.mark.slow

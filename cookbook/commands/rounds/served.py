@@ -59,7 +59,7 @@ LEAST_RANK = 8
 NUM_PROBED, PROBED_TOKENS = 8, 16
 """Prompts of a probe, and the most tokens of each answer."""
 NO_PENALTY = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Written out, as a folder's generation_config.json fills in what is not."""
+"""Written out, as a folder's generation_config.json fills in what is not. Others of a server are refused."""
 
 
 def check(recipe: Recipe) -> None:
@@ -308,6 +308,24 @@ class Client:
         except ValueError:
             raise self.mistake(f"answered {path} with what is no JSON: {_words(content)}") from None
 
+    def check_penalties(self) -> None:
+        """Compare the penalties of the server's requests, as it describes them, with those that are turned off here.
+
+        Raises:
+            RecipeError: it might fill in another one.
+        """
+        status, content = self._reply("/openapi.json", None, seconds=CONNECT_SECONDS)
+        fields: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # it does not describe them
+            fields = json.loads(content)["components"]["schemas"]["CompletionRequest"]["properties"] or {}
+        # A field with a default is not filled in from a model's folder.
+        names = {name for name, field in fields.items() if name.endswith("_penalty") and "default" not in field}
+        if status == 200 and (unknown := sorted(names - NO_PENALTY.keys())):
+            raise self.mistake(
+                f"has requests with {', '.join(unknown)}, which this version does not know how to turn off, and a"
+                " penalty changes what is sampled; take a vLLM without"
+            )
+
     def loads_adapters(self) -> bool:
         """Return whether the server loads adapters on request; without the variable it has no such path."""
         return self._reply(LOAD, {}, seconds=CONNECT_SECONDS)[0] != 404
@@ -395,6 +413,7 @@ class Served:
         proposed = read_generation_config(folder) if (folder / GENERATION).is_file() else None
         settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
         self.ends = end_tokens(settings, self.tokenizer)
+        client.check_penalties()
         self.settings = {
             "model": name or self._name_of(folder),
             "max_tokens": rounds.max_completion_length,
