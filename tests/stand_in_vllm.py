@@ -26,7 +26,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.folder, self.model = "", None
         self.fields: dict[str, Any] | None = None
-        """Of a request, as /openapi.json describes it."""
+        """Fields of a request, as /openapi.json describes them."""
         self.loads = False
         """Whether adapters may be loaded by a request."""
         self.adapters: dict[str, Any] = {}
