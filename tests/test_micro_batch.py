@@ -24,7 +24,7 @@ from cookbook.forecast.ranking import by_auto, forecast_all
 from cookbook.forecast.show import as_record, in_words
 from cookbook.run import auto_settings
 from cookbook.start.run_plan import autos, even, make_plan
-from cookbook.system.files import dump_yaml
+from cookbook.system.files import RecipeError, dump_yaml
 from cookbook.system.hardware import parse_machines
 
 QUICKSTART = Path("recipes/quickstart.yaml")
@@ -168,6 +168,16 @@ def test_plan_has_a_row_of_what_auto_takes_for_each_strategy(monkeypatch):
 def test_auto_is_one_where_the_most_is_not_known_or_not_the_fastest(strategy: str, gpus: int, said: str):
     size, why = chosen(recipe_with("mixed_precision='no'"), strategy, processes=2, gpus=gpus)
     assert size == 1 and said in why
+
+
+@pytest.mark.parametrize("error", [RecipeError(["no such model", "nor this"]), ZeroDivisionError("division by zero")])
+def test_a_forecast_that_fails_leaves_what_needs_least_memory(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(auto_settings, "machines_of", lambda plan: ROOM)
+    monkeypatch.setattr(ranking, "fitting", fail)
+    assert chosen(recipe_with(), "single") == (1, f"there is no forecast: {str(error).splitlines()[0]}")
 
 
 def test_a_resumed_run_keeps_its_number(tmp_path: Path):

@@ -14,7 +14,7 @@ from cookbook.run import forecasts
 from cookbook.run.next_start import machines_of
 from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even, make_plan
 from cookbook.system import lock, status
-from cookbook.system.files import RecipeError, read_document
+from cookbook.system.files import RecipeError, first_line, read_document
 from cookbook.system.hardware import Machines
 from cookbook.system.record_files import read_json, replace_file
 
@@ -55,8 +55,8 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
         ranked = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds)
-    except RecipeError as error:
-        return chosen | {key: (least[key], f"there is no forecast: {error.mistakes[0]}") for key in left}
+    except Exception as error:  # the run does not depend on it
+        return chosen | {key: (least[key], f"there is no forecast: {first_line(error)}") for key in left}
     room = f"{machines.usable_gib:.0f} GiB of GPU memory"
     if not ranked:
         return chosen | {key: (least[key], f"by the forecast even that may exceed {room}") for key in left}
