@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import sysconfig
+import time
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,8 @@ NAME = "Simulated GPU"
 """The name of no known GPU: nothing can look up its peak, or print an MFU."""
 LIBRARIES = ("site-packages/", "dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<", f"{Path(__file__).parent}/")
 """Parts of the paths of files that are not the user's. A wait is charged to the innermost line of the user's own."""
+
+SECONDS_TO_FREE = 0.1
 
 _kept_alive: list[Any] = []
 _waits: collections.Counter = collections.Counter()
@@ -59,6 +62,10 @@ def install(torch: Any, library: ctypes.CDLL) -> None:
     _count(_waits, library.simulated_on_wait)
     _count(_races, library.simulated_on_race)
     _name_lines(library.simulated_on_copy)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # gloo, which computes for NCCL here, frees the last tensors in a thread of its own, after the process was told
+        # that they are there. In an interpreter that ends that aborts the process (torch 2.13, ProcessGroupGloo.cpp).
+        atexit.register(time.sleep, SECONDS_TO_FREE)
     if folder := os.environ.get("SIMULATED_GPUS_REPORT"):
         atexit.register(lambda: _report_of_rank(torch, library, Path(folder)))
 
