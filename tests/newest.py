@@ -59,11 +59,11 @@ def install(packages: Iterable[str]) -> None:
     """Make the environment, or bring it up to date."""
     if not PYTHON.exists():
         venv.create(ENVIRONMENT, with_pip=True)
-    pip("install", "--upgrade", "--upgrade-strategy", "eager", "pip", *packages)
+    pip("install", "--quiet", "--upgrade", "--upgrade-strategy", "eager", "pip", *packages)
 
 
 def pip(*words: str) -> str:
-    command = [PYTHON, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
+    command = [PYTHON, "-m", "pip", *words, "--disable-pip-version-check"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
