@@ -24,6 +24,7 @@ import pytest
 import typer.main
 from curves import Lab
 
+from cookbook.system import versions
 from cookbook.system.imports import quiet_libraries
 from tests.gpu_runs import REAL, GpuLab
 
@@ -199,6 +200,18 @@ def _dealt(parts: int) -> dict[str, int]:
     to_and_fro = itertools.cycle([*range(parts), *reversed(range(parts))])
     names = sorted(seconds, key=lambda name: (-seconds[name], name))
     return dict(zip(names, to_and_fro, strict=False))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed_versions_are_tested() -> Iterator[None]:
+    """Takes the note on untested versions out of what commands say in the processes of the tests.
+
+    What they say else is the same under the newest libraries (tests/newest.py); tests/test_versions.py has the note.
+    """
+    pinned, here = versions.tested(), {name: versions.installed(name) for name in versions.LIBRARIES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "tested", lambda: [*pinned, here])
+        yield
 
 
 @pytest.fixture(scope="session")

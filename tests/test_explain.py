@@ -28,6 +28,7 @@ from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.system.console import can_show
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.resume import rule_of
+from tests.test_cli import AS_PINNED
 
 RECIPES = sorted(path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml"))
 STRATEGIES = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -760,9 +761,7 @@ def test_groups_of_hpz_that_do_not_divide_the_processes_are_refused(book, capsys
 # No torch.
 
 
-NO_TORCH = f"""
-import sys
-from cookbook.commands.cli import main
+NO_TORCH = f"""{AS_PINNED}
 code = main(sys.argv[1:])
 print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 sys.exit(code)

@@ -20,9 +20,12 @@ OLDEST = PINS | dict(
 
 
 def install(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
-    """Have packages report these versions, and the others none."""
+    """Have the libraries report these versions, or none. Packages that they import are as they are."""
+    of_package = metadata.version
 
     def version(name: str) -> str:
+        if name not in versions.LIBRARIES:
+            return of_package(name)
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
         return installed[name]

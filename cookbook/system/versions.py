@@ -12,7 +12,7 @@ LIBRARIES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pe
 def untested() -> list[str]:
     """The libraries whose installed version is none that was tested, each with both. A set of versions was tested as a
     whole: that of requirements.txt, and that with the group `oldest` of pyproject.toml in it."""
-    here, sets = {name: installed(name) for name in LIBRARIES}, _tested()
+    here, sets = {name: installed(name) for name in LIBRARIES}, tested()
     if here in sets:
         return []
     pins = sets[0]
@@ -33,7 +33,8 @@ def mistakes() -> list[str]:
     return []
 
 
-def _tested() -> list[dict[str, str | None]]:
+def tested() -> list[dict[str, str | None]]:
+    """Sets of versions that were tested, the pins first."""
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", "\n".join(requirements())))
     groups = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
     oldest = dict(package.split("==") for package in groups["oldest"])
