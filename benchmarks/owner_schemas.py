@@ -69,6 +69,7 @@ SOURCES = {
             "trl/trainer/reward_config.py",
             "trl/trainer/model_config.py",
             "trl/scripts/utils.py",
+            "trl/scripts/grpo.py",
             "trl/trainer/grpo_config.py",
             "trl/trainer/*_config.py",
             "trl/experimental/*/*_config.py",

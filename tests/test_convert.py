@@ -981,7 +981,8 @@ def test_no_value_of_any_key_is_a_traceback(folder, value):
 
 OTHER_TRAININGS = {
     "axolotl": ("base_model: m\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\n", {
-        "rl: grpo": "it samples and scores answers while it trains",
+        "rl: gdpo": "it samples and scores answers while it trains",
+        "rl: ebft": "it samples and scores answers while it trains",
         "load_in_8bit: true": "weights in 8 bits",
         "process_reward_model: true": "a reward model of steps",
         "use_eaft: true": "another loss",
@@ -1029,8 +1030,12 @@ OTHER_TRAININGS = {
         "pref_ftx: 0.1": "another loss",
     }),
     "trl": ("model_name_or_path: m\ndataset_name: d\nmax_length: 64\n", {
-        "num_generations: 8": "rewards while training",
-        "temperature: 0.9": "rewards while training",
+        "normalize_advantages: true": "rewards while training",
+        "loss_type: cispo": "a loss of GRPO that is not here; write dapo, grpo or dr_grpo",
+        "delta: 4.0": "a loss of GRPO that is not here",
+        "mask_truncated_completions: true": "a loss of GRPO that is not here",
+        "repetition_penalty: 1.1": "the policy that is trained has none",
+        "multi_objective_aggregation: normalize_then_sum": "the sum is compared within its group",
         "loss_type: [sigmoid, sft]": "no such objective",
         "loss_type: hinge": "another loss, which is not here",
         "lr_scheduler_type: cosine_with_restarts": "with one cycle, transformers' default, write cosine",
@@ -1040,8 +1045,8 @@ OTHER_TRAININGS = {
         "mlm_probability: 0.15": "masked words",
     }),
     "alignment-handbook": ("model_name_or_path: m\ndataset_mixer: {d: 1}\nmax_length: 64\n", {
-        "reward_funcs: [accuracy, format]": "rewards while training",
-        "use_vllm: true": "rewards while training",
+        "entropy_coef: 0.1": "a loss of GRPO that is not here",
+        "sync_ref_model: true": "a reference that moves",
     }),
 }  # fmt: skip
 

@@ -62,7 +62,8 @@ def test_keys_and_defaults_are_those_of_the_classes_themselves():
     import trl
 
     own = tables().projects["trl"]
-    for objective, kind in {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig}.items():
+    kinds = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "reward": trl.RewardConfig, "grpo": trl.GRPOConfig}
+    for objective, kind in kinds.items():
         defaults, compared = own.schema_defaults(objective), 0
         for field in dataclasses.fields(kind):
             if field.name.startswith("_") or not field.init:

@@ -329,6 +329,15 @@ def _saves(epochs: Any) -> int:
     return int(per_epoch)
 
 
+def _nothing_or_count(value: Any) -> int:
+    """0 and -1 are no limit."""
+    return _limit(value) or 0
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(_number(item)) for item in _list(value)]
+
+
 def _epochs(value: Any) -> int:
     try:
         return _count(value)
@@ -437,6 +446,20 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(
         ("batch.global_batch_size", "batch.micro_batch_size", "~accumulation", "run.eval_every_steps"), _count
     ),
+    **dict.fromkeys(("rounds.temperature", "rounds.top_p", "rounds.min_p"), _number),
+    **dict.fromkeys(("objective.epsilon", "objective.epsilon_high"), _number),
+    **dict.fromkeys(("rounds.num_generations", "rounds.max_completion_length", "~max_prompt_length"), _count),
+    **dict.fromkeys(("~num_iterations", "~steps_per_generation", "~answers_per_generation"), _count),
+    **dict.fromkeys(("~vllm_port", "~vllm_tensor_parallel_size", "~vllm_length"), _count),
+    "rounds.top_k": _nothing_or_count,
+    "rounds.reward_weights": _numbers,
+    "objective.scale_rewards": {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"},
+    "objective.importance_sampling_level": {"token": "token", "sequence": "sequence"},
+    "~vllm_mode": {"server": "server", "colocate": "colocate"},
+    **dict.fromkeys(("objective.use_bias_correction_kl", "~vllm_use", "~vllm_correction"), BOOL),
+    **dict.fromkeys(("~reward_model", "~vllm_url", "~vllm_host", "~vllm_correction_mode"), _text),
+    "~vllm_clip_max": _number,
+    "~reward_funcs": _names,
     "~processes": lambda count: None if count == "auto" else _count(count),
     **dict.fromkeys(("data.max_length", "data.shuffle_rows", "adapter.rank"), _count),
     **dict.fromkeys(("strategy.tp_size", "strategy.sp_size", "strategy.dp_replicate_size"), _count),

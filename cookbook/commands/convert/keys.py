@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+from cookbook.commands.convert import converted_rounds
 from cookbook.commands.convert.collected import Collected
 from cookbook.commands.convert.converted_rows import derive_rows, read_test_split
 from cookbook.config.foreign import OPTIMIZERS, Project, meaning_of, tables
@@ -22,13 +23,19 @@ class Conversion(Collected):
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
         self.is_of_training = project is not None
+        has_rounds = project is not None and converted_rounds.asks_for_rounds(self)
         self._strategy_files()
         self._precision()
         self._optimizer()
         self._template()
-        read_test_split(self, project)
+        if not has_rounds:
+            read_test_split(self, project)
         derive_rows(self)
-        self._objective()
+        if has_rounds:
+            converted_rounds.derive_objective(self)
+        else:
+            converted_rounds.leave_out_rounds(self)
+            self._objective()
         if project is not None:
             self._plugins(project)
             self._defaults(project)
@@ -38,10 +45,13 @@ class Conversion(Collected):
         self._loss_scale()
         self._adapter()
         self._least_rate()
+        accumulation = self.other.get("~accumulation", 1)
         self._length_and_batch()
         if project is not None:
             self._packed(project)
         self._evaluation_and_saving()
+        if has_rounds:
+            converted_rounds.derive_rounds(self, accumulation)
         betas = [self.take("beta1"), self.take("beta2")]
         if betas != [None, None]:
             name = "~beta1" if betas[0] is not None else "~beta2"
@@ -182,6 +192,8 @@ class Conversion(Collected):
         """Return whether a default applies to this training."""
         if key[0] == "~" or (key.startswith("adapter.") and not has_adapter):
             return False
+        if self._objective_name == "grpo" and key in converted_rounds.NOT_IN_ROUNDS:
+            return False
         if key == "run.num_epochs":
             return "run.max_steps" not in self.recipe
         if key == "data.shuffle_rows":
@@ -190,7 +202,12 @@ class Conversion(Collected):
             is_given = self.given & {"~save_strategy", "~save_steps", "run.save_every_steps", "run.saves_per_epoch"}
             is_short = self.recipe.get("run.max_steps", math.inf) <= (500 if key == "run.save_every_steps" else 0)
             return not is_given and not is_short and not self.recipe.get("data.streaming")
-        if key == "adapter.dropout" and self._is_of_preferences and self.other.get("~disable_dropout"):
+        if (
+            key == "adapter.dropout"
+            and self._is_of_preferences
+            and self._objective_name != "grpo"
+            and self.other.get("~disable_dropout")
+        ):
             return False
         return not (key == "optim.weight_decay" and self.recipe.get("optim.name") == "sgd")  # torch's has none
 
@@ -256,7 +273,8 @@ class Conversion(Collected):
                 self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
             elif name not in (None, "nll", "chunked_nll"):
                 place = next(self.places[key] for key in ("~rl", "~pref_loss", "~loss_type") if key in self.places)
-                why = SAMPLED if name in ONLINE else meaning_of("objective.name", str(name)) or NO_SUCH
+                meanings = (meaning_of(key, str(name)) for key in ("objective.name", "objective.loss_type"))
+                why = SAMPLED if name in ONLINE else next(filter(None, meanings), NO_SUCH)
                 self.others.append(f"{place}: {why}")
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
@@ -305,7 +323,8 @@ class Conversion(Collected):
         name, four, dora = self._adapter_name, self.take("4bit"), self.take("dora")
         for key in ("adapter", "component", "peft"):
             self.take(key)
-        no_dropout = self.take("disable_dropout") and self._is_of_preferences
+        is_asked = self._is_of_preferences and (self._objective_name != "grpo" or "~disable_dropout" in self.given)
+        no_dropout = self.take("disable_dropout") and is_asked  # TRL's GRPO keeps it where a file is silent
         alpha_over_rank = self.take("alpha_over_rank")
         parameters, all_linear = self.take("lora_parameters"), self.take("all_linear")
         attention, mlp, _ = self.take("lora_attention"), self.take("lora_mlp"), self.take("lora_head")
@@ -530,7 +549,10 @@ class Conversion(Collected):
 
 NO_SUCH = "no such objective (docs/recipes.md#objective)"
 ONLINE = ("grpo", "gdpo", "ebft", "ppo", "rloo", "reinforce", "online_dpo")
-SAMPLED = "it samples and scores answers while it trains, which no objective does (docs/recipes.md#objective)"
+SAMPLED = (
+    "it samples and scores answers while it trains; of such methods rounds have GRPO, in a recipe of one's own"
+    " (docs/recipes.md#rounds)"
+)
 
 
 def is_other(key: str, value: Any, recipe: dict[str, Any]) -> bool:
