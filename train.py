@@ -55,7 +55,7 @@ def main() -> int:
     try:
         refuse_words([arguments.recipe, *others])
         arguments.recipe = located(arguments.recipe)
-        recipe, strategy, plan, world, notes = check(arguments.recipe, arguments.assignments)
+        recipe, strategy, plan, world, notes, digests = check(arguments.recipe, arguments.assignments)
         optional.use(recipe.model.kernels or ())
         if arguments.dry_run:
             if world.rank == 0:
@@ -66,7 +66,7 @@ def main() -> int:
         watching = start_watch(recipe, world)
         try:
             recipe, plan, chosen = auto_settings.settle(arguments.recipe, recipe, strategy, plan, cache=CACHE)
-            return train(recipe, strategy, plan, world, [*chosen, *notes], watching)
+            return train(recipe, strategy, plan, world, [*chosen, *notes], watching, digests)
         except Exception as error:
             if shortage.is_shortage(error):
                 return shortage.end_run(error, recipe, strategy, plan, arguments.recipe, arguments.assignments)
@@ -110,13 +110,20 @@ def start_watch(recipe: Recipe, world: World) -> watchdog.Watch:
 
 
 def train(
-    recipe: Recipe, strategy: Strategy, plan: Plan, world: World, notes: list[str], watching: watchdog.Watch
+    recipe: Recipe,
+    strategy: Strategy,
+    plan: Plan,
+    world: World,
+    notes: list[str],
+    watching: watchdog.Watch,
+    digests: dict[str, str],
 ) -> int:
     """Run from the rows to the export. Returns the exit code.
 
     Args:
         notes: notes for the user, logged as soon as there is a log.
         watching: the watchdog of this process.
+        digests: SHA-256 of the files that the recipe was read from.
     """
     # Rows come first: a broken file is reported before the imports, which take seconds, and before a process group.
     watching.enter("reading the rows", is_alone=True)
@@ -163,7 +170,7 @@ def train(
 
     signals.defer()  # from here on there is something to save
     watching.enter("opening the logs")
-    services = start_services(run, failed_after, notes, watching)
+    services = start_services(run, failed_after, notes, watching, digests)
     watching.enter("training")
     with run.steps:
         reason = loop(run, services)

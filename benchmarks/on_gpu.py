@@ -30,12 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cookbook.config.recipe import load_recipe  # noqa: E402
+from cookbook.config.recipe import load_recipe, read_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy  # noqa: E402
 from cookbook.facts.offline import known_model  # noqa: E402
 from cookbook.forecast.ranking import forecast_all  # noqa: E402
 from cookbook.forecast.verdict import Forecast, tokens_of_step  # noqa: E402
-from cookbook.system.files import dump_yaml, read_document  # noqa: E402
+from cookbook.system.files import dump_yaml  # noqa: E402
 from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines  # noqa: E402
 from cookbook.training.models.tokenizer_files import stand_in_tokenizer  # noqa: E402
 
@@ -126,7 +126,7 @@ def write_rows(kind: str, path: Path) -> None:
 def write_recipe(cell: Cell, folder: Path) -> Path:
     """The recipe of a cell with what it needs beside it, in `folder`."""
     source = ROOT / "recipes" / f"{cell.recipe}.yaml"
-    recipe, values = load_recipe(source), read_document(source).values
+    recipe, values = load_recipe(source), read_recipe(source).values
     model = values["model"]
     if name := model.get("name_or_path"):
         model["name_or_path"] = str(folder / name)

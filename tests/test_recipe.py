@@ -198,8 +198,8 @@ def test_the_schema_closes_every_section_and_knows_every_key():
     assert names.keys() - blocks.keys() == {"Objective", "Optimizer", "Schedule"}
     for name, model in ((name, names[name]) for name in blocks.keys() & names.keys()):
         assert blocks[name]["additionalProperties"] is False
-        assert set(blocks[name]["properties"]) == set(model.model_fields)
-    assert set(schema["required"]) == {"strategy", "model", "data", "batch", "optim", "run"}
+        assert set(blocks[name]["properties"]) == {*model.model_fields, *(["base"] if model is Recipe else [])}
+    assert set(schema["else"]["required"]) == {"strategy", "model", "data", "batch", "optim", "run"}
 
 
 def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():

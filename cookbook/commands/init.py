@@ -19,17 +19,20 @@ import yaml
 from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
+from cookbook.commands.shared.arguments import locate
 from cookbook.commands.shared.labels import read_label
 from cookbook.commands.shared.named_file import taken, write_named_file
+from cookbook.commands.shared.whole_recipe import whole_text
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
-from cookbook.config.recipe import RECIPES, Draft, Recipe, default_output_dir, parse_recipe
+from cookbook.config.recipe import RECIPES, Draft, Recipe, default_output_dir, parse_recipe, read_recipe
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.rows.row_checks import Row
 from cookbook.rows.row_columns import drop_columns, kinds_of, rename
 from cookbook.rows.row_kinds import kinds
 from cookbook.rows.suggestions import suggestions
+from cookbook.start.run_plan import load_pair
 from cookbook.system import registry
 from cookbook.system.console import say, several
 from cookbook.system.files import (
@@ -39,7 +42,6 @@ from cookbook.system.files import (
     gathered,
     in_flow,
     make_folder,
-    read_document,
     refuse,
 )
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
@@ -112,21 +114,33 @@ MIN_STEPS, MIN_BATCH = 10, 8
 """An epoch of fewer steps has a smaller batch, if it stays above the minimum."""
 ROWS_ON_A_CPU = 8
 """At a time, if memory allows: with one, Python's time between operations is a large part of a small model's step."""
+WHICH_MODEL, WHICH_ROWS = "a folder, or a name on the Hub", "a file or folder of rows, or a name on the Hub"
 PER_RUN = 10
 """At most so many evaluations, and checkpoints."""
 
 
 def init(
-    model: Annotated[str, Argument(metavar="MODEL", help="a folder, or a name on the Hub")],
-    data: Annotated[str, Argument(metavar="DATA", help="a file or folder of rows, or a name on the Hub")],
+    model: Annotated[str | None, Argument(metavar="MODEL", show_default=False, help=WHICH_MODEL)] = None,
+    data: Annotated[str | None, Argument(metavar="DATA", show_default=False, help=WHICH_ROWS)] = None,
     *,
     gpus: Annotated[str | None, Option(metavar="8xH100", help="or 1x24GB, 2x8x80GB, cpu; default: here")] = None,
     task: Annotated[Task | None, Option(help="default: what the rows are for")] = None,
     columns: Annotated[str | None, Option(metavar="'{user: question, ...}'", help="as data.columns")] = None,
     ignore: Annotated[str | None, Option(metavar="'[COLUMN, ...]'", help="as data.ignore")] = None,
     out: Annotated[Path, Option(metavar="RECIPE", help="a new file")] = RECIPES / "mine.yaml",
+    copy: Annotated[
+        Path | None, Option(metavar="RECIPE", parser=locate, help="instead: one with a base, as a single file")
+    ] = None,
 ) -> int:
     """Write a recipe for your model, rows and GPUs."""
+    if copy is not None:
+        given = {"MODEL": model, "DATA": data, "--gpus": gpus, "--task": task, "--columns": columns, "--ignore": ignore}
+        refuse([f"{name}: would be ignored with --copy; take it out" for name, value in given.items() if value])
+        return _copy(copy, out)
+    for name, value, what in (("MODEL", model, WHICH_MODEL), ("DATA", data, WHICH_ROWS)):
+        if value is None:
+            raise RecipeError(f"{name} is missing; write cookbook init MODEL DATA ({what})")
+    assert model is not None and data is not None
     machines, named = _check_arguments(model, data, gpus, out, {"columns": columns, "ignore": ignore})
     quiet_deepspeed()
     from cookbook.commands.preview.sample_page import TOKENIZER_FILES
@@ -163,15 +177,30 @@ def init(
     return 0
 
 
+def _copy(path: Path, out: Path) -> int:
+    """Write a recipe and its base into one file."""
+    refuse(_lacks_of_name(out))
+    load_pair(path)  # with the lines of both files in its mistakes
+    text = whole_text(path, out)
+    make_folder(out.parent)
+    write_named_file(out, text)
+    say(text)
+    check([out], assignments=[])
+    return 0
+
+
+def _lacks_of_name(out: Path) -> list[str]:
+    """The mistake of a file's name for a new recipe, if it has one."""
+    if in_the_way := taken(out):
+        return in_the_way
+    return [] if out.suffix == ".yaml" else [f"--out is {out}; a recipe ends in .yaml"]
+
+
 def _check_arguments(
     model: str, data: str, gpus: str | None, out: Path, names: dict[str, str | None]
 ) -> tuple[Machines, Source]:
     """The machines, and the source with the columns that the options name."""
-    mistakes: list[str] = []
-    if in_the_way := taken(out):
-        mistakes += in_the_way
-    elif out.suffix != ".yaml":
-        mistakes.append(f"--out is {out}; a recipe ends in .yaml")
+    mistakes = _lacks_of_name(out)
     machines = Machines(text="cpu")
     with gathered(mistakes):
         machines = this_machine() if gpus is None else parse_machines(gpus)
@@ -535,7 +564,7 @@ def _values(
     request: Request, data: DataKeys, example: Example, method: str | None, *, recompute: bool, strategy: str
 ) -> Values:
     """The recipe of an example for this model and these rows, at micro-batch 1."""
-    like = read_document(example.path).values
+    like = read_recipe(example.path).values
     batch, each = like["batch"]["global_batch_size"], max(1, request.machines.num_gpus)
     while batch > MIN_BATCH and data.num_samples < MIN_STEPS * batch:
         batch //= 2
@@ -601,7 +630,7 @@ def _notes(
     Args:
         most: the largest micro-batch that fits, if it is known.
     """
-    like, on_gpus = read_document(example.path).values, request.machines.num_gpus > 0
+    like, on_gpus = read_recipe(example.path).values, request.machines.num_gpus > 0
     notes = {
         "strategy": "; ".join(["the first by plan's forecast" if on_gpus else "no GPU", *best.why]),
         "optim": f"{short(str(example.path))} is the example for this, schedule"

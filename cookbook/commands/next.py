@@ -16,11 +16,11 @@ from cookbook.commands.shared.arguments import AsJson, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import state_of
 from cookbook.commands.shared.labels import recipe_files
-from cookbook.config.recipe import load_recipe
+from cookbook.config.recipe import load_recipe, read_recipe
 from cookbook.config.strategy import known_strategies, strategy_path
 from cookbook.system import lock, status
 from cookbook.system.console import page, say
-from cookbook.system.files import RecipeError, flatten, read_document
+from cookbook.system.files import RecipeError, flatten
 from cookbook.system.record_files import METRICS, ROUNDS, RUN
 from cookbook.system.record_forms import Record, read_form
 from cookbook.system.shipped import short
@@ -124,7 +124,7 @@ def _try_again(folder: Path, record: dict[str, Any]) -> Way:
 
 
 def _calm(folder: Path, record: dict[str, Any]) -> Way:
-    rate = flatten(read_document(folder / "recipe.yaml").values).get("optim.learning_rate")
+    rate = flatten(read_recipe(folder / "recipe.yaml").values).get("optim.learning_rate")
     advice = f"look at {folder}/nonfinite-step-*.json and at the loss before (cookbook report {folder})"
     if rate is None or record.get("machines", 1) > 1:
         return None, advice

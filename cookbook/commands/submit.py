@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, positive
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.start.run_plan import default_num_processes, describe_batch, load_single, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
@@ -248,9 +248,18 @@ def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> 
         mistakes.append(f"--image is {image!r}; write one as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
-    if to != "slurm" and not path.resolve().is_relative_to(Path.cwd()):
-        mistakes.append(f"{path}: not in this folder, which is all that the machines get; copy it to recipes/")
+    for file in _files(path) if to != "slurm" else ():
+        if not Path(file).resolve().is_relative_to(Path.cwd()):
+            mistakes.append(f"{file}: not in this folder, which is all that the machines get; copy it to recipes/")
     return mistakes
+
+
+def _files(path: Path) -> list[str]:
+    """A recipe's file, and that of its base; mistakes in them are found when it is loaded."""
+    try:
+        return [*read_recipe(path).digests]
+    except RecipeError:
+        return [str(path)]
 
 
 def _plan(recipe: Recipe, strategy: Strategy, machines: Machines, path: Path) -> tuple[list[str], int]:

@@ -204,7 +204,8 @@ def _with_value(text: str, keys: list[str], value: str) -> str:
         assert isinstance(node, yaml.MappingNode)
         child = next((child for key, child in node.value if key.value == name), None)
         if child is None:
-            return _insert(text, node, ": ".join(keys[i:]), value)
+            *sections, key = keys[i:]  # a section that only the base of the recipe has is new here
+            return _insert(text, node, "".join(f"{name}: {{" for name in sections) + key, value + "}" * len(sections))
         node = child
     assert node is not None
     return text[: node.start_mark.index] + value + text[node.end_mark.index :]

@@ -8,14 +8,15 @@ recipe while it is typed.
 """
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny
 
-from cookbook.config import foreign, plugins
+from cookbook.config import base_recipe, foreign, plugins
+from cookbook.config.base_recipe import over_base
 from cookbook.config.checks import KINDS, check_across_keys
 from cookbook.config.objectives import Objective
 from cookbook.config.objectives.token_loss import SFT
@@ -137,9 +138,25 @@ class Draft(Document):
         """The place of the file, from which its relative paths start."""
         return self.file or Path(self.name)
 
+    def file_of(self, *path: str | int) -> Path:
+        """The file in which a value is written, where its relative path starts."""
+        known = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self.lines)
+        inherited = self.inherited.get(next(known, ()))
+        return self.path if inherited is None else Path(inherited)
+
 
 Step = Callable[[Any], Any]
 """From a draft to the same draft, one step further; mistakes are added to it, so that all are reported together."""
+
+
+def read_recipe(path: Path, assignments: Iterable[str] = ()) -> Document:
+    """The values in a recipe's file, and in that of its base if it has one, with `section.key=value` over them.
+
+    Raises:
+        RecipeError: a file that cannot be read, or a base that the recipe cannot have.
+    """
+    document = read_document(path, assignments)
+    return over_base(path, assignments) if base_recipe.KEY in document.values else document
 
 
 def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
@@ -149,6 +166,20 @@ def load_recipe(path: Path, assignments: list[str] | None = None) -> Recipe:
         RecipeError: all mistakes together, each with its place.
     """
     return parse_recipe(Draft(str(path), assignments=assignments or ()))
+
+
+def read_located(path: Path) -> Draft:
+    """The values of a recipe's file and its base as they are written, with its relative paths as they are reached from
+    the current folder.
+
+    Raises:
+        RecipeError: a file that cannot be read.
+    """
+    draft = Draft(str(path))
+    for step in (_read, _choose_alternatives, _locate_paths):
+        draft = step(draft)
+    refuse(draft.mistakes)
+    return draft
 
 
 def parse_recipe(draft: Draft) -> Recipe:
@@ -173,7 +204,7 @@ def _read(draft: Draft) -> Draft:
         return draft
     draft.values, draft.is_whole = {}, False
     try:
-        document = read_document(Path(draft.name), draft.assignments)
+        document = read_recipe(Path(draft.name), draft.assignments)
     except RecipeError as error:
         draft.mistakes = error.mistakes
         return draft
@@ -186,7 +217,7 @@ def _read(draft: Draft) -> Draft:
         return draft
     draft.is_whole = True
     draft.values, draft.lines, draft.overrides = document.values, document.lines, document.overrides
-    draft.mistakes = document.mistakes
+    draft.mistakes, draft.inherited, draft.digests = document.mistakes, document.inherited, document.digests
     return draft
 
 
@@ -220,15 +251,27 @@ def _take_out_null(values: Any, path: KeyPath, above: KeyPath, written: Containe
 
 
 def _choose_alternatives(draft: Draft) -> Draft:
-    """A key that --set gives takes the place of its alternative in the file: `run.max_steps=50` that of num_epochs."""
+    """A key that --set gives takes the place of its alternative in the files, `run.max_steps=50` that of num_epochs; so
+    does one of the recipe that of its base.
+    """
     kinds: dict[str, type[OneOf]] = {"run": RunSection, "batch": BatchSection, "model": ModelSection}
     pairs = [(name, kind.alternatives) for name, kind in kinds.items()]
     for name, pair in (*pairs, *(("run", pair) for pair in RunSection.cadences.items())):
         section = draft.values.get(name)
-        given = [key for key in pair if (name, key) in draft.overrides]
-        if isinstance(section, dict) and len(given) == 1 and section.get(given[0]) is not None:
-            section.pop(next(key for key in pair if key != given[0]), None)
+        if not isinstance(section, dict):
+            continue
+        ranks = [_rank(draft, name, key) for key in pair if section.get(key) is not None]
+        if len(ranks) == len(pair):
+            for key in [key for key in pair if _rank(draft, name, key) < max(ranks)]:
+                del section[key]
     return draft
+
+
+def _rank(draft: Draft, *path: str) -> int:
+    """The order in which sources of a key's value go before others: the base, the recipe, the command line."""
+    if path in draft.overrides:
+        return 2
+    return 0 if path in draft.inherited and path[:1] not in draft.overrides else 1
 
 
 def _use_plugins(draft: Draft) -> Draft:
@@ -239,7 +282,7 @@ def _use_plugins(draft: Draft) -> Draft:
     if not isinstance(values, list) or any(not isinstance(value, str) or path_problem(value) for value in values):
         plugins.use([])
         return draft  # `_validate` reports these
-    folder, mistakes = draft.path.parent, []
+    folder, mistakes = draft.file_of("plugins").parent, []
     files = [str((folder / value).resolve()) for value in values]
     for i, (value, file) in enumerate(zip(values, files, strict=True)):
         place = draft.place("plugins", i)
@@ -271,7 +314,7 @@ def _locate_paths(draft: Draft) -> Draft:
         if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
             return value
         if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
-            return located(value, draft.path)
+            return located(value, draft.file_of(*where))
         inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
         if isinstance(inner, dict):
             return value | {key: reach(part, (*where, key)) for key, part in inner.items()}
@@ -285,7 +328,7 @@ def _locate_paths(draft: Draft) -> Draft:
             values[key] = reach(values[key], (section, key))
     named = draft.values.get("strategy")
     if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in given:
-        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, draft.path)
+        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, draft.file_of("strategy"))
         draft.values["strategy"] = path if Path(path).is_file() else named
     return draft
 
@@ -376,7 +419,43 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe."""
+    """The JSON schema of a recipe. Keys that have no default are required of one without a base."""
     schema = Recipe.model_json_schema()
+    needed = _needed(schema, schema["$defs"])
+    _take_out_required(schema)
+    schema["properties"] = {base_recipe.KEY: base_recipe.SCHEMA, **schema["properties"]}
+    schema |= {"if": {"required": [base_recipe.KEY]}, "else": needed}
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     return schema
+
+
+def _needed(node: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a part of a schema requires, at any depth, as a schema of its own."""
+    if "$ref" in node:
+        node = sections[node["$ref"].rpartition("/")[2]]
+    needed: dict[str, Any] = {"required": node["required"]} if "required" in node else {}
+    properties = {key: _needed(inner, sections) for key, inner in node.get("properties", {}).items()}
+    if properties := {key: inner for key, inner in properties.items() if inner}:
+        needed["properties"] = properties
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict) and (inner := _needed(node[key], sections)):
+            needed[key] = inner
+    ways = [(way, _needed(way, sections)) for way in node.get("anyOf", ())]
+    if any(inner for _, inner in ways):
+        needed["anyOf"] = [_sign(way, sections) | inner for way, inner in ways]
+    return needed
+
+
+def _sign(way: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The type of an alternative in a schema, and the name of its kind: they tell it from the others."""
+    way = sections[way["$ref"].rpartition("/")[2]] if "$ref" in way else way
+    name = way.get("properties", {}).get("name", {})
+    kind = {"properties": {"name": {"const": name["const"]}}} if "const" in name else {}
+    return {key: way[key] for key in ("type",) if key in way} | kind
+
+
+def _take_out_required(node: Any) -> None:
+    if isinstance(node, dict):
+        node.pop("required", None)
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _take_out_required(inner)

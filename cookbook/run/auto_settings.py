@@ -7,14 +7,14 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
 from cookbook.run import forecasts
 from cookbook.run.next_start import machines_of
 from cookbook.start.run_plan import CHECKPOINTING, KINDS, MICRO_BATCH, Plan, autos, even, make_plan
 from cookbook.system import lock, status
-from cookbook.system.files import RecipeError, first_line, read_document
+from cookbook.system.files import RecipeError, first_line
 from cookbook.system.hardware import Machines
 from cookbook.system.record_files import read_json, replace_file
 
@@ -168,7 +168,7 @@ def _earlier(recipe: Recipe) -> dict[str, Any]:
     written = Path(recipe.run.output_dir, "recipe.yaml")
     if recipe.run.resume == "never" or not written.is_file():
         return {}
-    values = read_document(written).values
+    values = read_recipe(written).values
     return {
         key: values.get(section, {}).get(name)
         for key in (MICRO_BATCH, CHECKPOINTING)

@@ -66,7 +66,9 @@ class Services:
                 self.log.say(f"{what}: {how}", "bold red")
 
 
-def start_services(run: Run, failed_after: list[int], notes: list[str], watch: Watch) -> Services:
+def start_services(
+    run: Run, failed_after: list[int], notes: list[str], watch: Watch, digests: dict[str, str]
+) -> Services:
     """Open the log, after setting an earlier run aside if this one does not resume it, and write what is known before
     the first step.
 
@@ -74,10 +76,11 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
         failed_after: result of `status.past_failures`.
         notes: notes for the user, logged here.
         watch: the watchdog of this process.
+        digests: SHA-256 of the files that the recipe was read from.
     """
     engine, world = run.engine, run.engine.world
     flops = forecasts.flop_counter(run, notes)
-    log, record, expected = _open_log(run, notes)
+    log, record, expected = _open_log(run, notes, digests)
     attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
     if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
         log.monitor = Monitor(
@@ -95,7 +98,9 @@ def start_services(run: Run, failed_after: list[int], notes: list[str], watch: W
     )
 
 
-def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
+def _open_log(
+    run: Run, notes: list[str], digests: dict[str, str]
+) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
     """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
     engine, checkpoint, step = run.engine, run.checkpoint, run.progress.step
     is_own = checkpoint is not None and checkpoint.is_in(run.output_dir / "checkpoints")
@@ -116,6 +121,7 @@ def _open_log(run: Run, notes: list[str]) -> tuple[metrics.RunLog, dict[str, Any
     expected = forecasts.memory(run, notes)
     shortages = shortage.history()
     record = _record(run, expected, shortages)
+    record["recipe_files"] = [{"file": file, "sha256": sha256} for file, sha256 in digests.items()]
     log.write_record(RUN, record)
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", step, **answered)

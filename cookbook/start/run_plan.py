@@ -201,11 +201,11 @@ def _follow(steps: tuple[Step, ...], pair: Pair) -> Pair:
     return pair
 
 
-def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, World, list[str]]:
+def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, Plan, World, list[str], dict[str, str]]:
     """Check everything that needs no torch: files, launcher, environment, batch, GPUs.
 
     Returns:
-        What the run consists of, and notes for the user.
+        What the run consists of, notes for the user, and the SHA-256 of the recipe's file and of its base.
 
     Raises:
         RecipeError: all mistakes together.
@@ -215,7 +215,7 @@ def check(recipe_name: str, assignments: list[str]) -> tuple[Recipe, Strategy, P
     pair = Pair(recipe_name, assignments=assignments, choose_strategy=in_force, launcher=launcher, world=world)
     pair = _follow(RUN, pair)
     assert pair.recipe and pair.strategy and pair.plan and pair.world
-    return pair.recipe, pair.strategy, pair.plan, pair.world, pair.notes
+    return pair.recipe, pair.strategy, pair.plan, pair.world, pair.notes, pair.digests
 
 
 def read_pair(recipe_path: Path, assignments: list[str] | None = None, strategy: Path | None = None) -> Pair:

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import difflib
 import functools
+import hashlib
+import io
 import json
 import math
 import re
@@ -86,6 +88,17 @@ class Document:
     """For the user of a file without mistakes."""
     is_whole: bool = True
     """True if later mistakes mean something: not in a file that cannot be read."""
+    empty: frozenset[KeyPath] = frozenset()
+    """Keys without a value, which are no written null."""
+    inherited: dict[KeyPath, str] = field(default_factory=dict)
+    """By key, the file that it comes from, if that is not this one."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file that was read."""
+
+    def at(self, *path: str | int) -> str | None:
+        """`file:line` of a key that a file has."""
+        line = self.lines.get(path)
+        return None if line is None else f"{self.inherited.get(path, self.name)}:{line}"
 
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
@@ -96,8 +109,8 @@ class Document:
             if override[: len(path)] == path and path not in self.lines:
                 return f"--set {'.'.join(map(str, override))}: {dotted}"
         for length in range(len(path), -1, -1):
-            if path[:length] in self.lines:
-                return f"{self.name}:{self.lines[path[:length]]}: {dotted}".removesuffix(": ")
+            if (at := self.at(*path[:length])) is not None:
+                return f"{at}: {dotted}".removesuffix(": ")
         return f"{self.name}: {dotted}".removesuffix(": ")
 
 
@@ -232,7 +245,8 @@ def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
             raise RecipeError(
                 f"{name}: {path.stat().st_size:,} bytes are too many for a settings file ({MAX_FILE_BYTES:,})"
             )
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: not UTF-8 text ({error})") from None
     except OSError as error:
@@ -242,18 +256,20 @@ def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
         raise RecipeError(f"{name}: the file is empty")
     if not isinstance(document.values, dict):
         raise RecipeError(f"{name}: expected `key: value` lines, found {type_name(document.values)}")
+    document.digests[name] = hashlib.sha256(content).hexdigest()
     return apply_overrides(document, assignments)
 
 
 def _parse_yaml(name: str, text: str) -> Document:
     """Parse a text, or copy what it was parsed to: commands read the files of a strategy once for each recipe."""
     parsed = _parse_new_yaml(name, text)
-    return Document(name, copy.deepcopy(parsed.values), dict(parsed.lines))
+    return Document(name, copy.deepcopy(parsed.values), dict(parsed.lines), empty=parsed.empty)
 
 
 @functools.lru_cache(maxsize=128)
 def _parse_new_yaml(name: str, text: str) -> Document:
     document, mistakes = Document(name, None), []
+    empty: set[KeyPath] = set()
 
     def build(node: yaml.Node, path: KeyPath) -> Any:
         line = node.start_mark.line + 1
@@ -266,6 +282,8 @@ def _parse_new_yaml(name: str, text: str) -> Document:
             value = loader.construct_object(node)
         except ValueError:  # Python limits the digits of an integer
             value = sys.maxsize + 1
+        if value is None and node.value.lower() != "null":
+            empty.add(path)
         if isinstance(value, int) and abs(value) > sys.maxsize:
             written = node.value if len(node.value) <= 40 else f"a number of {len(node.value)} characters"
             key = ".".join(map(str, path)) or "it"  # of --set, the text is the value alone
@@ -308,6 +326,7 @@ def _parse_new_yaml(name: str, text: str) -> Document:
         raise RecipeError(f"{name}: not valid YAML: nested too deeply") from None
     refuse(mistakes)
     document.lines[()] = 1
+    document.empty = frozenset(empty)
     return document
 
 
@@ -332,7 +351,8 @@ def _parse_json(name: str, text: str) -> Document:
     except ValueError:
         raise RecipeError(f"{name}: not valid JSON: a number with too many digits") from None
     # JSON without tabs is valid YAML, whose parser records lines and detects duplicate keys.
-    return Document(name, values, _parse_yaml(name, text.replace("\t", " ")).lines)
+    written = _parse_yaml(name, text.replace("\t", " "))
+    return Document(name, values, written.lines, empty=written.empty)
 
 
 def apply_overrides(document: Document, assignments: Iterable[str]) -> Document:

@@ -16,6 +16,7 @@ from cookbook.commands.shared.answer_forms import Converted
 from cookbook.commands.shared.arguments import AsJson, positive
 from cookbook.commands.shared.for_programs import answer, as_object
 from cookbook.commands.shared.named_file import taken, write_named_file
+from cookbook.config.base_recipe import KEY
 from cookbook.config.foreign import NoCounterpart, Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
@@ -192,7 +193,8 @@ def recognize(document: Document, name: str | None = None) -> str:
     Raises:
         RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
     """
-    if {"batch", "optim", "run"} <= document.values.keys():
+    is_over_another = KEY in document.values and document.values.keys() <= {KEY, *Recipe.model_fields}
+    if is_over_another or {"batch", "optim", "run"} <= document.values.keys():
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
     known = tables().projects
     keys = {candidate: keys_of(document.values, project) for candidate, project in known.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from cookbook.commands.explain.explanation import Explanation, explain, shorten, source
 from cookbook.config.effects import EFFECTS, effect_of
 from cookbook.config.optim import number
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.sections import Source
 from cookbook.config.strategy import Strategy, find_strategy, load_strategy
 from cookbook.forecast.costs import per_parameter as costs
@@ -94,7 +94,7 @@ def compare_runs(left: Explanation, right: Explanation, assignments: list[str] |
     Args:
         assignments: those that both were made with.
     """
-    documents = [read_document(Path(run.recipe_name), assignments or ()) for run in (left, right)]
+    documents = [read_recipe(Path(run.recipe_name), assignments or ()) for run in (left, right)]
     differences = []
     for key, first, second in _changes(_readable(left.recipe), _readable(right.recipe)):
         if key != "strategy":
@@ -104,8 +104,8 @@ def compare_runs(left: Explanation, right: Explanation, assignments: list[str] |
     return Comparison(
         names=(f"{left.recipe_name} under {left.strategy.path}", f"{right.recipe_name} under {right.strategy.path}"),
         short=(
-            {left.recipe_name: "A recipe", **_short(left.strategy, "A ")},
-            {right.recipe_name: "B recipe", **_short(right.strategy, "B ")},
+            {**_of_recipe(left, "A "), **_short(left.strategy, "A ")},
+            {**_of_recipe(right, "B "), **_short(right.strategy, "B ")},
         ),
         settings=(left.setting, right.setting),
         differences=differences,
@@ -135,6 +135,10 @@ def _readable(recipe: Recipe) -> dict[str, Any]:
 def _source(data: Source) -> str:
     settings = data.model_dump(exclude_defaults=True, exclude={"path"})
     return ", ".join([data.path, *(f"{key} {value}" for key, value in settings.items())])
+
+
+def _of_recipe(run: Explanation, side: str) -> dict[str, str]:
+    return {run.files[name].value: f"{side}{name}" for name in ("recipe", "base") if name in run.files}
 
 
 def _short(strategy: Strategy, side: str) -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from cookbook.commands.explain.chart import draw
 from cookbook.commands.shared.labels import read_label, read_needs
+from cookbook.config.base_recipe import KEY
 from cookbook.config.optim import number
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.schedule import learning_rate, peak_learning_rate
 from cookbook.config.sections import BUILTIN_SOURCE, Auto, RoundsSection, Source, data_format
 from cookbook.config.strategy import Strategy
@@ -88,7 +89,7 @@ def explain(
     """
     assignments = assignments or []
     recipe, strategy = load_pair(recipe_path, assignments, strategy_path)
-    document = read_document(recipe_path, assignments)
+    document = read_recipe(recipe_path, assignments)
     yaml_file = read_document(Path(strategy.path))
     count, count_text, count_sources = _count(recipe_path, strategy, yaml_file, processes)
     local = read_needs(read_label(recipe_path)).num_local(count)
@@ -136,8 +137,7 @@ def source(document: Document, key: str) -> str:
         value = value[word]
     if any(path[: len(override)] == override for override in document.overrides):
         return COMMAND_LINE
-    line = document.lines.get(path)  # a section that only the command line has is in no line
-    return COMMAND_LINE if line is None else f"{document.name}:{line}"
+    return document.at(*path) or COMMAND_LINE  # a section that only the command line has is in no line
 
 
 def _count(
@@ -166,10 +166,10 @@ def _files(
     recipe_path: Path, strategy: Strategy, document: Document, yaml_file: Document, override: Path | None
 ) -> Section:
     named = COMMAND_LINE if override else source(document, "strategy")
-    files = {
-        "recipe": Quantity(value=str(recipe_path), text=short(str(recipe_path))),
-        "yaml": Quantity(value=strategy.path, text=short(strategy.path), sources=(named,)),
-    }
+    files = {"recipe": Quantity(value=str(recipe_path), text=short(str(recipe_path)))}
+    for base in document.digests.keys() - {document.name}:
+        files["base"] = Quantity(value=base, text=short(base), sources=(f"{document.at(KEY)}",))
+    files["yaml"] = Quantity(value=strategy.path, text=short(strategy.path), sources=(named,))
     if strategy.deepspeed_file is not None:
         place = source(yaml_file, "deepspeed_config.deepspeed_config_file")
         files["json"] = Quantity(value=strategy.deepspeed_file, text=short(strategy.deepspeed_file), sources=(place,))

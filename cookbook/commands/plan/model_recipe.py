@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cookbook.commands.init import example_for
-from cookbook.config.recipe import Draft, Recipe, parse_recipe
+from cookbook.config.recipe import Draft, Recipe, parse_recipe, read_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
-from cookbook.system.files import RecipeError, read_document
+from cookbook.system.files import RecipeError
 from cookbook.system.hardware import Machines
 
 Method = Literal["full", "lora", "qlora"]
@@ -46,7 +46,7 @@ def recipe_of_model(
         raise RecipeError(f"{name}: no such file; write a recipe, a model's folder or its config.json, or a name")
     adapter = None if (method or "lora") == "full" else (method or "lora")
     example = example_for("sft", adapter, _billions(folder))
-    like = read_document(example.path).values
+    like = read_recipe(example.path).values
     num_samples = max(like["batch"]["global_batch_size"], machines.num_gpus if machines is not None else 1)
     values: dict[str, Any] = {
         "strategy": "single" if machines is not None and machines.num_gpus == 1 else "fsdp2",

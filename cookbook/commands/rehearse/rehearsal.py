@@ -26,6 +26,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.commands.shared.simulation import as_mistakes
 from cookbook.config.objectives.token_loss import LabelLoss
+from cookbook.config.recipe import read_recipe
 from cookbook.config.sections import Source
 from cookbook.start.run_plan import describe_batch, launch_command, load_pair, make_plan
 from cookbook.system.console import page, say, several
@@ -198,7 +199,7 @@ def _check_outputs(rehearsal: Rehearsal) -> str | None:
 
     out = rehearsal.folder / "out"
     record = json.loads((out / RUN).read_text(encoding="utf-8"))
-    small = read_document(out / "recipe.yaml").values
+    small = read_recipe(out / "recipe.yaml").values
     lines = read_lines(out / METRICS)
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     steps = [line for line in lines if "loss" in line]

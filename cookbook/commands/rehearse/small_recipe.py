@@ -13,12 +13,12 @@ from cookbook.commands.rehearse.standins import (
 )
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives.token_loss import LabelLoss
-from cookbook.config.recipe import Recipe, dump_recipe
+from cookbook.config.recipe import Recipe, dump_recipe, read_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy
 from cookbook.facts.packing import decide
 from cookbook.start.run_plan import load_pair, make_plan
-from cookbook.system.files import RecipeError, dump_yaml, read_document
+from cookbook.system.files import RecipeError, dump_yaml
 from cookbook.system.machine import num_gpus
 from cookbook.training.data.rows import row_bytes
 
@@ -49,7 +49,7 @@ def write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     recipe = decide(recipe, config_of(recipe)[0]).settle(recipe)  # by its own max_length
     own = rehearsal.folder / "own.yaml"
     own.write_text(dump_recipe(recipe), encoding="utf-8")
-    values = read_document(own).values
+    values = read_recipe(own).values
     ranks = max(1, strategy.data_parallel_size(rehearsal.num_processes))
     size = recipe.batch.micro_batch_size
     micro = 2 if size is None or isinstance(size, Auto) else min(size, 2)

@@ -57,7 +57,7 @@ def _find(strategy: Path | None) -> Path | None:
     return None if strategy is None else find_strategy(str(strategy))
 
 
-def _locate(path: str | Path) -> Path:
+def locate(path: str | Path) -> Path:
     """Find a recipe: the file here or, if there is none, the shipped one."""
     if not str(path).strip():
         raise BadParameter("is empty; write a path")
@@ -66,7 +66,7 @@ def _locate(path: str | Path) -> Path:
 
 def recipe_argument(what: str | None = None) -> Any:
     """The path of a recipe, and what help says of it."""
-    return Argument(metavar="RECIPE", autocompletion=recipes, parser=_locate, help=what)
+    return Argument(metavar="RECIPE", autocompletion=recipes, parser=locate, help=what)
 
 
 RECIPE = recipe_argument()

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cookbook.commands.shared.arguments import which_run
-from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.recipe import Recipe, load_recipe, read_recipe
 from cookbook.facts.model_files import values_of
-from cookbook.system.files import RecipeError, first_line, read_document
+from cookbook.system.files import RecipeError, first_line
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
 from cookbook.training.checkpoint.listing import is_run
@@ -50,7 +50,7 @@ def recipe_of_run(run: Path, assignments: Sequence[str] = ()) -> Recipe:
         RecipeError: as `load_recipe`; a run that the command line made too short for its warm-up is none.
     """
     path = run / "recipe.yaml"
-    of_run = read_document(path).values.get("run")
+    of_run = read_recipe(path).values.get("run")
     steps = of_run.get("max_steps") if isinstance(of_run, dict) else None
     return load_recipe(path, [*([] if steps is None else [f"run.max_steps={steps}"]), *assignments])
 

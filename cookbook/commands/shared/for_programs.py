@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cookbook.commands.shared.answer_forms import Answer, Message
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.system.console import heard_by, say
 from cookbook.system.files import RecipeError, read_document
 
@@ -150,11 +150,16 @@ def _value(file: str | None, key: str | None, words: Sequence[str]) -> Any:
         if assigned:
             return yaml.safe_load(assigned[-1])
         if file is not None and Path(file).is_file():
-            value = read_document(Path(file)).values
-            for part in key.split("."):
-                if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-                    value = value[int(part)]
-                else:
-                    value = value.get(part) if isinstance(value, dict) else None
-            return value
+            value = _value_in(read_document(Path(file)).values, key)
+            return _value_in(read_recipe(Path(file)).values, key) if value is None else value
     return None
+
+
+def _value_in(values: Any, key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    for part in key.split("."):
+        if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+    return values

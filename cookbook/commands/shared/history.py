@@ -9,9 +9,10 @@ from typing import Any
 import psutil
 
 from cookbook.commands.shared.arguments import which_run
+from cookbook.config.recipe import read_recipe
 from cookbook.system import status
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, flatten, read_document
+from cookbook.system.files import RecipeError, flatten
 from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES
 from cookbook.system.record_forms import Event, Form, Line, Measured, Record, Sample, read_form, read_lines_of
 
@@ -88,7 +89,7 @@ def read_history(folder: Path) -> History:
         lines=lines_of(path, Line),
         events=lines_of(folder / EVENTS, Event),
         record=record,
-        settings=flatten(read_document(recipe).values) if recipe.is_file() else {},
+        settings=flatten(read_recipe(recipe).values) if recipe.is_file() else {},
         state=state_of(folder),
         samples=lines_of(folder / SAMPLES, Sample),
         monitor=sorted(measured, key=lambda line: line["time"]),

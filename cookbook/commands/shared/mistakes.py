@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.sections import ALL_LINEAR, ModelSection
 from cookbook.config.strategy_keys import Claim
 from cookbook.facts.model_files import CONFIG
@@ -14,7 +14,7 @@ from cookbook.facts.model_types import look_up
 from cookbook.facts.offline import known_model
 from cookbook.facts.packing import decide, known_config
 from cookbook.facts.score_head import head_wanted
-from cookbook.system.files import RecipeError, read_document, refuse
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
 from cookbook.system.tensor_files import has_weights, weight_files
@@ -166,7 +166,7 @@ def lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
 def placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]:
     """`file: section.key ...` with the place of the values in it: each --set that gave one, or the key's line."""
     try:
-        lines = read_document(path).lines
+        document = read_recipe(path)
     except RecipeError:  # the file cannot be read, and the mistakes say so already
         return mistakes
     located = []
@@ -176,13 +176,12 @@ def placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]
             located.append(mistake)
             continue
         key, words = named[1], set(re.findall(r"\w+(?:\.\w+)*", named[2]))
-        line = lines.get(tuple(key.split(".")))
         causes = [
             f"--set {assignment}"
             for assignment in assignments
             if _is_named(assignment.partition("=")[0].strip(), key, words)
         ]
-        place = " ".join(causes) or (f"{path}:{line}" if line else str(path))
+        place = " ".join(causes) or document.at(*key.split(".")) or str(path)
         located.append(f"{place}{mistake[len(str(path)) :]}")
     return located
 
