@@ -27,6 +27,7 @@ from curves import Lab
 from cookbook.system import versions
 from cookbook.system.imports import quiet_libraries
 from tests.gpu_runs import REAL, GpuLab
+from tests.needs import lacked_types
 
 # It reads the signatures of all commands at each call of `main`, of which the tests make hundreds in one process.
 typer.main.get_command = functools.cache(typer.main.get_command)
@@ -142,6 +143,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker("slow")
         if is_due(item):
             item.add_marker("due")
+        if version := lacked_types().get(model_type_of(item)):
+            item.add_marker(pytest.mark.skip(reason=f"its model type is measured with transformers {version}"))
     yield
     items.sort(key=lambda item: known.get(item.nodeid, 0.0), reverse=True)
     num_long = sum(item.nodeid in known for item in items)
@@ -166,6 +169,12 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def model_type_of(item: pytest.Item) -> str:
+    """The model type that is a test's parameter; empty if it has none."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return str(parameters.get("model_type", ""))
 
 
 def is_due(item: pytest.Item) -> bool:

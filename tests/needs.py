@@ -8,6 +8,7 @@ import sysconfig
 import tempfile
 import venv
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,7 @@ import pytest
 
 import simulated_gpus
 from cookbook.commands.doctor import software
+from cookbook.facts.model_types import TYPES
 from cookbook.system.imports import has_torchao
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +51,21 @@ def need_package(name: str) -> None:
     """Ends the test where a package is missing that no file of ours asks for."""
     if find_spec(name) is None:
         end_without(f"needs pip install {name}")
+
+
+@cache
+def lacked_types() -> dict[str, str]:
+    """Model types that the installed transformers lacks, each with the version that it was measured with."""
+    others = {
+        name: facts.transformers
+        for name, facts in TYPES.items()
+        if facts.transformers not in (None, metadata.version("transformers"))
+    }
+    if not others:
+        return {}
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return {name: version for name, version in others.items() if name not in CONFIG_MAPPING_NAMES}
 
 
 def python_with_timm(folder: Path) -> Path:

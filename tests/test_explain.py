@@ -23,6 +23,7 @@ from cookbook.config.optim import Optimizer
 from cookbook.config.recipe import Recipe, leaves
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import load_strategy
+from cookbook.facts.model_types import look_up
 from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.system.console import can_show
@@ -78,7 +79,8 @@ def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
     assert batch["tokens a step"].text.startswith(tokens)
 
 
-def test_rows_are_packed_unless_that_is_known_to_be_wrong(in_root, tmp_path):
+def test_rows_are_packed_unless_that_is_known_to_be_wrong(in_root, tmp_path, monkeypatch):
+    monkeypatch.setattr("cookbook.facts.packing.installed", lambda name: look_up("bloom").transformers)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     found = {
         name: explain(ZERO3, assignments=[name]).sections["WHAT"]["rows"]

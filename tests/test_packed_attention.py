@@ -7,6 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
 from cookbook.training.models.stateful_layers import stateful_layers, try_two_samples
 from cookbook.training.models.structure import find_config, not_served
+from tests.needs import lacked_types
 from tests.turns import FAMILIES, others_by_turn
 
 PACKABLE = [name for name, facts in TYPES.items() if facts.packed is True]
@@ -300,7 +302,7 @@ def test_every_architecture_is_packed_or_says_why_not():
 
 @pytest.mark.parametrize("model_type", [name for name, facts in TYPES.items() if isinstance(facts.packed, str)])
 def test_what_is_refused_by_name_does_mix_samples_or_fails(model_type: str):
-    """Else it could be served."""
+    """Else it could be served. Another transformers may have changed that, which the reason says."""
     try:
         ours = tiny(model_type, PACKED)
         keep_apart(ours, try_two_samples(ours.config).layers)
@@ -308,7 +310,12 @@ def test_what_is_refused_by_name_does_mix_samples_or_fails(model_type: str):
         found = ours(**packed_row())
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError):
         return
-    assert (found - alone(tiny(model_type, "eager"))).abs().max() > 0.02
+    if (found - alone(tiny(model_type, "eager"))).abs().max() <= 0.02:
+        measured, here = TYPES[model_type].transformers, metadata.version("transformers")
+        assert measured != here
+        assert f"that is so in transformers {measured}, and here is {here}" in str(
+            packing_problem(config_of(model_type))
+        )
 
 
 @pytest.mark.parametrize("version", ["2.10", "2.13"])
@@ -548,6 +555,12 @@ def test_what_cannot_keep_samples_apart_is_refused_with_the_way_out(tmp_path, mo
     assert not decide(recipe_with("auto", tmp_path), known_config(ModelSection(name_or_path=str(tmp_path)))).is_on
 
 
+def test_a_reason_that_another_transformers_gave_says_so(monkeypatch: pytest.MonkeyPatch):
+    for version, words in {"99.1": ", and here is 99.1", str(TYPES["bloom"].transformers): "a sample begins"}.items():
+        monkeypatch.setattr("cookbook.facts.packing.installed", {"transformers": version}.get)
+        assert str(packing_problem(config_of("bloom"))).endswith(words)
+
+
 def test_a_window_and_layers_with_a_state_are_no_obstacle(tmp_path: Path):
     for config in (
         AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=32),
@@ -578,11 +591,11 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
 
 def test_the_architectures_whose_attention_has_sinks_are_those_of_transformers():
     """An argument `s_aux` of the attention function."""
-    found = set()
-    for name in PACKABLE:
+    found, lacked = set(), lacked_types().keys()
+    for name in {*PACKABLE} - lacked:
         code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__module__])
         found |= {name} if "s_aux=" in code else set()
-    assert found == {name for name, facts in TYPES.items() if facts.has_sinks}
+    assert found == {name for name, facts in TYPES.items() if facts.has_sinks} - lacked
 
 
 @pytest.mark.parametrize("path", labels.recipe_files(), ids=str)

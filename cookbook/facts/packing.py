@@ -13,6 +13,7 @@ from cookbook.facts.model_files import CONFIG, values_of
 from cookbook.facts.model_types import look_up, why_not
 from cookbook.facts.offline import known_model
 from cookbook.system.files import RecipeError
+from cookbook.system.versions import installed
 
 LAYERS = frozenset(
     (
@@ -118,8 +119,12 @@ def packing_problem(config: Any) -> str | None:
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     if foreign:
         return f"it has layers of {', '.join(foreign)}"
+    facts, here = look_up(config.model_type), installed("transformers")
     unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
-    return why_not(config.model_type, look_up(config.model_type).packed, unknown)
+    problem = why_not(config.model_type, facts.packed, unknown)
+    if problem is None or facts.transformers in (None, here):
+        return problem
+    return f"{problem}; that is so in transformers {facts.transformers}, and here is {here}"
 
 
 def short_window(config: Any, max_length: int | None = None) -> int | None:
