@@ -187,7 +187,8 @@ def _is_shown_as_one_run(lab, out, capsys):
     capsys.readouterr()
     assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
-    assert "Mean reward of a round" in page and "(reward " in page and "finished" in page
+    assert "Mean reward of a round" in page and "<th>round</th><th>prompt</th><th>answer</th><th>reward</th>" in page
+    assert "finished" in page
     assert f"{rounds[0]['reward']:.3f} in round 1, {rounds[1]['reward']:.3f} in round 2" in capsys.readouterr().out
     assert main(["chat", str(out), "--from-run", "1", "--max-new-tokens", "2"]) == 0
     (first,) = read(out / "rounds/0001/samples.jsonl")[0]["prompt"]

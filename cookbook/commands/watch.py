@@ -1,6 +1,7 @@
 """Runs as they go, read from their files in another terminal."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,19 +10,22 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from cookbook.commands.shared.answer_forms import Watched, WatchedRun
+from cookbook.commands.rounds.rounds_folder import Round, read_answers, summary_of
+from cookbook.commands.rounds.shown import answer_words, prompt_words, three_answers
+from cookbook.commands.shared.answer_forms import ShownAnswer, Watched, WatchedRound, WatchedRun
 from cookbook.commands.shared.arguments import positive, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
-from cookbook.system.record_files import METRICS, RUN, parse_lines
+from cookbook.system.record_files import METRICS, ROUNDS, RUN, parse_lines, read_json
 from cookbook.system.record_forms import Line, Record, damage, read_form
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
 """Bytes at the end of metrics.jsonl that are read each time."""
 HEAD = ("run", "state", "step", "loss", "held out", "tokens/s", "left")
+OF_ROUNDS = ("run", "state", "step", "loss", "round", "reward", "tokens/s")
 
 
 def watch(
@@ -46,29 +50,34 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
     from rich.text import Text
 
     with Live(console=console(), auto_refresh=False) as live:
-        for rows in _looks(folders, every):
-            shown = page(HEAD, *rows, indent=0)
+        for looks in _looks(folders, every):
+            shown = page(*_table(looks), indent=0)
             if len(folders) == 1:
-                shown = f"{_details(folders[0])}\n{shown}"
+                shown = f"{_details(folders[0], looks[0])}\n{shown}"
             live.update(Text(shown), refresh=True)
 
 
 def _watch_plain(folders: Sequence[Path], every: float) -> None:
-    """Print a line for each run whose step or state has changed."""
+    """Print a line for each run whose step or state has changed, and of each new round three answers."""
     shown_rows: dict[Path, tuple[str, ...]] = {}
-    for rows in _looks(folders, every):
-        for folder, row in zip(folders, rows, strict=True):
+    shown_rounds: dict[Path, int] = {}
+    for looks in _looks(folders, every):
+        head, *rows = _table(looks)
+        for folder, seen, row in zip(folders, looks, rows, strict=True):
             if shown_rows.get(folder) != row[:4]:
                 shown_rows[folder] = row[:4]
-                words = ", ".join(f"{name} {cell}" for name, cell in zip(HEAD, row, strict=True) if cell)
+                words = ", ".join(f"{name} {cell}" for name, cell in zip(head, row, strict=True) if cell)
                 say(shown(words), flush=True)
+            if seen.round is not None and seen.round.answers and shown_rounds.get(folder) != seen.round.round:
+                shown_rounds[folder] = seen.round.round
+                say(page(*_round_rows(seen.round), indent=2), flush=True)
 
 
-def _looks(folders: Sequence[Path], every: float) -> Iterator[list[tuple[str, ...]]]:
-    """The cells of all runs, again and again until all have ended."""
+def _looks(folders: Sequence[Path], every: float) -> Iterator[list[WatchedRun]]:
+    """The state of all runs, again and again until all have ended."""
     while True:
         looks = [look(folder) for folder in folders]
-        yield [_cells(seen) for seen in looks]
+        yield looks
         if all(seen.has_ended for seen in looks):
             return
         time.sleep(every)
@@ -77,12 +86,17 @@ def _looks(folders: Sequence[Path], every: float) -> Iterator[list[tuple[str, ..
 def look(folder: Path) -> WatchedRun:
     """The state and the last numbers of a run."""
     state = state_of(folder)  # before its last lines are read
-    lines = _last_lines(folder / METRICS)
+    of_rounds, lines = _look_at_rounds(folder), _last_lines(folder / METRICS)
+    run = folder
+    if of_rounds is not None:
+        run = Round(folder, of_rounds.round).run
+        lines = _with_those_of(run, of_rounds.round, lines)
     steps = [line for line in lines if line.get("loss") is not None]
     evaluations = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
-    step, last_step = lines[-1]["step"] if lines else 0, read_form(folder / RUN, Record)[0].get("max_steps")
+    step, last_step = lines[-1]["step"] if lines else 0, read_form(run / RUN, Record)[0].get("max_steps")
+    last_step = last_step * of_rounds.num_rounds if last_step and of_rounds is not None else last_step
     speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
-    seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
+    seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line and of_rounds is None]
     return WatchedRun(
         run=str(folder),
         state=state.name,
@@ -94,7 +108,112 @@ def look(folder: Path) -> WatchedRun:
         eval_loss=evaluations[-1] if evaluations else None,
         tokens_per_second=median(speed) if speed else None,
         seconds_left=mean(seconds) * (last_step - step) if seconds and last_step and not state.has_ended else None,
+        round=of_rounds,
     )
+
+
+def _look_at_rounds(folder: Path) -> WatchedRound | None:
+    """The round that trains or, between two, that trained; None: the folder has no rounds."""
+    recipe = (read_json(folder / ROUNDS) or {}).get("recipe")
+    section = recipe.get("rounds") if isinstance(recipe, dict) else None
+    count = section.get("num_rounds") if isinstance(section, dict) else None
+    if not isinstance(count, int):
+        return None
+    started = (number for number in range(count, 0, -1) if Round(folder, number).run.is_dir())
+    current = Round(folder, next(started, 0))
+    numbers, answers = _read_round(current.samples, current.number, _stamp(current.samples))
+    return WatchedRound(
+        round=current.number,
+        num_rounds=count,
+        is_training=current.number > 0 and not current.is_over,
+        reward=numbers.get("reward"),
+        completion_tokens=numbers.get("completion_tokens"),
+        ended=numbers.get("ended"),
+        turns=numbers.get("turns"),
+        staleness=numbers.get("staleness"),
+        kl_sampler_trainer=numbers.get("kl_sampler_trainer"),
+        num_answers=numbers.get("num_answers"),
+        answers=answers,
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """The time and the size of a file, which tell whether it has changed."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size
+
+
+@functools.lru_cache(maxsize=16)
+def _read_round(path: Path, number: int, stamp: tuple[int, int] | None) -> tuple[dict[str, Any], list[ShownAnswer]]:
+    """The numbers of a round's samples, and three of its answers; none of a file that is not there, or damaged.
+
+    Args:
+        stamp: the file is read again when this changes: it may have many megabytes.
+    """
+    if stamp is None:
+        return {}, []
+    try:
+        lines = read_answers(path)
+        answers = [
+            ShownAnswer(
+                prompt=prompt_words(line),
+                answer=answer_words(line, place),
+                reward=line["rewards"][place] if "rewards" in line else None,
+            )
+            for line, place in three_answers(lines)
+        ]
+        return summary_of(number, lines), answers
+    except (RecipeError, KeyError, IndexError, TypeError, ValueError):
+        return {}, []
+
+
+def _with_those_of(run: Path, number: int, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last lines of all rounds, with those of the run of one, which are written there first."""
+    before = next((line["step"] for line in reversed(lines) if line.get("round") == number), None)
+    if before is None:
+        return lines
+    own = [line | {"step": before + line["step"]} for line in _last_lines(run / METRICS)]
+    return [line for line in lines if line["step"] <= before] + own
+
+
+def _table(looks: Sequence[WatchedRun]) -> list[tuple[str, ...]]:
+    """The head and the cells of all runs; rounds have columns of their own, where all runs are rounds."""
+    if not all(seen.round is not None for seen in looks):
+        return [HEAD, *map(_cells, looks)]
+    rows = []
+    for seen in looks:
+        assert seen.round is not None
+        run, state, step, loss, _, speed, _ = _cells(seen)
+        reward = "" if seen.round.reward is None else f"{seen.round.reward:.3f}"
+        rows.append((run, state, step, loss, f"{seen.round.round} of {seen.round.num_rounds}", reward, speed))
+    return [OF_ROUNDS, *rows]
+
+
+def _round_rows(seen: WatchedRound) -> list[tuple[str, str]]:
+    """The numbers of a round, and its three answers."""
+    numbers = [
+        "" if seen.reward is None else f"reward {seen.reward:.3f}",
+        "" if seen.completion_tokens is None else f"{seen.completion_tokens:.0f} tokens an answer",
+        "" if seen.turns is None else f"{seen.turns:.1f} turns",
+        "" if seen.ended is None else f"{seen.ended:.0%} ended",
+        "" if seen.staleness is None else f"staleness {seen.staleness}",
+        "" if seen.kl_sampler_trainer is None else f"kl_sampler_trainer {seen.kl_sampler_trainer:.1g}",
+    ]
+    doing = "trains" if seen.is_training else "is over" if seen.round else "the first is sampled"
+    rows = [(f"round {seen.round} of {seen.num_rounds}", "  ".join([doing, *filter(None, numbers)]))]
+    for sample in seen.answers:
+        name = "answer" if sample.reward is None else f"reward {sample.reward:g}"
+        lines = f"{sample.prompt}\n{sample.answer}".splitlines()
+        rows += [(name if i == 0 else "", line[:WIDTH]) for i, line in enumerate(lines[:MOST_LINES])]
+        rows += [("", f"... {len(lines) - MOST_LINES} more lines")] if len(lines) > MOST_LINES else []
+    return rows
+
+
+MOST_LINES, WIDTH = 12, 160
+"""The lines and columns that a terminal shows of an answer with its prompt."""
 
 
 def _cells(seen: WatchedRun) -> tuple[str, ...]:
@@ -114,12 +233,14 @@ def _cells(seen: WatchedRun) -> tuple[str, ...]:
     )
 
 
-def _details(folder: Path) -> str:
-    """The header of a run, and the numbers of its last step."""
-    header, lines = read_form(folder / RUN, Record)[0].get("header", {}), _last_lines(folder / METRICS)
+def _details(folder: Path, seen: WatchedRun) -> str:
+    """The header of a run, and the numbers of its last step; of rounds, those of the newest, and three answers."""
+    run = folder if seen.round is None else Round(folder, seen.round.round).run
+    header, lines = read_form(run / RUN, Record)[0].get("header", {}), _last_lines(run / METRICS)
     last: dict[str, Any] = next((line for line in reversed(lines) if line.get("loss") is not None), {})
     numbers = "  ".join(words for words, _ in step_words(last))
-    return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), indent=0)
+    of_round = [] if seen.round is None else _round_rows(seen.round)
+    return page(*((name, str(value)) for name, value in header.items()), ("now", numbers), *of_round, indent=0)
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:

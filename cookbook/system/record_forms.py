@@ -65,6 +65,8 @@ class Sample(Form):
     step: Count
     prompt: str
     completion: str
+    round: Count = ABSENT
+    reward: Number = ABSENT
 
 
 class OfGpu(Form):

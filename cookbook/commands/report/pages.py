@@ -73,7 +73,8 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     if memory := list(_memory(run)):
         body += ["<h2>Memory</h2>", grid(memory)]
     if run.samples:
-        body += ["<h2>Samples</h2>", _samples(run.samples)]
+        of_rounds = [line for line in run.samples if line.get("round") is not None]
+        body += ["<h2>Samples</h2>", _samples_of_rounds(of_rounds) if of_rounds else _samples(run.samples)]
     body += ["<h2>Events</h2>", table(("time", "step", "event", ""), _event_rows(run))]
     rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
     body += ["<h2>Settings</h2>", table(("key", "value", "from"), rows)]
@@ -91,6 +92,23 @@ def _samples(lines: Sequence[dict[str, Any]]) -> str:
         rows += [(prompt, str(line["step"]), str(line.get("completion"))) for line in shown]
     left_out = "" if len(rows) == len(lines) else f'<p class="soft">{SAMPLES} has {len(lines) - len(rows)} more.</p>'
     return table(("prompt", "step", "continuation"), rows) + left_out
+
+
+def _samples_of_rounds(lines: Sequence[dict[str, Any]]) -> str:
+    """Answers by round: those of the first, and of the newest."""
+    numbers = sorted({line["round"] for line in lines})
+    shown = numbers if len(numbers) <= MOST_SAMPLES else [numbers[0], *numbers[1 - MOST_SAMPLES :]]
+    rows = [
+        (str(line["round"]), str(line["prompt"]), str(line["completion"]), _reward_words(line))
+        for line in lines
+        if line["round"] in shown
+    ]
+    where = '<p class="soft">The folder rounds has all answers, each with its tokens.</p>'
+    return table(("round", "prompt", "answer", "reward"), rows) + where
+
+
+def _reward_words(line: dict[str, Any]) -> str:
+    return f"{line['reward']:g}" if line.get("reward") is not None else ""
 
 
 def _hardware(run: History) -> Iterator[str]:

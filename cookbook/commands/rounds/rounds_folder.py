@@ -19,6 +19,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from cookbook.commands.rounds import sampler_divergence
+from cookbook.commands.rounds.shown import answer_words, prompt_words
 from cookbook.commands.shared.find_model import ADAPTER, CACHE
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.system import status
@@ -174,7 +175,7 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
         if lines:  # a user may have removed those of a round that is over
             waits = read_json(finished.waits) or {}
             metrics.append({"step": step, **summary_of(finished.number, lines), **waits})
-        shown += [_continuation(step, line) for line in lines[:NUM_SHOWN]]
+        shown += [_answer_shown(step, finished.number, line) for line in lines[:NUM_SHOWN]]
         steps = read_lines(finished.run / METRICS)
         metrics += [line | {"step": step + line["step"]} for line in steps]
         step += max((line["step"] for line in steps), default=0)
@@ -187,16 +188,6 @@ def show_as_one_run(output_dir: Path, recipe: Recipe, rounds: Sequence[Round]) -
     return step
 
 
-def _in_text(messages: list[dict[str, Any]]) -> str:
-    first, *others = messages
-    return "\n".join([first["content"], *(f"{message['role']}: {message['content']}" for message in others)])
-
-
-def _continuation(step: int, line: dict[str, Any]) -> dict[str, Any]:
-    asked = line["prompt"]
-    answer = line["completions"][0] if isinstance(asked, str) else _in_text(line["completions"][0])
-    text = (
-        asked if isinstance(asked, str) else "\n".join(f"{message['role']}: {message['content']}" for message in asked)
-    )
-    reward = f" (reward {line['rewards'][0]:g})" if "rewards" in line else ""
-    return {"step": step, "prompt": text, "completion": f"{answer}{reward}"}
+def _answer_shown(step: int, number: int, line: dict[str, Any]) -> dict[str, Any]:
+    reward = {"reward": line["rewards"][0]} if "rewards" in line else {}
+    return {"step": step, "round": number, "prompt": prompt_words(line), "completion": answer_words(line, 0), **reward}

@@ -185,6 +185,33 @@ class WhySlow(Answer):
     """What to change first, the largest gain first."""
 
 
+class ShownAnswer(Form):
+    prompt: str
+    answer: str
+    """With several messages: each with its role, and whether it is trained."""
+    reward: float | None
+
+
+class WatchedRound(Form):
+    round: int
+    """The round that trains, or the newest that did; 0 before the first."""
+    num_rounds: int
+    is_training: bool
+    """False while the next round is sampled, or after the last."""
+    reward: float | None
+    """The mean of the round's answers."""
+    completion_tokens: float | None
+    ended: float | None
+    """Share of the answers that ended by themselves."""
+    turns: float | None
+    staleness: int | None
+    """Rounds by which the weights that sampled were behind."""
+    kl_sampler_trainer: float | None
+    num_answers: int | None
+    answers: list[ShownAnswer]
+    """Three: of the highest, the median and the lowest reward."""
+
+
 class WatchedRun(Form):
     run: str
     state: str
@@ -200,6 +227,9 @@ class WatchedRun(Form):
     tokens_per_second: float | None
     """The median of the last steps, at most ten."""
     seconds_left: float | None
+    """Null in rounds, whose sampling is no part of a step."""
+    round: WatchedRound | None
+    """The newest of `cookbook rounds`."""
 
 
 class Watched(Answer):

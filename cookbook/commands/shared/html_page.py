@@ -35,6 +35,7 @@ font-size: .85rem; overflow-wrap: anywhere }
 .legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
+td { white-space: pre-line }
 thead th { color: var(--soft) } .soft { color: var(--soft) }
 .answer { overflow-x: auto; font-size: .85rem }"""
 
