@@ -323,19 +323,25 @@ def report_skip(run: "Run", services: "Services", batch: "StepBatch") -> None:
 
 def evaluate(run: "Run", services: "Services") -> str | None:
     """Evaluate all sets, unless that was done after this step. Returns a reason to stop."""
-    progress = run.progress
+    from cookbook.run.measures import divided, measured
+
+    progress, metrics, best = run.progress, run.metrics, run.metric_for_best
     if progress.is_evaluated:
         return None
+    loss = measured(run.recipe.objective.compute, metrics)
     lines: list[dict[str, Any]] = []  # written together: an interrupted evaluation is repeated from its beginning
     for set_name, batches in run.eval_sets.items():
-        losses = run.engine.evaluate(run.recipe.objective.compute, batches(), lambda: stop_reason(run.engine))
-        if isinstance(losses, str):
-            return losses
+        means = run.engine.evaluate(loss, batches(), lambda: stop_reason(run.engine))
+        if isinstance(means, str):
+            return means
         label = {"eval_set": set_name} if set_name else {}
-        lines.append({"step": progress.step, **label, **{f"eval_{key}": value for key, value in losses.items()}})
+        values = {f"eval_{key}": value for key, value in divided(means, metrics).items()}
+        lines.append({"step": progress.step, **label, **values})
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None
+    if lines and best is not None:
+        progress.best_by = lines[0][f"eval_{best.name}"] * (-1 if best.greater_is_better else 1)
     if run.recipe.run.early_stopping_patience is not None:
         progress.judge(run.recipe.run.early_stopping_threshold or 0.0)
     return None
@@ -366,7 +372,7 @@ def save(run: "Run", services: "Services", *, again: bool = False) -> None:
     tensors = {"parameters": engine.parameter_shapes(), "counts": engine.counts()}
     recipe = run.recipe.model_dump(mode="json", exclude_none=True)
     words = {"recipe": recipe, "made_from": run.made_from, "run": services.record}
-    saver.save(step, engine.pieces(), {**progress, **tensors, **words}, best_by=run.progress.eval_loss)
+    saver.save(step, engine.pieces(), {**progress, **tensors, **words}, best_by=run.progress.rating)
     services.status.running(step, checkpoint=saver.newest_path)
 
 

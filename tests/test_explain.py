@@ -602,7 +602,7 @@ def test_the_lists_of_keys_name_keys_of_a_recipe():
     assert effects.effect_of("optim.betas") == effects.effect_of("a.key.of.tomorrow") == "curve"
     assert effects.effect_of("run.key_of_tomorrow") == "curve" and rule_of("run.key_of_tomorrow") == "fixed"
     in_run = {key for key in known if key.startswith("run.") and effects.effect_of(key) == "curve"}
-    early = {"run.early_stopping_patience", "run.early_stopping_threshold"}
+    early = {"run.early_stopping_patience", "run.early_stopping_threshold", "run.metric_for_best_model"}
     assert in_run == {"run.num_epochs", "run.max_steps", "run.skip_nonfinite_steps", *early}
 
 

@@ -43,6 +43,8 @@ QUIET = {
     "run.export": "last",
     "run.early_stopping_patience": "null",
     "run.early_stopping_threshold": "null",
+    "run.metrics": "[]",
+    "run.metric_for_best_model": "null",
     "run.trackers": "[]",
     "run.on_out_of_memory": "stop",
     "data.eval": "{}",

@@ -26,7 +26,8 @@ from cookbook.config.sections import (
     is_pattern,
 )
 from cookbook.config.strategy import missing_strategy
-from cookbook.system.files import Document, find_file, path_problem
+from cookbook.system import registry
+from cookbook.system.files import Document, find_file, nearest, path_problem
 from cookbook.system.shipped import pip_install
 
 KINDS: dict[str, type[BaseModel]] = {
@@ -87,12 +88,14 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
         yield from _check_trackers(run, partial(place, "run", "trackers"))
+        yield from _check_registered("metric", run.metrics, place("run", "metrics"))
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
         if data is not None and not data.eval and not data.holdout:
-            for key in ("eval_every_steps", "evals_per_epoch", "early_stopping_patience", "sample_every_steps"):
-                if (every := getattr(run, key)) is not None:
+            keys = ("eval_every_steps", "evals_per_epoch", "early_stopping_patience", "sample_every_steps", "metrics")
+            for key in keys:
+                if every := getattr(run, key):
                     given = f"{place('run', key)} is {every}"
                     yield f"{given}, but there is no data.eval; add it, or take this key out"
 
@@ -140,6 +143,9 @@ def _check_data(
     if objective is not None and objective.num_scores is not None and run is not None and run.sample_every_steps:
         problem = f"{objective.name} trains a head that writes no text; take it out"
         yield f"{place('run', 'sample_every_steps')} is {run.sample_every_steps}, but {problem}"
+    if objective is not None and objective.num_scores is not None and run is not None and run.metrics:
+        problem = f"{objective.name} trains a head of scores, which has no logits of tokens; take it out"
+        yield f"{place('run', 'metrics')} is {run.metrics}, but {problem}"
     if data.too_long == "split" and objective is not None and not objective.takes_parts:
         problem = f"{objective.name} compares whole answers; write cut, drop or error"
         yield f"{place('data', 'too_long')} is 'split', but {problem}"
@@ -208,6 +214,15 @@ def _check_saving(
             near = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"{place('run', 'allow_changes')} names {key!r}, which no recipe has{hint}"
+
+
+def _check_registered(family: str, names: list[str], place: str) -> Iterator[str]:
+    """Mistakes of names that the recipe's plugins must have registered."""
+    known = registry.known(family)
+    for name in names:
+        if name not in known:
+            there = nearest(name, list(known)) if known else f"none registers a {family}"
+            yield f"{place} has {name!r}, which no file in plugins registers; {there}"
 
 
 def _check_trackers(run: RunSection, place: Callable[..., str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ ONLY_THE_RUN = (
     "run.keep_best",
     "run.keep_last",
     "run.log_every_steps",
+    "run.metrics",
     "run.monitor",
     "run.on_out_of_memory",
     "run.output_dir",

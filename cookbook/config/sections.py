@@ -554,6 +554,11 @@ class RunSection(OneOf):
     schedule is not shortened. Default: never."""
     early_stopping_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """By more than this must it be lower. Default: 0."""
+    metrics: Names = []
+    """Metrics that each evaluation computes beside the loss, by the names under which the recipe's plugins register
+    them."""
+    metric_for_best_model: str | None = None
+    """The one of them by which keep_best, early stopping and export compare, in the place of the loss."""
     export: Literal["last", "best"] = "last"
     """The step that a run exports at its end: the last, or that with the lowest evaluation loss of the checkpoints that
     keep_best has kept."""
@@ -612,6 +617,12 @@ class RunSection(OneOf):
         if self.early_stopping_threshold is not None and self.early_stopping_patience is None:
             given = f"early_stopping_threshold {self.early_stopping_threshold:g}"
             raise ValueError(f"{given} would be ignored without early_stopping_patience")
+        if (name := self.metric_for_best_model) is not None and name not in self.metrics:
+            raise ValueError(f"metric_for_best_model is {name!r}, which metrics does not name; add it there")
+        if name is not None and self.early_stopping_patience is None and not self.keep_best:
+            raise ValueError(
+                f"metric_for_best_model {name} would be ignored without early_stopping_patience and keep_best"
+            )
         if self.export == "best" and not self.keep_best:
             raise ValueError("export best needs the best checkpoint: write keep_best: 1")
         return self

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from cookbook.config import plugins
+from cookbook.config.metric_functions import Metric, metrics
 from cookbook.config.objectives import Objective
 from cookbook.config.objectives.forward import Batch, sequence_logps, target_logps
 from cookbook.config.optim.groups import build_optimizer
@@ -100,24 +101,31 @@ class Progress:
     """True if the continuations after this step are written."""
     eval_loss: float | None = None
     """Loss on the first evaluation set after this step."""
+    best_by: float | None = None
+    """Value of run.metric_for_best_model there, negated if a greater one is better."""
     stream_digest: str | None = None
     """See `StepBatch.stream_digest`."""
-    best_loss: float | None = None
-    """The lowest `eval_loss` so far, without that before the first step; with early stopping only."""
+    best_rating: float | None = None
+    """The lowest `rating` so far, without that before the first step; with early stopping only."""
     best_step: int | None = None
     num_worse: int = 0
     """Evaluations in a row that were no better than the best before."""
 
+    @property
+    def rating(self) -> float | None:
+        """The number by which evaluations are compared; less is better."""
+        return self.eval_loss if self.best_by is None else self.best_by
+
     def judge(self, threshold: float) -> None:
         """Count the evaluation after this step for early stopping, as transformers does (5.23, trainer_callback.py,
         `EarlyStoppingCallback.check_metric_value`; the best is the lowest of all, by whatever amount)."""
-        loss, best = self.eval_loss, self.best_loss
-        if self.step == 0 or loss is None:
+        rating, best = self.rating, self.best_rating
+        if self.step == 0 or rating is None:
             return
-        is_better = math.isfinite(loss) and (best is None or best - loss > threshold)
+        is_better = math.isfinite(rating) and (best is None or best - rating > threshold)
         self.num_worse = 0 if is_better else self.num_worse + 1
-        if math.isfinite(loss) and (best is None or loss < best):
-            self.best_loss, self.best_step = loss, self.step
+        if math.isfinite(rating) and (best is None or rating < best):
+            self.best_rating, self.best_step = rating, self.step
 
     def advance(self, batch: batches.StepBatch, *, is_skipped: bool) -> None:
         """Count a step."""
@@ -125,7 +133,7 @@ class Progress:
         self.num_samples += batch.num_samples
         self.stream_digest = batch.stream_digest
         self.num_skipped += is_skipped
-        self.is_evaluated, self.is_sampled, self.eval_loss = False, False, None
+        self.is_evaluated, self.is_sampled, self.eval_loss, self.best_by = False, False, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +164,17 @@ class Run:
         return patience is not None and self.progress.num_worse >= patience
 
     @property
+    def metrics(self) -> list[Metric]:
+        """The metrics of each evaluation, beside those of the objective."""
+        return [metrics()[name] for name in self.recipe.run.metrics]
+
+    @property
+    def metric_for_best(self) -> Metric | None:
+        """The metric by which evaluations are compared; None: the loss."""
+        name = self.recipe.run.metric_for_best_model
+        return None if name is None else metrics()[name]
+
+    @property
     def is_over(self) -> bool:
         """Return whether this was the last step."""
         return self.progress.step == self.inputs.max_steps or self.stops_early
@@ -165,10 +184,15 @@ class Run:
         """Why the run ends before its last step; None if it does not."""
         if not self.stops_early or self.progress.step == self.inputs.max_steps:
             return None
-        loss, step = self.progress.best_loss, self.progress.best_step
-        best = (
-            f"no held-out loss below {loss:.4f}, that of step {step}" if step is not None else "no finite held-out loss"
-        )
+        rating, step = self.progress.best_rating, self.progress.best_step
+        metric = self.metric_for_best
+        what, side, sign = "held-out loss", "below", 1.0
+        if metric is not None:
+            what = f"held-out {metric.name}"
+            side, sign = ("above", -1.0) if metric.greater_is_better else ("below", 1.0)
+        best = f"no finite {what}"
+        if rating is not None:
+            best = f"no {what} {side} {sign * rating:.4f}, that of step {step}"
         return f"early stopping after step {self.progress.step}: {best}, in {self.progress.num_worse} evaluations"
 
     @property

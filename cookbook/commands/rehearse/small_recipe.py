@@ -77,6 +77,8 @@ def write_small_recipe(rehearsal: Rehearsal, recipe_path: Path) -> Path:
     early = ("early_stopping_patience", "early_stopping_threshold")
     for key in ("num_epochs", "trackers", "profile", "evals_per_epoch", "saves_per_epoch", *early):
         run.pop(key, None)
+    if not run["keep_best"]:
+        run.pop("metric_for_best_model", None)  # which compares nothing then
     run |= {"max_steps": NUM_STEPS, "output_dir": str(rehearsal.folder / "out"), "eval_every_steps": 2}
     if saves_by_steps:
         run["save_every_steps"] = 2

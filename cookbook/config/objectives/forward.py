@@ -75,6 +75,12 @@ class Logits(Protocol):
     def at(self, tokens: torch.Tensor) -> torch.Tensor:
         """(L, k) -> (L, k): the logits of tokens."""
 
+    def argmax(self) -> torch.Tensor:
+        """(L,) int64: the most probable token at each target, of equals the first. Without a gradient."""
+
+    def rank(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(L,) -> (L,): how many tokens have a larger logit than a token at each target. Without a gradient."""
+
     def mean(self) -> torch.Tensor:
         """(L,): the mean over the vocabulary."""
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from cookbook.system.files import RecipeError
 from cookbook.training.models.structure import LogitTransform
 
 
@@ -84,6 +85,22 @@ class HeadLogits:
         values = transformed(self.products.gather(1, columns), self.reading.transform).float()
         return self.reading.part.of_all(values * is_here).sum(0)
 
+    def argmax(self) -> torch.Tensor:
+        part, logits = self.reading.part, transformed(self.products.detach(), self.reading.transform)
+        if part.group is None:
+            return logits.argmax(1)
+        logits = F.pad(logits.double(), (0, 1), value=-torch.inf)  # the last ranks may have no column
+        best = logits.argmax(1)
+        values = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+        of_all = part.of_all(torch.stack([values, (best + part.start).double()]))
+        return of_all[:, 1].gather(0, of_all[:, 0].argmax(0, keepdim=True)).squeeze(0).long()
+
+    def rank(self, tokens: torch.Tensor) -> torch.Tensor:
+        part, logits = self.reading.part, transformed(self.products.detach(), self.reading.transform).float()
+        columns, is_here = part.columns(tokens.unsqueeze(1), logits.shape[1])
+        own = part.of_all(logits.gather(1, columns) * is_here).sum(0)
+        return part.of_all((logits > own).sum(1, dtype=torch.float32)).sum(0)
+
     def mean(self) -> torch.Tensor:
         part = self.reading.part
         total = part.of_all(transformed(self.products, self.reading.transform).sum(1, dtype=torch.float32)).sum(0)
@@ -99,7 +116,11 @@ class HeadLogits:
         return part.of_all(_LogSumExp.apply(logits, temperature, columns)).logsumexp(0)
 
     def whole(self) -> torch.Tensor:
-        assert self.reading.part.group is None, "each rank has a part of the vocabulary"
+        if self.reading.part.group is not None:
+            raise RecipeError(
+                "whole() of logits: each process has a part of the vocabulary under tensor parallel; use argmax, rank,"
+                " at, mean, nll or logsumexp, or a strategy without tensor parallel"
+            )
         return transformed(self.products, self.reading.transform).float()
 
 

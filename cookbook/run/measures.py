@@ -1,0 +1,84 @@
+"""Metrics of plugins in an evaluation: sums over the labels, in the same forward as the loss, of the same chunks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cookbook.config.metric_functions import Metric
+from cookbook.config.objectives.forward import Batch, FunctionOfLogits, Logits, LossOutput
+from cookbook.system.files import RecipeError
+
+OVER = "/over"
+"""Behind the name of a metric, the sum that it is divided by."""
+Loss = Callable[[Any, Batch], LossOutput]
+
+
+def measured(loss: Loss, metrics: Sequence[Metric]) -> Loss:
+    """The loss of an objective, with the two sums of each metric among what it reports.
+
+    As sums they go the way of the loss: whatever divides tokens, samples or layers between processes, `Engine.evaluate`
+    adds up what each has seen.
+    """
+
+    def compute(model: Any, batch: Batch) -> LossOutput:
+        meter = _Meter(model, metrics)
+        outcome = loss(meter, batch)
+        if taken := sorted({metric.name for metric in metrics} & outcome.metrics.keys()):
+            raise RecipeError(f"run.metrics: the objective reports {taken[0]} itself; give the metric another name")
+        return LossOutput(outcome.loss_sum, outcome.count, outcome.metrics | meter.sums)
+
+    return compute if metrics else loss
+
+
+def divided(means: dict[str, float], metrics: Sequence[Metric]) -> dict[str, float]:
+    """The values of an evaluation, in which each metric is the quotient of its sums; nan where nothing was counted."""
+    values = dict(means)
+    for metric in metrics:
+        over = values.pop(f"{metric.name}{OVER}")
+        values[metric.name] = values[metric.name] / over if over else float("nan")
+    return values
+
+
+class _Meter:
+    """A model as an objective calls it, which answers the metrics in the same forward."""
+
+    def __init__(self, model: Any, metrics: Sequence[Metric]) -> None:
+        self.model, self.metrics = model, metrics
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def __call__(self, *, function: FunctionOfLogits | None = None, **inputs: Any) -> Any:
+        joined = _Joined(function, inputs["targets"], self.metrics)
+        results = self.model(**inputs, function=joined)
+        own = results[: joined.num_own]
+        for name, values in zip(joined.names, results[joined.num_own :], strict=True):
+            self.sums[name] = self.sums.get(name, 0) + values.double().sum()
+        return own[0] if function is None else own
+
+
+class _Joined:
+    """A function of logits, or the likelihood of the labels, with the values of metrics behind its own."""
+
+    def __init__(self, function: FunctionOfLogits | None, labels: torch.Tensor, metrics: Sequence[Metric]) -> None:
+        self.function, self.labels, self.metrics = function, labels, metrics
+        self.names = [name for metric in metrics for name in (metric.name, f"{metric.name}{OVER}")]
+        reported = () if function is None else function.reported
+        self.num_own, self.reported = 1 + len(reported), (*reported, *self.names)
+
+    def __call__(self, logits: Logits, rows: slice) -> tuple[torch.Tensor, ...]:
+        labels = self.labels[rows]
+        own = (logits.nll(labels),) if self.function is None else self.function(logits, rows)
+        return *own, *(column for metric in self.metrics for column in _columns(metric, logits, labels))
+
+
+def _columns(metric: Metric, logits: Logits, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A metric's values and what they are divided by, float32 (L,) each."""
+    returned = metric.function(logits, labels)
+    columns = returned if isinstance(returned, tuple) else (returned, torch.ones_like(labels))
+    shapes = [tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__ for column in columns]
+    if shapes != [tuple(labels.shape)] * 2:
+        raise RecipeError(
+            f"run.metrics: {metric.name} returned {' and '.join(map(str, shapes))} for {len(labels)} labels; return a"
+            " tensor of a number for each label, or two of them"
+        )
+    return columns[0].float(), columns[1].float()
