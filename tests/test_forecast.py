@@ -147,7 +147,7 @@ def test_a_pipeline_reserves_what_its_fullest_stage_does():
 
 @pytest.fixture(scope="module")
 def llama() -> Recipe:
-    return load_recipe(ROOT / LLAMA)
+    return load_recipe(ROOT / LLAMA, ["batch.micro_batch_size=2", "model.gradient_checkpointing=true"])
 
 
 def test_sharding_divides_states_and_nothing_else(llama, monkeypatch):
@@ -174,6 +174,19 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(llama):
     assert largest > micro_batch_of(llama)
     assert only(with_micro_batch(largest), "8x40GB", "zero3").verdict == "fits"
     assert only(with_micro_batch(round(largest * 1.15) + 1), "8x40GB", "zero3").verdict != "fits"
+
+
+def test_the_largest_micro_batch_does_not_depend_on_that_of_the_recipe():
+    """Nor do 2,048 tokens of Qwen2.5-7B fill two chunks of the loss's backward: 1,764 of 152,064 logits each."""
+    recipes = [
+        load_recipe(
+            ROOT / "recipes/qwen25_7b/sft.yaml",
+            [f"batch.micro_batch_size={size}", "model.gradient_checkpointing=true"],
+        )
+        for size in (1, 4)
+    ]
+    one, other = (only(recipe, "8x80GB", "zero3").largest_micro_batch for recipe in recipes)
+    assert one == pytest.approx(other, rel=0.03) and other > 40
 
 
 def test_the_longest_sequence_fits_at_micro_batch_1(llama):
@@ -511,7 +524,8 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
 
 
 def test_stages_may_be_more_than_the_gpus_of_a_machine():
-    recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("8x1xH100", **ROOM)
+    recipe = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml", ["batch.micro_batch_size=4"])
+    machines = parse_machines("8x1xH100", **ROOM)
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("pp", "tp")]
     (found,) = better_sizes(recipe, strategies, machines, "recipe")
     seen = [(sizes["pp_size"], one.verdict) for sizes, one in found.forecasts]

@@ -40,7 +40,7 @@ from cookbook.start.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
 from cookbook.training.models.efficiency import check_layers
-from cookbook.training.models.loss import LOGITS_BUDGET
+from cookbook.training.models.loss import LOGITS_BUDGET, OF_BACKWARD
 
 Verdict = Literal[
     "fits", "host memory unknown", "disk unknown", "tight", "not judged", "no forecast", "does not fit", "cannot run"
@@ -119,12 +119,12 @@ class TraceCache:
 
     def fills_chunks(self, strategy: Strategy) -> int:
         """The samples from which a forward and backward grow linearly with their number: those of data.max_length with
-        enough tokens for the chunked loss, whose logits do not grow further.
+        enough tokens for two whole chunks of the loss's backward: the second is held beside the weight's gradient.
         """
         if self.recipe.objective.num_scores is not None:
             return 1
         ranks = strategy.sp_size * strategy.tp_size  # which share the logits of a micro-batch
-        return 2 * LOGITS_BUDGET * ranks // (self.sizes.vocab * self.recipe.data.max_length) + 1
+        return 2 * OF_BACKWARD * LOGITS_BUDGET * ranks // (self.sizes.vocab * self.recipe.data.max_length) + 1
 
     def work(self, strategy: Strategy, micro_batch: int) -> ActivationTrace:
         """The trace of a micro-batch of samples of data.max_length. Of compiled layers, whose time no trace tells and

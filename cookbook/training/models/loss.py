@@ -36,6 +36,8 @@ from cookbook.training.models.structure import LogitTransform, logit_transform
 LOGITS_BUDGET = 2**27
 """Largest number of logits in one matrix product of the forward. With the float32 copy and the log-probabilities they
 take 1.25 GiB in bf16. Below it, a single product is fastest."""
+OF_BACKWARD = 2
+"""Times as many in the backward of the likelihood in bf16."""
 
 
 class LossHead(torch.nn.Linear):
@@ -228,7 +230,7 @@ class _LossOfHead(torch.autograd.Function):
         is_small = hidden.dtype == torch.bfloat16 and reading.transform is None and type(ctx.function) is _Likelihood
         of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
-        for rows in _chunks(len(hidden), reading.part.width or len(weight), 2 if is_small else 1):
+        for rows in _chunks(len(hidden), reading.part.width or len(weight), OF_BACKWARD if is_small else 1):
             part, scale, gradient = hidden[rows], gradients[0][rows].unsqueeze(1), kept
             if gradient is None:
                 gradient = _evaluate(
