@@ -538,20 +538,22 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def plan_options(page: str) -> tuple[str, dict[str, str]]:
-    """The recipe and the flags of the last `cookbook plan` of a page, which is that of its table."""
+def plan_options(page: str) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with what is set, and the other flags, of the last `cookbook plan` of a page, that of its table."""
     *_, line = [line for line in commands(text_of(page)) if line.startswith("cookbook plan ")]
     recipe, *words = shlex.split(line)[2:]
-    return recipe, dict(zip(words[::2], words[1::2], strict=True))
+    flags = list(zip(words[::2], words[1::2], strict=True))
+    assignments = [value for flag, value in flags if flag == "--set"]
+    return load_recipe(ROOT / recipe, assignments), {flag: value for flag, value in flags if flag != "--set"}
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_longest_samples_are_those_of_plan():
-    name, options = plan_options("docs/long_context.md")
+    recipe, options = plan_options("docs/long_context.md")
     room = {key: float(options[f"--{key.replace('_', '-')}"]) for key in ("host_gib", "nvme_gib")}
-    report = forecast_all(load_recipe(ROOT / name), load_known(), parse_machines(options["--gpus"], **room), name)
+    report = forecast_all(recipe, load_known(), parse_machines(options["--gpus"], **room), "recipe")
     found = {one.strategy.name: one.longest or 0 for one in report.forecasts if one.verdict != "cannot run"}
     shown = [
         (name, int(cell.replace(",", "")) if cell[0].isdigit() else 0)
@@ -572,11 +574,16 @@ def known() -> dict[str, Strategy]:
     return {one.name: one for one in load_known()}
 
 
-@cache
-def sizes_and_recipe(name: str) -> tuple[ModelSizes, Recipe]:
-    recipe = load_recipe(ROOT / name)
+def sizes_for(recipe: Recipe) -> ModelSizes:
     config, _ = find_config(recipe.model)
-    return sizes_of(config, skeleton(config, recipe)), recipe
+    return sizes_of(config, skeleton(config, recipe))
+
+
+@cache
+def of_the_links() -> tuple[ModelSizes, Recipe]:
+    """Sizes and recipe of the tables of docs/several_machines.md."""
+    recipe, _ = plan_options("docs/several_machines.md")
+    return sizes_for(recipe), recipe
 
 
 def sent(
@@ -589,7 +596,7 @@ def sent(
     """
     count = known()[name].num_processes or 16
     strategy = replace(known()[name].fitted(count, 8), num_machines=-(-count // 8))
-    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=min(count, 8), recipe_name=name)
+    plan = make_plan(recipe, strategy, num_processes=count, num_gpus=min(count, 8), recipe_name="recipe")
     tokens = tokens_of_step(recipe)
     step = Step(
         num_tokens=tokens,
@@ -623,7 +630,7 @@ def times_in(cell: str) -> dict[str, int]:
 
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_table_of_links_has_what_each_strategy_sends_over_which():
-    sizes, recipe = sizes_and_recipe(plan_options("docs/several_machines.md")[0])
+    sizes, recipe = of_the_links()
     rows = table("docs/several_machines.md", LINKS)
     assert sorted(name for row in rows for name in names_in(row[0])) == STRATEGIES
     dense = [(name, row) for row in rows for name in names_in(row[0]) if name != "fsdp2_ep"]
@@ -647,7 +654,7 @@ def two_digits(value: float) -> float:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_network_is_the_limit_at_the_rates_of_the_page():
-    name, options = plan_options("docs/several_machines.md")
+    recipe, options = plan_options("docs/several_machines.md")
     text = " ".join(section("docs/several_machines.md", LINKS).split())
     said = re.search(r"Of (\d+), (\d+), (\d+) and (\d+) Gbit/s (.+?)\. ", text)
     assert said is not None
@@ -661,21 +668,21 @@ def test_the_network_is_the_limit_at_the_rates_of_the_page():
     strategies = [known()[one] for one in first]
     for rate in rates:
         machines = parse_machines(options["--gpus"], fabric_gbits=float(rate))
-        report = forecast_all(load_recipe(ROOT / name), strategies, machines, name, limits=False)
+        report = forecast_all(recipe, strategies, machines, "recipe", limits=False)
         limits = {one.strategy.name: one.time.bottleneck == "network" for one in report.forecasts if one.time}
         assert limits == {one: rate <= most for one, most in first.items()}, rate
 
 
 @pytest.mark.usefixtures("in_the_repository")
 def test_what_expert_parallel_sends_is_that_of_the_ledger():
-    name = "recipes/qwen3_30b_a3b/sft.yaml"
     written = re.search(
-        r"\[Qwen3-30B-A3B\]\(\.\./(\S+)\) it sends (\d+) GB, and `fsdp2` (\d+)",
+        r"\[Qwen3-30B-A3B\]\(\.\./(\S+)\), in micro-batches of (\d+) too, it sends (\d+) GB, and `fsdp2` (\d+)",
         " ".join(text_of("docs/several_machines.md").split()),
     )
-    assert written is not None and written[1] == name
-    sizes, recipe = sizes_and_recipe(name)
-    for strategy, number in (("fsdp2_ep", written[2]), ("fsdp2", written[3])):
+    assert written is not None
+    recipe = load_recipe(ROOT / written[1], [f"batch.micro_batch_size={written[2]}"])
+    sizes = sizes_for(recipe)
+    for strategy, number in (("fsdp2_ep", written[3]), ("fsdp2", written[4])):
         messages, _ = sent(strategy, sizes, recipe)
         assert float(number) == float(f"{gb_to_others(messages):.2g}"), strategy
         assert all(one.kind != "all-to-all" or one.over_links(8)[1] == 0 for one in messages)
@@ -683,7 +690,7 @@ def test_what_expert_parallel_sends_is_that_of_the_ledger():
 
 @pytest.mark.usefixtures("in_the_repository")
 def test_the_table_of_offloading_has_what_the_ledger_copies():
-    sizes, recipe = sizes_and_recipe(plan_options("docs/several_machines.md")[0])
+    sizes, recipe = of_the_links()
     rows = table("docs/several_machines.md", HOST)
     offloading = [name for name in STRATEGIES if name != "fsdp2_ep" and any(sent(name, sizes, recipe)[1])]
     assert sorted(name for row in rows for name in names_in(row[0])) == offloading

@@ -52,8 +52,8 @@ def strategy(name):
 
 # recipe, what is asked -> processes, accumulation, tokens a step; worked out by hand from the files
 BY_HAND = {
-    "needs 4 GPUs": (ZERO3, {}, 4, "8 = 128 / (4 x 4)", "at most 262,144 = 128 x 2,048"),
-    "16 asked for": (ZERO3, {"processes": 16}, 16, "2 = 128 / (4 x 16)", "at most 262,144 = 128 x 2,048"),
+    "needs 4 GPUs": (ZERO3, {}, 4, "32 = 128 / (1 x 4)", "at most 262,144 = 128 x 2,048"),
+    "16 asked for": (ZERO3, {"processes": 16}, 16, "8 = 128 / (1 x 16)", "at most 262,144 = 128 x 2,048"),
     "pairs": ("recipes/llama31_8b/dpo_lora.yaml", {}, 4, "8 = 32 / (1 x 4)", "at most 65,536 = 32 x 2 x 1,024"),
     "one GPU": ("recipes/llama31_8b/sft_qlora.yaml", {}, 1, "16 = 16 / (1 x 1)", "at most 32,768 = 16 x 2,048"),
     "no GPU": ("recipes/quickstart.yaml", {}, 2, "4 = 16 / (2 x 2)", "at most 2,048 = 16 x 128"),
@@ -197,7 +197,7 @@ def test_a_default_and_the_command_line_are_distinguished_from_the_file(in_root)
     assert found["LENGTH"]["epochs"].sources == ("command line",)
     assert found["LENGTH"]["evaluation"].sources == ("default",)
     assert found["OPTIMIZER"]["clipping"].sources == ("default",)
-    assert found["BATCH"]["step"].sources == (f"{ZERO3}:31",)
+    assert found["BATCH"]["step"].sources == (f"{ZERO3}:32",)
     assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
 
 
@@ -356,8 +356,8 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
         "bf16.enabled": ("auto", True),
         "fp16.enabled": ("auto", False),
         "train_batch_size": ("auto", 128),
-        "train_micro_batch_size_per_gpu": ("auto", 4),
-        "gradient_accumulation_steps": ("auto", 4),
+        "train_micro_batch_size_per_gpu": ("auto", 1),
+        "gradient_accumulation_steps": ("auto", 16),
         "gradient_clipping": ("auto", 1.0),
         "zero_allow_untested_optimizer": (None, True),
         "steps_per_print": (None, 2**31),
@@ -566,7 +566,7 @@ def test_every_pair_of_strategies_can_be_compared(in_root):
 
 
 KEYS = {
-    "batch.micro_batch_size=1": "speed",
+    "batch.micro_batch_size=2": "speed",
     "data.packing=false": "speed",
     "model.gradient_checkpointing=false": "speed",
     "model.gradient_checkpointing=offload": "speed",
@@ -803,8 +803,8 @@ def test_json_says_the_same_for_programs(in_root, capsys):
     assert main(["explain", str(ZERO3), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     accumulation = found["quantities"]["batch"]["accumulation"]
-    assert accumulation["value"] == 8
-    assert accumulation["from"] == [f"{ZERO3}:31", f"{ZERO3}:32", "accelerate_configs/zero3.yaml:5"]
+    assert accumulation["value"] == 32
+    assert accumulation["from"] == [f"{ZERO3}:32", f"{ZERO3}:33", "accelerate_configs/zero3.yaml:5"]
     assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
     assert main(["explain", "zero2", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_curve"] is True

@@ -257,7 +257,7 @@ def test_one_machine_needs_no_numbers(capsys):
         ),
         ("--to sky --gpus 8xH100 --seconds-to-save 600", ["--seconds-to-save: would be ignored by --to sky"]),
         ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),
-        ("--to slurm --gpus 2x3xH100", ["but 6 processes x micro_batch_size 4"]),
+        ("--to slurm --gpus 2x3xH100", ["but 6 processes x micro_batch_size 1 (auto)"]),
         ("--to slurm --gpus 8xH100 --strategy ddp", ["does not fit on 8xH100; cookbook plan"]),
         ("--to cloud --gpus 8xH100", ["'cloud' is not one of"]),
         ("--to k8s --gpus 8xH100 --image=-x --volume runs", ["--image is '-x'; write one as in registry/name:tag"]),

@@ -182,7 +182,7 @@ def on_paper(results: dict[str, Any]) -> list[str]:
         *table(results["large"], *map(str, GPUS_OF_LARGE)),
         "",
         "```bash",
-        f"cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --strategy pp_fsdp2",
+        f"cookbook plan {LARGE} --gpus 4x8xH100 --strategy fsdp2_tp --set batch.micro_batch_size={SAMPLES}",
         f"cookbook rehearse {LARGE} --strategy pp_fsdp2",
         "```",
         "",

@@ -390,6 +390,7 @@ def split_problems(batch: BatchSection, mesh: Mesh, num_processes: int, recipe_n
 def _explain_split(batch: BatchSection, data_parallel_size: int, num_processes: int) -> str:
     assert batch.micro_batch_size is not None
     per_forward = batch.micro_batch_size * data_parallel_size
+    size = f"{int(batch.micro_batch_size)}{' (auto)' if isinstance(batch.micro_batch_size, Auto) else ''}"
     ways = [max(1, batch.global_batch_size // per_forward) * per_forward]
     if batch.global_batch_size > per_forward:
         ways.append(-(-batch.global_batch_size // per_forward) * per_forward)
@@ -400,8 +401,8 @@ def _explain_split(batch: BatchSection, data_parallel_size: int, num_processes: 
     ]
     who = several(data_parallel_size, "process" if data_parallel_size == num_processes else "data-parallel process")
     text = (
-        f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {batch.micro_batch_size} ="
-        f" {per_forward} sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
+        f"batch.global_batch_size is {batch.global_batch_size}, but {who} x micro_batch_size {size} = {per_forward}"
+        f" sequences per forward. Use global_batch_size {' or '.join(map(str, ways))}"
     )
     if fitting:
         text += f", or micro_batch_size {fitting[0]}"
