@@ -170,8 +170,8 @@ def test_an_unknown_model_without_network_is_refused_before_anything_starts(monk
 
 def test_a_batch_that_does_not_split_at_full_size_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(rehearsal, "_run", lambda *_: pytest.fail("a run was started"))
-    with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 100, but 4 processes x micro_batch_size 4"):
-        rehearsal_of("recipes/qwen25_7b/sft.yaml", "batch.global_batch_size=100")
+    with pytest.raises(RecipeError, match=r"batch\.global_batch_size is 102, but 4 processes x micro_batch_size 1 "):
+        rehearsal_of("recipes/qwen25_7b/sft.yaml", "batch.global_batch_size=102")
 
 
 def test_rows_of_the_hub_are_read_when_it_answers(monkeypatch, tmp_path):

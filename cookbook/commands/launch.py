@@ -121,19 +121,24 @@ def prepare(
     refuse(placed(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
+    folder = Path(recipe.run.output_dir)
+    logs = _log_folder(folder) if rank_logs else None
+
+    def line(assignments: list[str]) -> list[str]:
+        return run_plan.launch_command(
+            str(path), loaded, num_processes=count, assignments=assignments, hosts=run_hosts, logs=logs
+        )
+
+    if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
+        all_the_same = run_plan.show_command(line(assignments))
+        raise RecipeError([what_it_takes(path), f"To run it here all the same: {all_the_same}"])
     if run_plan.autos(recipe):
         assignments = _replace_autos(path, assignments, recipe, loaded, planned)
         recipe, loaded = run_plan.load_pair(path, assignments, strategy)
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    folder = Path(recipe.run.output_dir)
-    logs = _log_folder(folder) if rank_logs else None
-    command = run_plan.launch_command(
-        str(path), loaded, num_processes=count, assignments=assignments, hosts=run_hosts, logs=logs
-    )
-    if not dry_run and simulate_gpus is None and gpus * num_machines < gpus_needed(read_label(path), loaded.name):
-        raise RecipeError([what_it_takes(path), f"To run it here all the same: {run_plan.show_command(command)}"])
+    command = line(assignments)
     _check_rows(recipe)
 
     def start() -> int:
