@@ -22,6 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cookbook.commands.cli import main
 from cookbook.config.sections import AdapterSection
+from cookbook.facts.model_files import read_config
+from cookbook.facts.model_types import TYPES, ModelType
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import base_model
 from cookbook.training.models.model_source import weights_digest
@@ -390,6 +392,17 @@ IN_A_RECIPE = "adapter={name: lora, rank: 4, alpha: 8, targets: [q_proj], path: 
 """The recipe's adapter begins with the one of the run's folder."""
 SETTINGS_OF_OTHERS = ("record of the base a list", "record of the base of numbers")
 """What `check` does not read: a run compares the bases."""
+
+
+def test_a_type_of_a_newer_transformers_is_told_from_one_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TYPES, "of_next_year", ModelType(transformers="99.1"))
+    for name, words in {
+        "of_next_year": "no model_type 'of_next_year', and 99.1 has",
+        "evil": "no such model_type",
+    }.items():
+        (tmp_path / CONFIG).write_text(json.dumps({"model_type": name}))
+        with pytest.raises(RecipeError, match=words):
+            read_config(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ADAPTERS)

@@ -5,11 +5,13 @@ wrong: a library waits for a pipe without end, and raises anything over what it 
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cookbook.facts.model_types import look_up
 from cookbook.system.files import RecipeError, first_line, kind_in_words, refuse
 from cookbook.system.tensor_files import why_no_file
 
@@ -118,6 +120,10 @@ def _reason(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return "it contains custom code, which is not run here; take a model that transformers reads by its own code"
     if "does not recognize this architecture" in str(error):
+        named = re.search(r"model type `(.+?)`", str(error))
+        if named and (measured := look_up(named[1]).transformers):
+            what = f"transformers {__version__} has no model_type {named[1]!r}, and {measured} has"
+            return f"{what}; install that, or take a model of another type"
         return f"transformers {__version__} has no such model_type; correct it, or take a model of one that it has"
     return f"transformers cannot read it ({type(error).__name__}: {first_line(error)})"
 
