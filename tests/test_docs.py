@@ -70,6 +70,7 @@ MADE = (
     "step-",
     "model/",
     "profile/",
+    "callbacks/",
 )
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json", "events.jsonl", "report.html", "compare.html"}

@@ -43,6 +43,7 @@ QUIET = {
     "run.export": "last",
     "run.early_stopping_patience": "null",
     "run.early_stopping_threshold": "null",
+    "run.callbacks": "[]",
     "run.metrics": "[]",
     "run.metric_for_best_model": "null",
     "run.trackers": "[]",

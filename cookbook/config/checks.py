@@ -88,6 +88,7 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
         yield from _check_trackers(run, partial(place, "run", "trackers"))
+        yield from _check_registered("callback", run.callbacks, place("run", "callbacks"))
         yield from _check_registered("metric", run.metrics, place("run", "metrics"))
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"

@@ -13,6 +13,7 @@ ONLY_ROUNDING = ("model.compile", "model.kernels", "model.liger_kernels", "run.d
 ONLY_THE_RUN = (
     "data.eval",
     "run.allow_changes",
+    "run.callbacks",
     "run.check_export",
     "run.check_ranks_every_steps",
     "run.eval_every_steps",

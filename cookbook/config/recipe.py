@@ -69,7 +69,8 @@ class Recipe(Section):
     seed: int = Field(default=42, ge=0, lt=2**32)
     """Seed of data order, new weights and dropout."""
     plugins: list[PathText] = []
-    """Python files that add objectives, optimizers, schedules or kinds of rows. They run with your rights."""
+    """Python files that add objectives, optimizers, schedules, kinds of rows, reward functions, metrics or callbacks.
+    They run with your rights."""
     model: ModelSection = Field(examples=[{"name_or_path": "my-model"}])
     data: DataSection = Field(examples=[{"train": "rows.jsonl"}])
     objective: SerializeAsAny[Objective] = SFT()

@@ -554,6 +554,9 @@ class RunSection(OneOf):
     schedule is not shortened. Default: never."""
     early_stopping_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """By more than this must it be lower. Default: 0."""
+    callbacks: Names = []
+    """Callbacks that get the lines of events.jsonl and metrics.jsonl, by the names under which the recipe's plugins
+    register them."""
     metrics: Names = []
     """Metrics that each evaluation computes beside the loss, by the names under which the recipe's plugins register
     them."""

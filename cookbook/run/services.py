@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cookbook.config import plugins
+from cookbook.config.callbacks import callbacks
 from cookbook.config.recipe import dump_recipe
 from cookbook.run import forecasts, shortage
+from cookbook.run.observers import Observer
 from cookbook.run.publish import export_folder, model_folder
 from cookbook.run.stages import Run
 from cookbook.start.run_plan import describe_batch
@@ -123,6 +125,8 @@ def _open_log(
     record = _record(run, expected, shortages)
     record["recipe_files"] = [{"file": file, "sha256": sha256} for file, sha256 in digests.items()]
     log.write_record(RUN, record)
+    if engine.is_main:
+        log.followers += _observers(run, log)
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
@@ -141,6 +145,15 @@ def _open_log(
             for name, options in run.recipe.run.trackers.items()
         ]
     return log, record, expected
+
+
+def _observers(run: Run, log: metrics.RunLog) -> list[Observer]:
+    """The callbacks of the recipe."""
+    known, is_alone = callbacks(), not run.recipe.run.trackers
+    folders = {name: run.output_dir / "callbacks" / name for name in run.recipe.run.callbacks}
+    return [
+        Observer(known[name], folder, run.engine, say=log.say, is_alone=is_alone) for name, folder in folders.items()
+    ]
 
 
 def _prepare_folder(run: Run, log: metrics.RunLog) -> None:

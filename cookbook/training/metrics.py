@@ -142,9 +142,11 @@ def _in_one_line(text: str) -> str:
 
 
 class Follower(Protocol):
-    """Gets the lines of metrics.jsonl; neither call may raise."""
+    """Gets the lines of metrics.jsonl and events.jsonl; no call may raise but what is to end the run."""
 
     def log(self, line: dict[str, Any]) -> None: ...
+
+    def event(self, line: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -231,6 +233,8 @@ class RunLog:
             line = {"event": what, "step": step, "time": time.time(), **masked_values(details)}
             with contextlib.suppress(OSError), (self.folder / EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+            for follower in self.followers:
+                follower.event(line)
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line for users; see `Screen.say`."""

@@ -128,6 +128,9 @@ class Tracker(threading.Thread):
         if self.is_alive():
             self._lines.put(line)
 
+    def event(self, line: dict[str, Any]) -> None:
+        """Nothing: a tracker has numbers alone."""
+
     def close(self) -> None:
         """Wait until everything is logged, but not for ever."""
         self._lines.put(None)

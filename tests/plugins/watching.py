@@ -1,5 +1,10 @@
-"""Metrics of tests/test_metric_functions.py."""
+"""Metrics of tests/test_metric_functions.py, and callbacks of tests/test_callbacks.py."""
 
+import gc
+import json
+import random
+
+from cookbook.config.callbacks import callback
 from cookbook.config.metric_functions import metric
 
 
@@ -50,3 +55,111 @@ def one_number(logits, labels):
 @metric
 def of_all_logits(logits, labels):
     return logits.whole().max(1).values
+
+
+@callback
+class Notes:
+    """Writes down what it gets."""
+
+    def __init__(self, folder):
+        self.file = folder / "notes.jsonl"
+
+    def _note(self, kind, line):
+        with self.file.open("a") as file:
+            file.write(json.dumps([kind, line]) + "\n")
+        line.clear()  # its own copy
+
+    def on_event(self, event):
+        self._note("event", event)
+
+    def on_metrics(self, line):
+        self._note("metrics", line)
+
+
+@callback
+class Fails:
+    def __init__(self, folder):
+        self.calls = 0
+
+    def on_metrics(self, line):
+        self.calls += 1
+        if self.calls > 1:
+            raise KeyError("a key that is not there")
+
+
+@callback
+class FailsAtOnce:
+    def __init__(self, folder):
+        raise OSError("no place")
+
+    def on_event(self, event): ...
+
+
+def weights():
+    """The parameters of the process, as a callback is not given them."""
+    import torch
+
+    parameters = [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]
+    held = [getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)) for parameter in parameters]
+    # FSDP2 has emptied the storage of what it gathered.
+    return [tensor for tensor in held if tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()]
+
+
+@callback
+class WritesWeights:
+    def __init__(self, folder): ...
+
+    def on_metrics(self, line):
+        for parameter in weights():
+            parameter.data.mul_(1.001)
+
+
+@callback
+class WritesLater:
+    def __init__(self, folder): ...
+
+    def on_metrics(self, line):
+        import torch
+
+        if line["step"] == 2:
+            with torch.no_grad():
+                for parameter in weights():
+                    parameter.mul_(1.001)
+
+
+@callback
+class DrawsOfTorch:
+    def __init__(self, folder): ...
+
+    def on_metrics(self, line):
+        import torch
+
+        if line["step"] == 2:
+            torch.rand(1)
+
+
+@callback
+class DrawsOfNumpy:
+    def __init__(self, folder): ...
+
+    def on_event(self, event):
+        import numpy as np
+
+        np.random.rand()
+
+
+@callback
+class DrawsOfPython:
+    def __init__(self, folder):
+        random.random()
+
+    def on_event(self, event): ...
+
+
+@callback
+class DrawsOfItsOwn:
+    def __init__(self, folder):
+        self.random = random.Random(3)
+
+    def on_event(self, event):
+        self.random.random()

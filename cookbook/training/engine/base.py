@@ -274,7 +274,7 @@ class Engine:
             self._losses.append(loss.detach())
             return loss
 
-        before = None if self._are_reached else self._generators()
+        before = None if self._are_reached else self.generators()
         self._accumulate(scaled_loss, micro_batches)
         if before is not None:
             self._assert_none_drawn(before)
@@ -336,7 +336,7 @@ class Engine:
     def _of_any_rank(self, names: set[str]) -> set[str]:
         return {name for text in self.collectives.gather_texts(json.dumps(sorted(names))) for name in json.loads(text)}
 
-    def _generators(self) -> list[torch.Tensor]:
+    def generators(self) -> list[torch.Tensor]:
         """States of torch's random generators of this process."""
         on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
         return [torch.get_rng_state(), *on_gpu]
@@ -348,7 +348,7 @@ class Engine:
         Raises:
             RecipeError: on every rank, after the process group has ended.
         """
-        if self.collectives.all_true(all(map(torch.equal, before, self._generators()))):
+        if self.collectives.all_true(all(map(torch.equal, before, self.generators()))):
             return
         self.close()
         raise RecipeError(
