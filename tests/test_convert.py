@@ -669,6 +669,19 @@ TWO_FILES = {
         ("train_batch_size is 64", "4 x accumulation 1 x 2"),
     ),
 }
+
+
+def test_a_json_without_accumulation_has_that_of_its_two_batches(folder, capsys):
+    """As DeepSpeed derives it: 128 / (4 x 8); of 130 nobody can."""
+    for size, is_named in ((128, False), (130, True)):
+        text = json.dumps({"train_batch_size": size, "train_micro_batch_size_per_gpu": 4})
+        (folder / "ds.json").write_text(text)
+        assert main(["convert", str(folder / "ds.json"), "--processes", "8"]) == 0
+        said = capsys.readouterr().out
+        assert f"global_batch_size: {size}" in said
+        assert ("4 x accumulation 1 x 8" in said) == is_named, said
+
+
 SCRIPT = """\
 model_name_or_path: some/model
 dataset_name: some/data

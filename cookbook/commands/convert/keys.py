@@ -419,10 +419,13 @@ class Conversion(Collected):
         per_copy = mesh.get("strategy.tp_size", 1) * mesh.get("strategy.sp_size", 1)
         copies = max(1, (self.processes or 1) // per_copy)
         size = micro * (accumulation or 1) * copies
+        of_micro = self.places.get("batch.micro_batch_size", "")
+        of_batch = self.places.get("batch.global_batch_size", "")
+        if given and given % size == 0 and accumulation is None and self._rank(of_micro) == self._rank(of_batch):
+            size = given  # DeepSpeed derives the accumulation: runtime/config.py, _set_batch_related_parameters
         if given is None:
             self.recipe["batch.global_batch_size"] = size
         elif self.processes is not None and given != size:
-            of_micro, of_batch = (self.places[f"batch.{name}"] for name in ("micro_batch_size", "global_batch_size"))
             product = f"{micro} x accumulation {accumulation or 1} x {copies} processes"
             self.changes.append(f"{of_batch}: but {size} = {product}, from {of_micro}")
             if self._rank(of_micro) < self._rank(of_batch):
