@@ -75,7 +75,8 @@ MADE = (
 WRITTEN_BY_A_RUN = {"recipe.yaml", "run.json", "metrics.jsonl", "status.json", "adapter_config.json", "base_model.json"}
 WRITTEN_BY_A_RUN |= {"manifest.json", "state.json", "export.json", "events.jsonl", "report.html", "compare.html"}
 WRITTEN_BY_A_RUN |= {"monitor.jsonl", "monitor-1.jsonl"}
-OF_OTHERS = {"zero_to_fp32.py", "default_config.yaml", "config.json"}  # of DeepSpeed, accelerate, and a model
+OF_OTHERS = {"zero_to_fp32.py", "default_config.yaml", "dataset_info.json", "config.json"}
+"""Files of DeepSpeed, accelerate, LLaMA-Factory, and a model."""
 
 
 def text_of(page: str) -> str:
@@ -200,7 +201,7 @@ def attempt_cookbook(arguments: list[str], folder: Path) -> list[list[str]]:
         dry_run = [] if "--dry-run" in arguments else ["--dry-run"]
         printed = run_cookbook(folder, *arguments, *dry_run)
         return [shlex.split(printed.splitlines()[-1])]
-    if verb == "init":  # run for real by its own tests; the commands that follow need a recipe
+    if verb in ("init", "convert"):  # run for real by their own tests; the commands that follow need a recipe
         shutil.copy(folder / "recipes/quickstart.yaml", folder / "recipes/mine.yaml")
     if verb in ("check", "explain", "--help"):
         run_cookbook(folder, *arguments)
