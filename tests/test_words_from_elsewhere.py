@@ -85,8 +85,8 @@ def test_a_word_of_another_project_is_answered_by_its_meaning(assignment: str):
 
 
 def test_a_word_that_is_vague_without_its_section_hides_no_misspelt_key():
-    (mistake,) = mistakes_of("run.port=1")  # of vLLM's server in TRL's configuration
-    assert mistake.endswith("unknown key; did you mean export?")
+    (mistake,) = mistakes_of("run.timeout_minutes=1")  # of the process group in Automodel's configuration
+    assert mistake.endswith("unknown key; did you mean hang_timeout_minutes?")
     (mistake, *_) = mistakes_of("run.enabled=true")  # of more sections than a message has room for
     assert "unknown key; known here" in mistake
 
