@@ -289,7 +289,7 @@ def book(tmp_path, monkeypatch) -> Book:
     for path in (tmp_path / "accelerate_configs").iterdir():
         path.write_text(re.sub(r"(?m)^#.*\n", "", path.read_text()))
     (tmp_path / RECIPE).write_text(RECIPE_TEXT)
-    for name in ("cookbook", "simulated_gpus", "train.py"):
+    for name in ("cookbook", "simulated_gpus", "train.py", "requirements.txt", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     for name in os.environ:
