@@ -79,6 +79,8 @@ def in_words(
             rows.insert(0, ("memory", f"{_memory(report, best.memory)}, of {best.strategy.name}"))
         return "\n".join([page((f"NO, on {where}: {_why_not(report)}",), indent=0), page(*rows)])
     rows = [("memory", _memory(report, run.memory) + _elsewhere(run.forecast))]
+    if report.sampler is not None:
+        rows.append(("sampler", report.sampler.words))
     rows.append(("time", _time(report, run, num_samples, price)))
     of_batch = small_batch(report.recipe, report.machines)
     rows += [
@@ -90,7 +92,10 @@ def in_words(
     rows.append(
         ("next", str(_first(report.suggestion)) if is_short else _command([*next_step, *run.options * is_recipe]))
     )
-    return "\n".join([page((f"{_answer(run.forecast)} on {where}: {run.settings}",), indent=0), page(*rows)])
+    answer = f"{_answer(run.forecast)} on {where}: {run.settings}"
+    if report.sampler is not None and not report.sampler.fits:
+        answer = f"NO, on {where}: the sampler has no room; a run has: {run.settings}"
+    return "\n".join([page((answer,), indent=0), page(*rows)])
 
 
 ANSWERS: dict[Verdict, str] = {"fits": "YES,", "tight": "MAYBE,", "not judged": "NOT JUDGED"}

@@ -15,6 +15,7 @@ from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.order import in_order
+from cookbook.forecast.sampler import SamplerForecast, forecast_sampler
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import Range, caveat, no_forecast, share_of_peak
 from cookbook.forecast.trace import scores_in_words
@@ -48,6 +49,8 @@ class PlanReport:
     """On the recipe."""
     scores: str | None = None
     """What attention without a kernel takes, if the model has such."""
+    sampler: SamplerForecast | None = None
+    """What samples, of a recipe with rounds."""
 
 
 def forecast_all(
@@ -81,6 +84,9 @@ def forecast_all(
     forecasts = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
     ranked = in_order(forecasts, machines)
     may_run = ranked[0].verdict in MAY_RUN
+    trainer = ranked[0].memory
+    trainer_bytes = None if trainer is None else max(trainer.needed)
+    sampler = forecast_sampler(config, traces.recipe, machines, trainer_bytes)
     changes = Changes(traces=traces, own=strategies, others=others, machines=machines, is_sure=may_run)
     return PlanReport(
         recipe=traces.recipe,
@@ -94,10 +100,12 @@ def forecast_all(
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
         scores=scores_in_words(config, traces.recipe),
+        sampler=sampler,
         notes=(
             *traces.skeleton.notes,
             *filter(None, [scores_in_words(config, traces.recipe)]),
             *_teacher_notes(recipe, machines),
+            *([] if sampler is None else [f"sampler: {sampler.words}"]),
             *filter(None, [small_batch(recipe, machines)]),
         ),
     )

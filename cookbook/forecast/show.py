@@ -1,6 +1,7 @@
 """A forecast for people, with a row and a bar for each strategy, and for programs as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.mesh_sizes import Sizes
 from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import ByAuto, PlanReport
+from cookbook.forecast.sampler import SamplerForecast
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
@@ -335,7 +337,10 @@ def _reason(report: PlanReport, best: Forecast) -> str:
 
 
 def num_steps(recipe: Recipe, num_samples: int | None) -> int | None:
-    """Steps of a run; None if they depend on data that nobody counted."""
+    """Steps of a run, or of all rounds; None if they depend on data that nobody counted."""
+    if (rounds := recipe.rounds) is not None and rounds.round is None:
+        answers = rounds.prompts_per_round * rounds.num_generations
+        return rounds.num_rounds * recipe.run.total_steps(-(-answers // recipe.batch.global_batch_size))
     if recipe.run.max_steps is not None:
         return recipe.run.max_steps
     if num_samples is None:
@@ -434,9 +439,15 @@ def as_record(
         "sizes": [_sizes_record(mesh) for mesh in sizes],
         "by_auto": [_auto_record(setting) for setting in settings],
         "next_rung": report.suggestion,
+        "sampler": None if report.sampler is None else _sampler_record(report.sampler),
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
     }
+
+
+def _sampler_record(sampler: SamplerForecast) -> dict[str, Any]:
+    memory = {} if sampler.memory is None else asdict(sampler.memory) | {"total": sampler.memory.total}
+    return {"words": sampler.words, "fits": sampler.fits, **memory}
 
 
 def _auto_record(setting: ByAuto) -> dict[str, Any]:

@@ -192,13 +192,18 @@ def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:
     return config
 
 
+def with_attention(config: PreTrainedConfig, attention: str) -> PreTrainedConfig:
+    """The configuration of a model with another attention, by its name in transformers."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = attention
+    return config
+
+
 def _fake_model(
     config: PreTrainedConfig, recipe: Recipe, trained: torch.dtype, frozen: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model as built by `train.py`, on the meta device."""
-    adapter = recipe.adapter
-    config = copy.deepcopy(config)
-    config._attn_implementation = attention
+    adapter, config = recipe.adapter, with_attention(config, attention)
     dtype = trained if adapter is None else frozen
     with torch.device("meta"):
         with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
@@ -463,7 +468,7 @@ def _trace_phases(
 ) -> Ledger:
     fake = FakeTensorMode()
     is_light = compiling is None
-    _fake_in_place(model, fake, is_light=is_light)
+    fake_in_place(model, fake, is_light=is_light)
     ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
@@ -525,7 +530,7 @@ def _trace_phases(
     return ledger
 
 
-def _fake_in_place(model: torch.nn.Module, mode: FakeTensorMode, *, is_light: bool) -> None:
+def fake_in_place(model: torch.nn.Module, mode: FakeTensorMode, *, is_light: bool) -> None:
     """Replaces meta tensors by fake CPU tensors and keeps ties, which `.to()` cannot do (it swaps the tensors)."""
     made: dict[int, Any] = {}
     for module in model.modules():

@@ -151,9 +151,11 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
             settings = by_auto(outlook, name, all_of_them=question.are_named or question.html is not None)
-        may_run = may_run or bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
+        trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
+        may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
         follows = ["init", question.what, "ROWS", "--gpus", machines.text]
-        next_step = ["cookbook", *(follows if question.of_model else ["launch", question.what])]
+        verb = "launch" if recipe.rounds is None else "rounds"
+        next_step = ["cookbook", *(follows if question.of_model else [verb, question.what])]
         lines = headline.in_words(outlook, settings, next_step=next_step, is_recipe=not question.of_model, **of_run)
         if question.html is not None:
             answers.append(Answer(outlook=outlook, settings=settings, text=short(lines)))

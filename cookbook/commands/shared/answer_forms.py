@@ -351,6 +351,8 @@ class Planned(Answer):
     """Settings that `auto` would take in the place of the recipe's numbers."""
     next_rung: str | None = None
     """The first change that makes the recipe fit, where it does not."""
+    sampler: dict[str, Any] | None = None
+    """What samples, of a recipe with rounds: `fits`, `total`, `weights`, `cache` and more."""
     no_time: str | None = None
     """The reason why there are no times."""
     time_caveat: str | None = None
