@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,58 +68,125 @@ def rounds(
     if sample_until is not None:
         return _sample_until(sample_until, output_dir, made_from, how)
     _begin(output_dir, recipe, made_from)
-    status, done = Status(output_dir, is_main=True), list[Round]()
+    status = Status(output_dir, is_main=True)
     with ExitStack() as opened:
+        command = _Command(path, strategy, processes, assignments)
+        going = _Rounds(command, recipe, base, first_model, how, opened, status)
         for number in range(1, recipe.rounds.num_rounds + 1):
             current = Round(output_dir, number)
-            model = done[-1].export if done else Path(first_model)
-            if not current.is_over:
-                last = sampled_ahead.last_sampled_beside(number, recipe.rounds)
-                if any(not Round(output_dir, later).samples.is_file() for later in range(number, last + 1)):
-                    try:
-                        how = _with_server(how, base, opened)
-                        if not current.samples.is_file():
-                            write_samples(current, how)
-                    except RecipeError as error:
-                        status.end("failed", exit_code=2, reason=str(error))
-                        raise
-                    except (Ended, KeyboardInterrupt):
-                        status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {number} was sampled")
-                        raise
-                say(_in_words(current), flush=True)
-                status.running(rounds_folder.show_as_one_run(output_dir, recipe, [*done, current]))
-                with ExitStack() as beside:
-                    sampler = None
-                    if any(not Round(output_dir, later).samples.is_file() for later in range(number + 1, last + 1)):
-                        words = [*_in_arguments(path, strategy, processes, assignments), "--sample-until", str(last)]
-                        if how.recipe is not recipe:
-                            words += ["--set", f"rounds.sampler={_sampler_of(how)}"]
-                        sampler = beside.enter_context(
-                            sampled_ahead.sampling(words, Round(output_dir, last).folder / sampled_ahead.LOG)
-                        )
-                    code = launch(
-                        path,
-                        strategy=strategy,
-                        processes=processes,
-                        assignments=[*assignments, *_of_round(current, model, done, recipe)],
-                    )
-                    if not code and was_signalled():  # as its run ended
-                        code = EXIT_CODE
-                    if code or not current.is_over:
-                        state = "stopped" if code == EXIT_CODE else "failed"
-                        status.end(state, exit_code=code or 1, reason=f"in round {number}")
-                        return code or 1
-                    if sampler is not None and (code := _wait(sampler, current, last, status)):
-                        return code
-            done.append(current)
-            if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
-                rounds_folder.link_export(output_dir, current)
-            # After a kill the newest but one may have to sample yet.
-            rounds_folder.tidy(done, recipe.run.keep_last + (recipe.rounds.max_staleness > 0))
-    steps = rounds_folder.show_as_one_run(output_dir, recipe, done)
+            if not current.is_over and (code := going.do(current)):
+                return code
+            going.close(current)
+    steps = rounds_folder.show_as_one_run(output_dir, recipe, going.done)
     status.end("finished", exit_code=0, step=steps)
-    say(f"{len(done)} rounds, {steps} steps: {output_dir}/export")
+    say(f"{len(going.done)} rounds, {steps} steps: {output_dir}/export")
     return 0
+
+
+@dataclass
+class _Command:
+    """The command line of these rounds."""
+
+    path: Path
+    strategy: Path | None
+    processes: int | None
+    assignments: list[str]
+
+    def words(self) -> list[str]:
+        words = ["rounds", str(self.path)]
+        words += [] if self.strategy is None else ["--strategy", str(self.strategy)]
+        words += [] if self.processes is None else ["--processes", str(self.processes)]
+        return words + [word for assignment in self.assignments for word in ("--set", assignment)]
+
+
+@dataclass
+class _Rounds:
+    """The rounds of a command that trains."""
+
+    command: _Command
+    recipe: Recipe
+    base: str
+    """The folder of the model, without an adapter."""
+    first_model: str
+    """The folder of the model, or of the adapter, that the first round begins with."""
+    how: Sampling
+    opened: ExitStack
+    """What ends when all rounds are over: a server that stays up."""
+    status: Status
+    done: list[Round] = field(default_factory=list)
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.recipe.run.output_dir)
+
+    @property
+    def section(self) -> RoundsSection:
+        assert self.recipe.rounds is not None
+        return self.recipe.rounds
+
+    def do(self, current: Round) -> int:
+        """Sample a round, if it has no samples, and train on it, while later ones are sampled; the exit code."""
+        last = sampled_ahead.last_sampled_beside(current.number, self.section)
+        if self._lack_samples(current.number, last):
+            self._sample(current)
+        say(_in_words(current), flush=True)
+        self.status.running(rounds_folder.show_as_one_run(self.output_dir, self.recipe, [*self.done, current]))
+        with ExitStack() as beside:
+            sampler = None
+            if self._lack_samples(current.number + 1, last):
+                sampler = beside.enter_context(self._sampling_until(last))
+            code = self._train(current)
+            if not code and sampler is not None:
+                code = _wait(sampler, current, last, self.status)
+            return code
+
+    def close(self, current: Round) -> None:
+        """Lead to the export of a round that is over, and remove what no later one reads."""
+        self.done.append(current)
+        if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
+            rounds_folder.link_export(self.output_dir, current)
+        # After a kill the newest but one may have to sample yet.
+        rounds_folder.tidy(self.done, self.recipe.run.keep_last + (self.section.max_staleness > 0))
+
+    def _lack_samples(self, first: int, last: int) -> bool:
+        return any(not Round(self.output_dir, number).samples.is_file() for number in range(first, last + 1))
+
+    def _sample(self, current: Round) -> None:
+        """Sample a round unless only later ones have no samples, for which the server is started that stays up."""
+        try:
+            self.how = _with_server(self.how, self.base, self.opened)
+            if not current.samples.is_file():
+                write_samples(current, self.how)
+        except RecipeError as error:
+            self.status.end("failed", exit_code=2, reason=str(error))
+            raise
+        except (Ended, KeyboardInterrupt):
+            self.status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {current.number} was sampled")
+            raise
+
+    def _sampling_until(self, last: int) -> AbstractContextManager[sampled_ahead.Ahead]:
+        """A process that samples the rounds up to one."""
+        words = [*self.command.words(), "--sample-until", str(last)]
+        if self.how.recipe is not self.recipe:
+            words += ["--set", f"rounds.sampler={_sampler_of(self.how)}"]
+        return sampled_ahead.sampling(words, Round(self.output_dir, last).folder / sampled_ahead.LOG)
+
+    def _train(self, current: Round) -> int:
+        """The exit code of the run of a round, which is over if that is 0."""
+        model = self.done[-1].export if self.done else Path(self.first_model)
+        code = launch(
+            self.command.path,
+            strategy=self.command.strategy,
+            processes=self.command.processes,
+            assignments=[*self.command.assignments, *_of_round(current, model, self.done, self.recipe)],
+        )
+        if not code and was_signalled():  # as its run ended
+            code = EXIT_CODE
+        if code or not current.is_over:
+            state = "stopped" if code == EXIT_CODE else "failed"
+            self.status.end(state, exit_code=code or 1, reason=f"in round {current.number}")
+            return code or 1
+        return 0
 
 
 def _with_server(how: Sampling, model: str, opened: ExitStack) -> Sampling:
@@ -152,14 +220,6 @@ def _wait(sampler: sampled_ahead.Ahead, trained: Round, last: int, status: Statu
         return code
     sampled_ahead.write_waits(trained, waits)
     return 0
-
-
-def _in_arguments(path: Path, strategy: Path | None, processes: int | None, assignments: list[str]) -> list[str]:
-    """The command line of these rounds."""
-    words = ["rounds", str(path)]
-    words += [] if strategy is None else ["--strategy", str(strategy)]
-    words += [] if processes is None else ["--processes", str(processes)]
-    return words + [word for assignment in assignments for word in ("--set", assignment)]
 
 
 def _sample_until(last: int, output_dir: Path, made_from: dict[str, str], how: Sampling) -> int:
