@@ -144,6 +144,44 @@ def start(folder: Path, name: str, resumed: int | None = None, options: dict[str
     return log
 
 
+def alerts_of_wandb(folder: Path) -> list[tuple[str, str, str]]:
+    records = [record.alert for record in records_of_wandb(folder) if record.HasField("alert")]
+    return [(alert.title, alert.text, alert.level.lower()) for alert in records]
+
+
+def alerts_of_trackio(folder: Path) -> list[tuple[str, str, str]]:
+    from trackio.utils import TRACKIO_DIR
+
+    with sqlite3.connect(TRACKIO_DIR / "alerted.db") as database:
+        return database.execute("select title, text, level from alerts order by timestamp").fetchall()
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", READERS)
+def test_unusual_events_and_the_end_are_alerts_where_a_tracker_has_them(name: str, tmp_path: Path, capsys) -> None:
+    need_trackers()
+    readers = {"wandb": alerts_of_wandb, "trackio": alerts_of_trackio}
+    assert set(readers) == set(trackers.ALERTS)
+    folder = tmp_path / "outputs/run"
+    log = start(folder, name, options={"project": "alerted"} if name in readers else None)
+    log.event("start", 0, strategy="ddp")
+    log.write(line(1))
+    log.event("gradient", 1, norm=70.0, usual=0.5, layers={"layers.3": 0.9}, most_in="a")
+    log.event("save", 1, path="checkpoints/step-00000001")
+    log.event("skip", 2)
+    log.event("finish", 2, reason="early stopping")
+    log.close()
+    assert "run.trackers" not in capsys.readouterr().err
+    if name in readers:
+        assert readers[name](folder / "trackers") == [
+            ("step 1: unusual gradients", 'norm: 70.0; usual: 0.5; layers: {"layers.3": 0.9}; most_in: a', "warn"),
+            ("step 2: a step was skipped", "see events.jsonl", "warn"),
+            ("step 2: finished", "reason: early stopping", "info"),
+        ]
+    else:
+        assert READERS[name](folder / "trackers")["loss"] == [(1, 2.0)]
+
+
 def test_there_is_a_test_for_each_tracker() -> None:
     assert set(READERS) == set(trackers.STARTS)
 

@@ -125,8 +125,14 @@ def _open_log(
     record = _record(run, expected, shortages)
     record["recipe_files"] = [{"file": file, "sha256": sha256} for file, sha256 in digests.items()]
     log.write_record(RUN, record)
-    if engine.is_main:
+    if engine.is_main:  # before the first event
+        settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
+        settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
         log.followers += _observers(run, log)
+        log.followers += [
+            trackers.Tracker(name, run.output_dir, settings, options, step=step, repeated=repeated, say=log.say)
+            for name, options in run.recipe.run.trackers.items()
+        ]
     for answered in shortages[-1:] if is_own else shortages:
         log.event("out_of_memory", step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
@@ -138,12 +144,6 @@ def _open_log(
         log.say(line)
     if engine.is_main:
         log.screen.header(f"RUN {run.output_dir}", record["header"].items())
-        settings = flatten(run.recipe.model_dump(mode="json", exclude_none=True))
-        settings |= {"strategy": engine.strategy.path, "processes": engine.plan.num_processes}
-        log.followers += [
-            trackers.Tracker(name, run.output_dir, settings, options, step=step, repeated=repeated, say=log.say)
-            for name, options in run.recipe.run.trackers.items()
-        ]
     return log, record, expected
 
 

@@ -79,6 +79,28 @@ STARTS: dict[str, Callable[[Path, str, str | None, Config, Options], Started]] =
 settings and the tracker's options; returns the tracker and its id of the run."""
 
 
+def _alert_wandb(tracker: GeneralTracker, title: str, text: str, level: str) -> None:
+    tracker.tracker.alert(title=title, text=text, level=level)
+
+
+def _alert_trackio(tracker: GeneralTracker, title: str, text: str, level: str) -> None:
+    from trackio import AlertLevel
+
+    tracker.tracker.alert(title=title, text=text, level=AlertLevel[level])
+
+
+ALERTS: dict[str, Callable[[GeneralTracker, str, str, str], None]] = {"wandb": _alert_wandb, "trackio": _alert_trackio}
+"""From a tracker that has alerts, and an alert's title, text and level."""
+ALERTED = {
+    "gradient": ("WARN", "unusual gradients"),
+    "skip": ("WARN", "a step was skipped"),
+    "out_of_memory": ("WARN", "started again after a shortage of memory"),
+    "stop": ("INFO", "stopped"),
+    "finish": ("INFO", "finished"),
+}
+"""Events that are alerts in such a tracker, with level and title."""
+
+
 def logged_after(metrics: Path, step: int) -> dict[str, int]:
     """The lines of a metrics.jsonl from `step` on, which a run that resumes from it may repeat: their steps by `_key`.
 
@@ -129,7 +151,9 @@ class Tracker(threading.Thread):
             self._lines.put(line)
 
     def event(self, line: dict[str, Any]) -> None:
-        """Nothing: a tracker has numbers alone."""
+        """Raise an alert for a line of events.jsonl soon, if it is one of `ALERTED` and the tracker has alerts."""
+        if line["event"] in ALERTED and self._tracker_name in ALERTS and self.is_alive():
+            self._lines.put(line)
 
     def close(self) -> None:
         """Wait until everything is logged, but not for ever."""
@@ -158,7 +182,10 @@ class Tracker(threading.Thread):
         tracker, run_id = start(self._folder, self._run_name, earlier, self._config, self._options)
         path.write_text(json.dumps({"id": run_id, "logged": done}) + "\n", encoding="utf-8")
         while (line := self._lines.get()) is not None:
-            if _key(line) not in done:
+            if "event" in line:
+                level, words = ALERTED[line["event"]]
+                ALERTS[self._tracker_name](tracker, f"step {line['step']}: {words}", _in_words(line), level)
+            elif _key(line) not in done:
                 tracker.log(_values(line), step=line["step"])
         tracker.finish()
 
@@ -167,6 +194,12 @@ def _values(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line by their names in metrics.jsonl; those of a named set as `set/name`."""
     prefix = re.sub(r"[^\w. -]", "_", line["eval_set"]) + "/" if "eval_set" in line else ""
     return {f"{prefix}{key}": value for key, value in line.items() if key != "step" and isinstance(value, int | float)}
+
+
+def _in_words(event: Mapping[str, Any]) -> str:
+    """The details of an event in a line."""
+    details = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
+    return "; ".join(f"{key}: {_plain(value)}" for key, value in details.items()) or "see events.jsonl"
 
 
 def _plain(value: Any) -> str | float:
