@@ -23,7 +23,7 @@ from tests.documented import documented
 
 OVER = "recipes/over.yaml"
 CHANGES: dict[str, Any] = {
-    "optim": {"learning_rate": 0.5},
+    "optim": {"learning_rate": 0.5, "weight_decay": None},
     "data": {"eval": {"path": "python-stdlib", "max_rows": 3}},
     "model": {"from_scratch": {"num_hidden_layers": 2}},
     "objective": None,
@@ -241,7 +241,9 @@ def test_an_editor_asks_a_recipe_over_another_for_no_key_of_the_base():
     is_valid = jsonschema.Draft202012Validator(recipe_schema()).is_valid
     whole = yaml.safe_load(RECIPE_TEXT.replace("3e-3", "3.0e-3"))
     assert is_valid(whole)
-    assert is_valid({"base": "small.yaml", **{key: value for key, value in CHANGES.items() if value}})
+    assert is_valid(
+        {"base": "small.yaml", "optim": {"weight_decay": 0.5}, "data": {"eval": {"max_rows": 3}}, "seed": 7}
+    )
     lacking = [{**whole, "batch": {}}, {**whole, "optim": {"name": "sgd"}}, {**whole, "adapter": {}}]
     lacking += [{**whole, "objective": {"name": "distill"}}, {**whole, "data": {"train": [{"max_rows": 3}]}}]
     lacking += [{key: value for key, value in whole.items() if key != "run"}]
