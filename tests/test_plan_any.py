@@ -61,6 +61,12 @@ def test_attention_that_no_kernel_computes_is_named_with_the_size_of_its_scores(
         assert note is None or "64 heads x 4,096 x 4,096 scores are 2.0 GiB a sample" in note
 
 
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "mamba2", "rwkv"])
+def test_a_model_without_attention_has_no_scores(model_type: str):
+    recipe = recipe_of_model(NAME, "lora", 4096, None, [])
+    assert scores_in_words(AutoConfig.for_model(model_type), recipe) is None
+
+
 def test_the_method_decides_what_is_trained():
     lora, qlora, default = (forecast_of(SMALL, method=method, length=128) for method in ("lora", "qlora", None))
     assert 0 < lora.num_trained == qlora.num_trained < lora.num_parameters

@@ -167,9 +167,9 @@ def holds_scores(config: PreTrainedConfig) -> bool:
 
 def scores_in_words(config: PreTrainedConfig, recipe: Recipe) -> str | None:
     """A note on the memory of attention that no kernel computes: how large one tensor of a layer's scores is."""
-    if not holds_scores(config):
+    length, heads = recipe.data.max_length, getattr(config, "num_attention_heads", None)
+    if heads is None or not holds_scores(config):  # Mamba and RWKV have no attention
         return None
-    length, heads = recipe.data.max_length, config.num_attention_heads
     size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
     return (
         f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
