@@ -11,7 +11,7 @@ from cookbook.commands.shared.arguments import run_folder
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import quiet_deepspeed
-from cookbook.training.checkpoint.listing import is_run
+from cookbook.training.checkpoint.listing import is_run, recipe_of
 
 Dtype = Literal["fp32", "bf16", "fp16", "as-is"]
 
@@ -23,6 +23,7 @@ def export(
     dtype: Annotated[Dtype, Option(help="as-is: the base model's")] = "as-is",
     merged: Annotated[bool, Option("--merged", help="adapter and base model as one model")] = False,
     out: Annotated[Path | None, Option(help="default: RUN/export, or RUN/merged")] = None,
+    gguf: Annotated[Path | None, Option(metavar="FILE", help="and one file of it, by llama.cpp's converter")] = None,
     push: Annotated[str | None, Option(metavar="OWNER/NAME", help="and upload it to the Hub, with HF_TOKEN")] = None,
     public: Annotated[bool, Option("--public", help="everybody may read a new repository on the Hub")] = False,
 ) -> int:
@@ -40,20 +41,32 @@ def export(
     from transformers.utils import logging
 
     from cookbook.run.publish import export_folder
+    from cookbook.run.publish import gguf as llama_cpp
     from cookbook.run.publish import push as hub
 
     logging.disable_progress_bar()
     if push:
         hub.check_push(push)
+    target = out or folder / (export_folder.MERGED if merged else export_folder.EXPORT)
+    converter = None if gguf is None else llama_cpp.find_converter(target, gguf)
     try:
         if is_adapter_alone:
-            written = merge_adapter(folder, out or folder / export_folder.MERGED, dtype)
+            written = merge_adapter(folder, target, dtype)
         else:
             with export_folder.find_checkpoint(folder, step) as checkpoint:
+                if gguf and not merged and recipe_of(checkpoint.state()["recipe"]).adapter is not None:
+                    raise RecipeError("--gguf: the run trained an adapter; add --merged, which makes it a whole model")
                 written = export_folder.export(folder, checkpoint, target=out, dtype=dtype, merged=merged, say=say)
     except export_folder.BrokenExport as error:
         say(error, file=sys.stderr)
         return 1
+    if converter is not None and gguf is not None:
+        try:
+            llama_cpp.write_gguf(converter, written, gguf, dtype)
+        except RuntimeError as error:
+            say(error, file=sys.stderr)
+            return 1
+        say(f"{gguf}: {written} in one file, by {converter}")
     if push:
         say(f"pushed: {hub.push(written, push, public=public)}")
     return 0
