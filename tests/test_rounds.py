@@ -222,7 +222,7 @@ def test_padding_changes_no_answer(lab, model, tmp_path):
         assert [answer.ids for answer in group] == [found] * 2
 
 
-APART = ("deepseek_v4", "kimi_linear", "recurrent_gemma", "rwkv")
+APART = ("deepseek_v4", "recurrent_gemma", "rwkv")
 """Types whose code answers a padded prompt, or one of a batch, otherwise than alone, or not at all."""
 
 
