@@ -88,8 +88,8 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
                 yield f"{place('schedule', key)} {problem}"
         yield from _check_saving(run, data, place, known)
         yield from _check_trackers(run, partial(place, "run", "trackers"))
-        yield from _check_registered("callback", run.callbacks, place("run", "callbacks"))
-        yield from _check_registered("metric", run.metrics, place("run", "metrics"))
+        yield from _check_registered("callback", run.callbacks, partial(place, "run", "callbacks"))
+        yield from _check_registered("metric", run.metrics, partial(place, "run", "metrics"))
         if run.profile is not None and run.max_steps is not None and run.profile.steps[1] > run.max_steps:
             given = f"{place('run', 'profile', 'steps')} is {run.profile.steps}"
             yield f"{given}, but the run has {run.max_steps} steps; name earlier ones"
@@ -217,13 +217,13 @@ def _check_saving(
             yield f"{place('run', 'allow_changes')} names {key!r}, which no recipe has{hint}"
 
 
-def _check_registered(family: str, names: list[str], place: str) -> Iterator[str]:
+def _check_registered(family: str, names: list[str], place: Callable[[], str]) -> Iterator[str]:
     """Mistakes of names that the recipe's plugins must have registered."""
     known = registry.known(family)
     for name in names:
         if name not in known:
             there = nearest(name, list(known)) if known else f"none registers a {family}"
-            yield f"{place} has {name!r}, which no file in plugins registers; {there}"
+            yield f"{place()} has {name!r}, which no file in plugins registers; {there}"
 
 
 def _check_trackers(run: RunSection, place: Callable[..., str]) -> Iterator[str]:
