@@ -6,6 +6,7 @@ python -m pytest -q -m slow tests/test_submit.py    as root, with iproute2: two 
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ FLAGS = {
     "sky": ["--volume", "runs"],
     "k8s": ["--image", "me/cookbook:1", "--volume", "runs"],
     "trainjob": ["--image", "me/cookbook:1", "--volume", "runs"],
+    "dstack": ["--image", "me/cookbook:1", "--volume", "runs"],
+    "hf": ["--image", "me/cookbook:1", "--volume", "me/runs"],
 }
 KINDS = {"Service": "IoK8sApiCoreV1Service", "Job": "IoK8sApiBatchV1Job", "TrainJob": "TrainerV1alpha1TrainJob"}
 SKY_KEYS = {
@@ -40,6 +43,18 @@ SKY_KEYS = {
     "volumes": {"/outputs": str},
 }
 """The part used here of what SkyPilot 0.14.1 reads (sky/utils/schemas.py, get_task_schema, get_resources_schema)."""
+DSTACK_KEYS = {
+    "type": str,
+    "name": str,
+    "nodes": int,
+    "image": str,
+    "commands": list,
+    "resources": {"shm_size": str, "gpu": {"name": str, "memory": str, "count": int}},
+    "volumes": list,
+    "retry": {"on_events": list},
+    "stop_duration": int,
+}
+"""The part used here of what dstack 0.22.5 reads (core/models/configurations.py, TaskConfiguration)."""
 
 
 def submit(capsys, to, recipe=RECIPE, gpus="2x8xH100", *words):
@@ -103,15 +118,51 @@ def test_a_misspelt_or_mistyped_key_of_kubernetes_would_be_found(capsys):
         model_of("TrainJob").from_dict(document)
 
 
-def test_a_sky_task_has_keys_that_skypilot_reads(capsys):
-    def check(values, expected):
-        assert values.keys() == expected.keys()
-        for key, kind in expected.items():
-            if isinstance(kind, dict):
-                check(values[key], kind)
-            else:
-                assert isinstance(values[key], kind), key
+def check(values, expected):
+    assert values.keys() == expected.keys()
+    for key, kind in expected.items():
+        if isinstance(kind, dict):
+            check(values[key], kind)
+        else:
+            assert isinstance(values[key], kind), key
 
+
+def test_a_dstack_task_has_keys_that_dstack_reads(capsys):
+    task = yaml.safe_load(submit(capsys, "dstack"))
+    check(task, DSTACK_KEYS)
+    assert task["nodes"] == 2 and task["resources"]["gpu"] == {"name": "H100", "memory": "72GB..", "count": 8}
+    (volume,) = task["volumes"]
+    assert volume == {"name": "runs", "path": "/outputs"} and task["stop_duration"] == 120
+    card = yaml.safe_load(submit(capsys, "dstack", RECIPE, "8xRTX-PRO-6000"))["resources"]["gpu"]
+    assert card["name"] == "RTXPRO6000"
+    assert yaml.safe_load(submit(capsys, "dstack", RECIPE, "8x80GB"))["resources"]["gpu"].keys() == {"memory", "count"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flavor"), [("8xH200", "h200x8"), ("8xA100", "a100x8"), ("8xL40S", "l40sx8"), ("8xRTX-PRO-6000", "x8")]
+)
+def test_hugging_faces_own_program_reads_the_line(capsys, tmp_path, gpus, flavor):
+    """With --dry-run, which sends nothing: image, machine, time, bucket and each word of the command."""
+    setting = "run.output_dir=outputs/it's $(echo 1) `id`"
+    *_, line = submit(capsys, "hf", RECIPE, gpus, "--set", setting).splitlines()
+    assert line.startswith("hf jobs run --detach ")
+    script = tmp_path / "job.sh"
+    script.write_text(line.replace("--detach", "--dry-run", 1))
+    environment = clean_environment(HF_HUB_OFFLINE="1", HF_TOKEN="hf_none", COLUMNS="1000")
+    environment["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    read = dict(re.findall(r"(?m)^  (\w+) +(.*)$", done.stdout))
+    assert read["image"] == "me/cookbook:1" and read["flavor"].endswith(flavor) and read["timeout"] == "24h"
+    assert read["volumes"] == "hf://buckets/me/runs:/outputs" and read["secrets"].startswith("HF_TOKEN")
+    shell, flag, command = shlex.split(read["command"])
+    assert (shell, flag) == ("bash", "-c")
+    words = [".venv/bin/python", "-m", "cookbook", "launch", RECIPE, "--processes", "8", "--set", setting]
+    words += ["--set", "run.output_dir=/outputs/it's $(echo 1) `id`", "--set", "run.resume=auto"]
+    assert shlex.split(command) == words
+
+
+def test_a_sky_task_has_keys_that_skypilot_reads(capsys):
     task = yaml.safe_load(submit(capsys, "sky"))
     check(task, SKY_KEYS)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
@@ -155,6 +206,8 @@ def command_of(to, text):
     document = list(yaml.safe_load_all(text))[-1]
     if to == "sky":
         return document["run"]
+    if to == "dstack":
+        return document["commands"][0]
     place = document["spec"]["trainer"] if to == "trainjob" else document["spec"]["template"]["spec"]["containers"][0]
     shell, flag, command = place["command"]
     assert (shell, flag) == ("bash", "-c")
@@ -167,6 +220,9 @@ def variables_of(to, machine, name):
         addresses = "\n".join(ADDRESSES)
         found = {"NUM_NODES": "2", "NODE_RANK": str(machine), "NODE_IPS": addresses, "NUM_GPUS_PER_NODE": "0"}
         return {f"SKYPILOT_{key}": value for key, value in found.items()}, ADDRESSES[0]
+    if to == "dstack":  # dstack.ai, docs/concepts/tasks, Distributed tasks
+        found = {"NODES_NUM": "2", "NODE_RANK": str(machine), "MASTER_NODE_IP": ADDRESSES[0]}
+        return {f"DSTACK_{key}": value for key, value in found.items()}, ADDRESSES[0]
     if to == "k8s":  # kubernetes.io, Job with Pod-to-Pod Communication
         return {"JOB_COMPLETION_INDEX": str(machine)}, f"{name}-0.{name}"
     # Kubeflow Trainer, pkg/runtime/framework/plugins/torch/torch.go
@@ -175,7 +231,7 @@ def variables_of(to, machine, name):
     return {f"PET_{key}": value for key, value in (found | {"MASTER_ADDR": first}).items()}, first
 
 
-@pytest.mark.parametrize("to", ["sky", "k8s", "trainjob"])
+@pytest.mark.parametrize("to", ["sky", "dstack", "k8s", "trainjob"])
 def test_each_machine_starts_launch_with_the_numbers_that_its_system_gives_it(capsys, tmp_path, to):
     """Also a setting with blanks and quotes; names are resolved by a `getent` of the test's."""
     setting = "data.eval={path: 'python-stdlib', split: test}"
@@ -255,6 +311,11 @@ def test_one_machine_needs_no_numbers(capsys):
             "--to k8s --gpus 8xH100 --image x --volume V_V",
             ["--volume is 'V_V'; write the name of a claim"],
         ),
+        ("--to hf --gpus 2x8xH200 --image x --volume o/b", ["a job of Hugging Face is one machine"]),
+        ("--to hf --gpus 8xH100 --image x --volume o/b", ["which Hugging Face has not; write one of 1xT4, "]),
+        ("--to hf --gpus 8xH200 --image x --volume b", ["--volume is 'b'; write a bucket as OWNER/NAME"]),
+        ("--to hf --gpus 8xH200 --image x --volume o/b --seconds-to-save 9", ["would be ignored by --to hf"]),
+        ("--to dstack --gpus 8xH100 --volume a/b", ["--image is missing", "write the name of a volume"]),
         ("--to sky --gpus 8xH100 --seconds-to-save 600", ["--seconds-to-save: would be ignored by --to sky"]),
         ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),
         ("--to slurm --gpus 2x3xH100", ["but 6 processes x micro_batch_size 1 (auto)"]),
@@ -279,7 +340,7 @@ def test_a_recipe_that_the_machines_would_not_get_is_refused(capsys, tmp_path):
     assert "not in this folder, which is all that the machines get" in capsys.readouterr().err
 
 
-THOROUGH = [pytest.param(to, marks=pytest.mark.thorough) for to in ("sky", "k8s")]
+THOROUGH = [pytest.param(to, marks=pytest.mark.thorough) for to in ("sky", "dstack", "k8s")]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`cookbook submit`: a file with which Slurm, SkyPilot or Kubernetes starts a recipe on machines of theirs.
+"""`cookbook submit`: a file with which Slurm, Kubernetes or a cloud's own program starts a recipe on its machines.
 
 Each starts `cookbook launch` once on every machine, with the numbers that it gives that machine.
 """
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from typer import Option
 
@@ -17,7 +17,7 @@ from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.start.run_plan import default_num_processes, describe_batch, load_single, make_plan
 from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
-from cookbook.system.hardware import Machines, in_gib, parse_machines
+from cookbook.system.hardware import Machines, find_gpu, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import IS_INSTALLED
 from cookbook.system.signals import EXIT_CODE
@@ -28,14 +28,22 @@ OUTPUTS = "/outputs"
 SECONDS_TO_SAVE = 120
 """Between the signal that asks a run to stop and the end of its time, where nobody writes another number."""
 MISTAKE = 2
-NEEDS = {"slurm": (), "sky": ("--volume",), "k8s": ("--image", "--volume"), "trainjob": ("--image", "--volume")}
+NEEDS = {"slurm": (), "sky": ("--volume",)}
+NEEDS |= dict.fromkeys(("k8s", "trainjob", "dstack", "hf"), ("--image", "--volume"))
 """Flags that a system requires; SkyPilot only for several machines."""
+HOURS = 24
+"""Until Hugging Face ends a job, in the place of its own half an hour; our choice, and a word of the file."""
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
 IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)
 """What may be a reference to an image (distribution/reference, reference.go)."""
 VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)
-"""Names of SkyPilot's volumes."""
+"""Names of SkyPilot's and dstack's volumes."""
+SHARED_MEMORY = "16GB"
+"""Shared memory of a container of dstack, through which NCCL's processes of a machine talk; our choice."""
+BUCKET = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+FLAVOR = re.compile(r"(?P<gpu>.+?)(?:-(?:small|medium|large))?(?:x(?P<count>\d+))?")
+"""Hugging Face's name of a machine, as in l4x4, a10g-largex2 and h200."""
 Values = dict[str, Any]
 
 
@@ -171,11 +179,55 @@ def _pod(task: Task) -> tuple[Values, Values]:
     return pod | {"volumes": [{"name": name, **source} for name, source in volumes.items()]}, {"volumeMounts": mounts}
 
 
+def dstack(task: Task) -> str:
+    """A task of dstack, whose machines are a cluster if there are several."""
+    variables = {"machines": "NODES_NUM", "machine": "NODE_RANK", "first": "MASTER_NODE_IP"}
+    where = " ".join(f'--{flag} "$DSTACK_{name}"' for flag, name in variables.items())
+    values: Values = {"type": "task", "name": task.name, "nodes": task.machines.num_machines, "image": task.image}
+    resources: Values = {"shm_size": SHARED_MEMORY}
+    if gpu := task.machines.gpu:
+        # Its names have neither hyphens nor sizes, and its sizes are not always those of the table of GPUs.
+        name = re.sub(r"-PCIe|-\d+GB|-", "", gpu.name)
+        resources["gpu"] = {"name": name, "memory": f"{gpu.sold_gb * 9 // 10}GB..", "count": task.machines.gpus_each}
+    elif task.machines.gpus_each:
+        least = int(cast(float, task.machines.usable_gib))
+        resources["gpu"] = {"memory": f"{least}GB..", "count": task.machines.gpus_each}
+    values |= {"commands": [task.command(where)], "resources": resources}
+    values |= {"volumes": [{"name": task.volume, "path": OUTPUTS}], "retry": {"on_events": ["interruption"]}}
+    return dump_yaml(values | {"stop_duration": task.seconds_to_save})
+
+
+def hf(task: Task) -> str:
+    """A call of `hf jobs run`, Hugging Face's own program: one machine, and a bucket for the run's folder."""
+    line = ["hf", "jobs", "run", "--detach", "--name", task.name, "--flavor", _flavor(task.machines)]
+    line += ["--timeout", f"{HOURS}h", "--secrets", "HF_TOKEN", "--volume", f"hf://buckets/{task.volume}:{OUTPUTS}"]
+    return shlex.join([*line, task.image, "bash", "-c", task.command("")]) + "\n"
+
+
+def _flavors() -> dict[tuple[str, int], str]:
+    """Hugging Face's machines by GPU and number; of several with the same the last, which has most host memory."""
+    from huggingface_hub import JobHardware
+
+    flavors = {}
+    for flavor in JobHardware:
+        parts = FLAVOR.fullmatch(flavor.value)
+        if parts is not None and (gpu := find_gpu(parts["gpu"])) is not None:
+            flavors[gpu.name, int(parts["count"] or 1)] = flavor.value
+    return flavors
+
+
+def _flavor(machines: Machines) -> str:
+    assert machines.gpu is not None
+    return _flavors()[machines.gpu.name, machines.gpus_each]
+
+
 SYSTEMS: dict[str, tuple[Callable[[Task], str], str]] = {
     "slurm": (slurm, "sbatch FILE"),
     "sky": (sky, "sky jobs launch FILE"),
     "k8s": (k8s, "kubectl apply -f FILE"),
     "trainjob": (trainjob, "kubectl apply -f FILE"),
+    "dstack": (dstack, "dstack apply -f FILE"),
+    "hf": (hf, "bash FILE"),
 }
 """How each writes its file, and the command that takes it."""
 
@@ -184,12 +236,12 @@ def submit(
     path: Annotated[Path, RECIPE],
     *,
     to: Annotated[
-        Literal["slurm", "sky", "k8s", "trainjob"],
-        Option(metavar="slurm|sky|k8s|trainjob", help="k8s: an indexed Job; trainjob: Kubeflow's"),
+        Literal["slurm", "sky", "k8s", "trainjob", "dstack", "hf"],
+        Option(metavar="slurm|sky|k8s|trainjob|dstack|hf", help="k8s: an indexed Job; trainjob: Kubeflow's; hf: a Job"),
     ],
     gpus: Annotated[str, Option(metavar="2x8xH100", help="machines x GPUs x GPU")],
     strategy: StrategyFile = None,
-    image: Annotated[str | None, Option(help="of Kubernetes: this project and its .venv, as working directory")] = None,
+    image: Annotated[str | None, Option(help="this project and its .venv as working directory")] = None,
     volume: Annotated[str | None, Option(help="for the run's folder, which all machines can write")] = None,
     host_gib: Annotated[float | None, Option(help="memory of each machine, for offloading")] = None,
     nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
@@ -199,7 +251,7 @@ def submit(
     ] = None,
     assignments: Assignments,
 ) -> int:
-    """Print a file for Slurm, SkyPilot or Kubernetes."""
+    """Print a file for Slurm, Kubernetes or a cloud."""
     mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
     with gathered(mistakes):
         machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
@@ -210,7 +262,11 @@ def submit(
     refuse(mistakes)
     seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)
-    if to != "sky":
+    if to == "hf":
+        facts.append(
+            f"the job ends after {HOURS} hours (--timeout); with run.save_every_minutes another goes on from there"
+        )
+    elif to != "sky":
         facts.append(f"a step and a save have {seconds} seconds after the signal to stop (--seconds-to-save)")
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
@@ -226,7 +282,7 @@ def submit(
         volume=volume or "",
     )
     write, start = SYSTEMS[to]
-    head = ["#!/bin/bash"] if to == "slurm" else []
+    head = ["#!/bin/bash"] if to in ("slurm", "hf") else []
     print("\n".join([*head, *(f"# {line}" for line in (*facts, f"{start}")), write(task)]), end="")
     return 0
 
@@ -234,23 +290,37 @@ def submit(
 def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> list[str]:
     """List what keeps a system from running a recipe on machines. `flags`: those that only some systems read."""
     needed = NEEDS[to] if to != "sky" or machines.num_machines > 1 else ()
-    taken = NEEDS[to] if to == "sky" else (*NEEDS[to], "--seconds-to-save")
+    taken = NEEDS[to] if to in ("sky", "hf") else (*NEEDS[to], "--seconds-to-save")
     mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not flags[flag]]
     mistakes += [
         f"{flag}: would be ignored by --to {to}; leave it out" for flag in flags if flags[flag] and flag not in taken
     ]
     volume, image = flags["--volume"], flags["--image"]
-    if volume and to != "sky" and not CLAIM_NAME.fullmatch(volume):
+    if volume and to in ("k8s", "trainjob") and not CLAIM_NAME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits, hyphens and dots")
-    if volume and to == "sky" and not VOLUME.fullmatch(volume):
+    if volume and to in ("sky", "dstack") and not VOLUME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a volume: letters, digits, hyphens and dots")
     if image and not IMAGE.fullmatch(image):
         mistakes.append(f"--image is {image!r}; write one as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
+    if to == "hf":
+        mistakes += _misfits_of_hugging_face(machines, volume)
     for file in _files(path) if to != "slurm" else ():
         if not Path(file).resolve().is_relative_to(Path.cwd()):
             mistakes.append(f"{file}: not in this folder, which is all that the machines get; copy it to recipes/")
+    return mistakes
+
+
+def _misfits_of_hugging_face(machines: Machines, bucket: str | None) -> list[str]:
+    mistakes = []
+    if bucket and not BUCKET.fullmatch(bucket):
+        mistakes.append(f"--volume is {bucket!r}; write a bucket as OWNER/NAME: `hf buckets create` makes one")
+    if machines.num_machines > 1:
+        mistakes.append(f"--gpus is {machines.text}: a job of Hugging Face is one machine; --to sky starts several")
+    elif machines.gpu is None or (machines.gpu.name, machines.gpus_each) not in _flavors():
+        there = ", ".join(f"{count}x{gpu}" for gpu, count in _flavors())
+        mistakes.append(f"--gpus is {machines.text}, which Hugging Face has not; write one of {there}")
     return mistakes
 
 
