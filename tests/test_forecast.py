@@ -823,9 +823,9 @@ def test_json_has_what_the_table_is_made_of():
 
 
 @pytest.mark.slow
-def test_a_row_of_the_table_is_in_the_json():
+def test_a_row_of_the_table_is_in_the_json(llama):
     """Its cells, written from the record alone."""
-    report = outlook(load_recipe(Path(LLAMA)), "8xH100", "zero3")
+    report = outlook(llama, "8xH100", "zero3")
     record = as_record(report, LLAMA, num_samples=1000, price=None)
     printed = in_words(report, LLAMA, num_samples=1000, price=None)
     (one,) = record["forecasts"]

@@ -114,7 +114,8 @@ def offences(page: Page) -> list[str]:
 def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, capsys) -> None:
     folder = write_run(tmp_path / "run <b>1")
     assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"SUMMARY of {folder}\n") and printed.endswith(f"\n{folder / 'report.html'}\n")
     page = Page(folder / "report.html")
     assert offences(page) == []
     # Loss with its two sets; rate, norm, tokens/s, seconds, memory with its forecast, and the objective's own metric.
