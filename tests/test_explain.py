@@ -377,6 +377,12 @@ def test_a_swap_folder_is_that_of_the_run(in_root):
     assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama31_70b-sft-zero3_nvme-[0-9a-f]{8}", after)
 
 
+def test_what_only_the_model_tells_is_named_as_open(in_root):
+    page = in_words(explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme")))
+    assert re.search(r'offload_param\.buffer_size +"auto" -> what a run finds in the model', page)
+    assert "what a run finds" not in in_words(explain(ZERO3))
+
+
 # Costs, per trained parameter.
 
 

@@ -508,7 +508,9 @@ def in_words(run: Explanation, *, plain: bool = False) -> str:
         if title == "OPTIMIZER":
             rows += [f"  {line}" for line in _chart(run, plain)]
     if changes := run.deepspeed_changes:
-        shown = ((key, f"{_shown(before)} -> {_shown(after)}") for key, (before, after) in changes.items())
+        shown = [(key, f"{_shown(before)} -> {_shown(after)}") for key, (before, after) in changes.items()]
+        left = [key for key, value in flatten(run.deepspeed or {}).items() if value == "auto"]
+        shown += [(key, '"auto" -> what a run finds in the model') for key in left]
         rows += ["", "DEEPSPEED reads the json with", page(*shown)]
     return page(*rows, "", "LAUNCH", f"  {show_command(run.command)}")
 
