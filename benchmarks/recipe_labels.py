@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto
 from cookbook.config.strategy import Strategy, load_strategy
-from cookbook.forecast.ranking import fitting, forecast_all
+from cookbook.forecast.fitting import fitting
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.verdict import MAY_RUN, Forecast
 from cookbook.start.run_plan import KINDS, autos, even
 from cookbook.system.files import RecipeError

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from cookbook.config.recipe import Recipe, load_recipe  # noqa: E402
 from cookbook.config.strategy import load_strategy, strategy_path  # noqa: E402
 from cookbook.forecast.costs.flops import Step, sizes_of, work  # noqa: E402
-from cookbook.forecast.ranking import fitting  # noqa: E402
+from cookbook.forecast.fitting import fitting  # noqa: E402
 from cookbook.forecast.skeleton import skeleton  # noqa: E402
 from cookbook.forecast.verdict import tokens_of_step  # noqa: E402
 from cookbook.start.run_plan import KINDS, even  # noqa: E402

@@ -17,8 +17,9 @@ from cookbook.facts.pipeline_stages import Begun, begun, pipeline_order
 from cookbook.forecast import headline
 from cookbook.forecast.costs.inputs import cost_inputs
 from cookbook.forecast.costs.states import heaviest, states
+from cookbook.forecast.fitting import ByAuto, Fitting, by_auto
 from cookbook.forecast.other_machines import fewer_gpus
-from cookbook.forecast.ranking import ByAuto, Fitting, by_auto, forecast_all
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.show import in_words, overridden
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import Forecast, TraceCache

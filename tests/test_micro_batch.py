@@ -19,8 +19,9 @@ import simulated_gpus
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.forecast import ranking
-from cookbook.forecast.ranking import by_auto, forecast_all
+from cookbook.forecast import fitting
+from cookbook.forecast.fitting import by_auto
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.show import as_record, in_words
 from cookbook.run import auto_settings
 from cookbook.start.run_plan import autos, even, make_plan
@@ -109,7 +110,7 @@ def test_the_largest_that_fits_is_found_around_an_estimate(estimate: int | None)
             tried.append(batch.micro_batch_size)
             return batch.micro_batch_size > most
 
-        count = ranking._first_too_large(batches, is_too_large, lambda: estimate)
+        count = fitting._first_too_large(batches, is_too_large, lambda: estimate)
         assert count == sum(size <= most for size in sizes)
         if most in (40, estimate) and estimate in (40, 41):
             assert {*tried} == {1, 40, 50}
@@ -150,7 +151,7 @@ def test_plan_has_a_row_of_what_auto_takes_for_each_strategy(monkeypatch):
     (alone,) = forecast_all(chosen, named[:1], machines, "", limits=False).forecasts
     assert (alone.time, alone.memory) == (found["ddp"].best.time, found["ddp"].best.forecast.memory)
 
-    monkeypatch.setattr(ranking, "MOST_BY_AUTO", 1)
+    monkeypatch.setattr(fitting, "MOST_BY_AUTO", 1)
     few = by_auto(report, "", all_of_them=False)
     assert [one.strategy.name for one in few] == [report.forecasts[0].strategy.name], "the recipe's own is another"
     words = in_words(report, "", num_samples=None, price=None, settings=few)
@@ -176,7 +177,7 @@ def test_a_forecast_that_fails_leaves_what_needs_least_memory(monkeypatch: pytes
         raise error
 
     monkeypatch.setattr(auto_settings, "machines_of", lambda plan: ROOM)
-    monkeypatch.setattr(ranking, "fitting", fail)
+    monkeypatch.setattr(fitting, "fitting", fail)
     assert chosen(recipe_with(), "single") == (1, f"there is no forecast: {str(error).splitlines()[0]}")
 
 

@@ -1,6 +1,7 @@
 """Memory, time and price of a run, before it is started.
 
 ranking            all strategies on given machines, best first
+fitting            what `auto` takes for one: micro-batch and checkpointing
   changes          what to change so that a run fits, the cheapest first
   verdict          one strategy: its memory and time, and whether it fits
     trace, units   activations, from the model's own code on meta tensors

@@ -7,10 +7,10 @@ from typing import Any
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Checkpointing
 from cookbook.config.strategy import Strategy
+from cookbook.forecast.fitting import Fitting, fitting
 from cookbook.forecast.mesh_sizes import sizes_of_mesh
 from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import more_gpus
-from cookbook.forecast.ranking import Fitting, fitting
 from cookbook.forecast.step_time import Range, no_forecast
 from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
 from cookbook.start.run_plan import even

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cookbook.forecast.changes import small_batch
+from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.order import rank
-from cookbook.forecast.ranking import ByAuto, PlanReport
+from cookbook.forecast.ranking import PlanReport
 from cookbook.forecast.show import num_steps, overridden, range_in_words
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, tokens_of_step

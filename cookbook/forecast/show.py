@@ -9,10 +9,11 @@ from cookbook.config.recipe import Recipe
 from cookbook.forecast.changes import NOTHING_HELPS
 from cookbook.forecast.costs.inputs import micro_batch_of
 from cookbook.forecast.costs.traffic import by_link, links_in_words
+from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.mesh_sizes import Sizes
 from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
-from cookbook.forecast.ranking import ByAuto, PlanReport
+from cookbook.forecast.ranking import PlanReport
 from cookbook.forecast.sampler import SamplerForecast
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step

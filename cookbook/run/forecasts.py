@@ -11,8 +11,8 @@ from cookbook.system.hardware import Machines, find_gpu, peak_flops
 
 if TYPE_CHECKING:
     from cookbook.forecast.costs.flops import ModelSizes
+    from cookbook.forecast.fitting import Fitting
     from cookbook.forecast.memory import Memory as Memory
-    from cookbook.forecast.ranking import Fitting
     from cookbook.run.stages import Run
     from cookbook.training.data.batches import StepBatch
 
@@ -103,10 +103,10 @@ def fitting(
     batches: Sequence[BatchSection],
     kinds: Sequence[Checkpointing],
 ) -> "list[Fitting]":
-    """See `ranking.fitting`."""
-    from cookbook.forecast import ranking
+    """See `cookbook.forecast.fitting`."""
+    from cookbook.forecast.fitting import fitting as fit
 
-    return ranking.fitting(recipe, strategy, machines, recipe_name, batches, kinds)
+    return fit(recipe, strategy, machines, recipe_name, batches, kinds)
 
 
 def next_strategy(

@@ -131,8 +131,9 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     """Answer for one kind of machines after another."""
     with imports():
         from cookbook.forecast import headline
+        from cookbook.forecast.fitting import by_auto
         from cookbook.forecast.mesh_sizes import better_sizes
-        from cookbook.forecast.ranking import by_auto, forecast_all
+        from cookbook.forecast.ranking import forecast_all
         from cookbook.forecast.second_process import second_process
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
