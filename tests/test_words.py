@@ -12,7 +12,6 @@ NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 NOT_DONE = {
     "config": 27,
-    "config/objectives": 15,
     "forecast": 156,
     "forecast/costs": 12,
     "start": 13,

@@ -79,7 +79,7 @@ class Distill(TokenLoss):
         import torch
 
         is_left = teacher > -torch.inf
-        student, teacher = (torch.where(is_left, one, 0.0) for one in (student, teacher))
+        student, teacher = (torch.where(is_left, logps, 0.0) for logps in (student, teacher))
 
         def from_to(first: "Tensor", second: "Tensor") -> "Tensor":
             return (first.exp() * (first - second) * is_left).sum(1)

@@ -182,8 +182,8 @@ def next_tokens(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """The most probable token at the target of each sequence, int64 (S,), of which a sequence has one at most; 0 where
     it has none, as on the ranks that see other parts of it. Collective.
     """
-    found = model(**{name: batch[name] for name in INPUTS if name in batch and name != "targets"})
-    return found.new_zeros(batch["num_sequences"]).index_copy(0, batch["target_sequences"], found)
+    tokens = model(**{name: batch[name] for name in INPUTS if name in batch and name != "targets"})
+    return tokens.new_zeros(batch["num_sequences"]).index_copy(0, batch["target_sequences"], tokens)
 
 
 def sequence_logps(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

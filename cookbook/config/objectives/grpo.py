@@ -140,7 +140,7 @@ class GRPO(Objective):
             ratio = (sums[:, 0] / num_tokens).exp()
             divergences = divergences * ratio if self.use_bias_correction_kl else divergences
             least, most, *others = self._clipped(ratio)
-            policy = [least * drawn_sums, most * drawn_sums, *(one * num_tokens for one in others)]
+            policy = [least * drawn_sums, most * drawn_sums, *(metric * num_tokens for metric in others)]
         least, most, ratios, below, above = policy
         # Not A itself times a token's ratio: of ranks that share a sequence, only one has its advantage.
         advantages = batch["values"]
@@ -167,7 +167,7 @@ class GRPO(Objective):
         return (old - batch["sampled_logps"]).exp().clamp(max=self.importance_sampling_clip_max)
 
     def _clipped(self, ratios: "Tensor") -> "list[Tensor]":
-        """What min(r A, clip(r) A) is for an A of 1, and for -1 times -1; r; whether it is below the range; above."""
+        """Return min(r A, clip(r) A) for an A of 1, and for -1 times -1; r; whether it is below the range; above."""
         import torch
 
         low, high = 1 - self.epsilon, self.most

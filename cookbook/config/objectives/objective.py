@@ -15,7 +15,7 @@ TooLong = Literal["cut", "drop", "split", "error"]
 
 
 class Question(NamedTuple):
-    """What a teacher is asked for each target of the data."""
+    """A question to a teacher, asked for each target of the data."""
 
     teacher: str
     """Hub name or folder of a causal language model."""
@@ -26,11 +26,11 @@ class Question(NamedTuple):
 
     @property
     def bytes_per_target(self) -> int:
-        """What is kept: a token and a float32 for each, and a float32 for all others together."""
+        """Bytes of an answer: a token and a float32 for each that is kept, and a float32 for all others together."""
         return 8 * self.top_k + 4
 
     def words(self) -> str:
-        """What is kept, for `plan` and `explain`."""
+        """Describe what is kept, for `plan` and `explain`."""
         size = f"{self.bytes_per_target:,} bytes in the cache for each trained token"
         return f"its {self.top_k:,} likeliest tokens, {size} ({self.bytes_per_target / 1e3:.3g} GB a million)"
 
@@ -78,7 +78,7 @@ class Objective(Named):
 
     @property
     def problem_type(self) -> str | None:
-        """What a configuration says of such a head, as transformers reads it."""
+        """The kind of such a head in a configuration, as transformers reads it."""
         return None
 
     @property
@@ -96,16 +96,16 @@ class Objective(Named):
 
     @property
     def asks(self) -> "Question | None":
-        """What a teacher is asked before the first step; None without one."""
+        """The question to a teacher before the first step; None without one."""
         return None
 
     @property
     def takes_parts(self) -> bool:
-        """Whether a row may be split into several samples."""
+        """True if a row may be split into several samples."""
         return self.mean_over == "tokens" and not self.shares_samples
 
     def compares(self, given: Collection[str]) -> bool:
-        """Whether an objective that needs a reference does so for a set that has these log-probabilities.
+        """Return whether an objective that needs a reference does so for a set that has these log-probabilities.
 
         Args:
             given: of `old_logps`, `sampled_logps` and `token_reference_logps`.
@@ -113,7 +113,7 @@ class Objective(Named):
         return True
 
     def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:
-        """What batches have as `values`.
+        """The `values` of batches.
 
         Args:
             groups: of each row of a set the numbers of its samples (`RowKind.value` or `values`).
@@ -121,11 +121,11 @@ class Objective(Named):
         return [value for group in groups for value in group]
 
     def remarks(self, values: Sequence[float]) -> tuple[str, ...]:
-        """What is to be said of a row with these numbers, for the user."""
+        """Remarks for the user on a row with these numbers."""
         return ()
 
     def long_rows(self, chosen: TooLong | None) -> TooLong:
-        """What happens to rows longer than data.max_length.
+        """Choose what happens to rows longer than data.max_length.
 
         Args:
             chosen: data.too_long.

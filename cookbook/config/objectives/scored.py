@@ -76,7 +76,7 @@ class Labelled(Scored):
     rows = ("labelled_text", "labelled_chat")
 
     def number_of(self, label: str | float) -> float:
-        """What the loss compares with the scores, a good label itself; raises BadRow."""
+        """The number that the loss compares with the scores, a good label itself; raises BadRow."""
         raise NotImplementedError
 
     def checked(self, row: dict[str, Any]) -> dict[str, Any]:
