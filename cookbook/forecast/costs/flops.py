@@ -81,7 +81,7 @@ class ModelSizes:
 
     @property
     def is_full(self) -> bool:
-        """Whether all weights are trained."""
+        """True if all weights are trained."""
         return self.num_trained == self.num_parameters
 
     @property
@@ -111,8 +111,8 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         return weight.num_elements * (share if weight.is_routed else 1.0)
 
     layers = attention_layers(config)
-    widest = max(layers, key=lambda one: one.width, default=Attention(0, 0, 0.0, None))
-    widths = [one.width for one in layers]
+    widest = max(layers, key=lambda layer: layer.width, default=Attention(0, 0, 0.0, None))
+    widths = [layer.width for layer in layers]
     head = [w for w in skeleton.weights if w.part == ("embedding" if skeleton.is_tied else "head")]
     undivided = [weight for weight in skeleton.weights if weight.shard_dim is None]
     columns, rows = _divided(skeleton, 0), _divided(skeleton, 1)
@@ -134,7 +134,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_experts=experts,
         num_of_experts=sum(weight.num_elements for weight in routed),
         num_routed=len({weight.layer for weight in routed}) * round(share * experts),
-        windows=[one.window for one in layers],
+        windows=[layer.window for layer in layers],
         widths=widths if len(set(widths)) > 1 else (),
         column_matrices=len(columns),
         first_matrices=_without_gradient(skeleton),
@@ -147,17 +147,17 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         is_embedding_divided=any(w.part == "embedding" and w.shard_dim == 0 for w in skeleton.weights),
         is_tied=skeleton.is_tied,
         trained=[
-            TrainedWeight(one.num_elements, one.is_matrix, one.layer, one.shard_dim is not None)
-            for one in skeleton.weights
-            if one.is_trained
+            TrainedWeight(weight.num_elements, weight.is_matrix, weight.layer, weight.shard_dim is not None)
+            for weight in skeleton.weights
+            if weight.is_trained
         ],
     )
 
 
 def _divided(skeleton: Skeleton, dim: int, *, of_adapter: bool = False) -> list[Weight]:
     """Matrices of the layers that tensor parallel divides along a dimension, or an adapter's beside them."""
-    found = (weight for weight in skeleton.weights if weight.layer is not None and len(weight.shape) > 1)
-    return [weight for weight in found if weight.shard_dim == dim and (".lora_" in weight.name) == of_adapter]
+    matrices = (weight for weight in skeleton.weights if weight.layer is not None and len(weight.shape) > 1)
+    return [weight for weight in matrices if weight.shard_dim == dim and (".lora_" in weight.name) == of_adapter]
 
 
 def _without_gradient(skeleton: Skeleton) -> int:

@@ -43,12 +43,12 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it holds a layer's experts, stacked along dimension 0; not the matrices of an adapter of theirs."""
+        """True if it holds a layer's experts, stacked along dimension 0; not the matrices of an adapter of theirs."""
         return self.is_routed and ".lora_" not in self.name
 
     @property
     def is_routed(self) -> bool:
-        """Whether a token is multiplied with the part of its own experts only."""
+        """True if a token is multiplied with the part of its own experts only."""
         return ".experts." in self.name
 
 
@@ -70,8 +70,8 @@ class Skeleton:
 
 
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:
-    """What a stage of a pipeline has of a model, its layers counted from 0. The last has a copy of a tied embedding
-    as its head.
+    """The part of a model that a stage of a pipeline has, its layers counted from 0. The last has a copy of a tied
+    embedding as its head.
     """
     if num_stages == 1:
         return skeleton

@@ -59,7 +59,7 @@ def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) 
 
 
 def _is_stacked(weight: Weight) -> bool:
-    """Whether it has a layer's experts in 4 bits."""
+    """Return whether a weight is a layer's experts in 4 bits."""
     return weight.is_quantized and len(weight.shape) == 3
 
 
@@ -76,7 +76,9 @@ def _cut_as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
     is_offloaded = strategy.offload_param is not None or (strategy.fsdp and strategy.fsdp.fsdp_offload_params)
     has_whole = inputs.adapter is not None and bool(inputs.adapter.modules_to_save) and strategy.fsdp is not None
     # In transformers' order: by name, numbers as such (core_model_loading.py, dot_natural_key).
-    frozen = sorted((weight for weight in skeleton.weights if not weight.is_trained), key=lambda one: _key(one.name))
+    frozen = sorted(
+        (weight for weight in skeleton.weights if not weight.is_trained), key=lambda weight: _key(weight.name)
+    )
     for weight in frozen:
         stored, scales = resident([weight], inputs), constants(replace(skeleton, weights=(weight,)))
         part = 0 if is_offloaded else stored // count
@@ -124,8 +126,8 @@ def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, loc
         stage = rank * stages // inputs.num_processes
         own = stage_chunks(skeleton.num_layers, stage, stages, chunks, head_layers=skeleton.head_layers)
         kept = (
-            sum(number * len(layers) for number, layers in zip(one.counts, own, strict=True))
-            for one in begun(inputs.accumulation, stage, stages, chunks)
+            sum(number * len(layers) for number, layers in zip(moment.counts, own, strict=True))
+            for moment in begun(inputs.accumulation, stage, stages, chunks)
         )
         return max(kept) * block
 
