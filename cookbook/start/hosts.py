@@ -109,7 +109,7 @@ def interface_to(address: str) -> str:
     if ipaddress.ip_address(own).is_loopback and own != address:
         raise OSError(f"this name resolves to {place[0]} here, which no other machine reaches")
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == own for found in addresses):
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
             return name
     raise OSError(f"no interface has {own}")
 
@@ -121,11 +121,11 @@ def address_warning(hosts: Hosts) -> str | None:
     if hosts.index or not hosts.first:
         return None
     try:
-        found = {place[0] for *_, place in socket.getaddrinfo(hosts.first, hosts.port, type=socket.SOCK_STREAM)}
+        named = {place[0] for *_, place in socket.getaddrinfo(hosts.first, hosts.port, type=socket.SOCK_STREAM)}
     except OSError:  # a mistake of `set_interfaces`
         return None
     own = {address.address.partition("%")[0] for group in psutil.net_if_addrs().values() for address in group}
-    if found & own or any(ipaddress.ip_address(address).is_loopback for address in found):
+    if named & own or any(ipaddress.ip_address(address).is_loopback for address in named):
         return None
     what = "but this is machine 0 and no interface of it has that address"
     return f"warning: --first is {hosts.first}, {what}; write one of its own, unless the network translates it"
@@ -143,7 +143,7 @@ def interface_problem(variable: str, environment: MutableMapping[str, str] = os.
         return None
     exact = variable.startswith("GLOO") or value.startswith("=")
     wanted = [name for name in value.lstrip("=").split(",") if name]
-    chosen = [one for one in _interfaces() if any(name == one if exact else one.startswith(name) for name in wanted)]
+    chosen = [own for own in _interfaces() if any(name == own if exact else own.startswith(name) for name in wanted)]
     others = [name for name in _interfaces() if not _is_loopback(name)]
     if not chosen:
         return f"{variable}={value}: no such network interface; here are {', '.join(_interfaces())}"
@@ -154,17 +154,18 @@ def interface_problem(variable: str, environment: MutableMapping[str, str] = os.
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name or an address is this machine's loopback."""
+    """Return whether a name or an address is this machine's loopback."""
     try:
-        found = {place[0] for *_, place in socket.getaddrinfo(name, None)}
+        addresses = {str(place[0]) for *_, place in socket.getaddrinfo(name, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in map(str, found))
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def _is_loopback(interface: str) -> bool:
-    found = [one.address for one in psutil.net_if_addrs().get(interface, ()) if one.family in (AF_INET, AF_INET6)]
-    return bool(found) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+    entries = psutil.net_if_addrs().get(interface, ())
+    addresses = [entry.address for entry in entries if entry.family in (AF_INET, AF_INET6)]
+    return bool(addresses) and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses)
 
 
 def _interfaces() -> list[str]:

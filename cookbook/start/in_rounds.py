@@ -1,4 +1,4 @@
-"""What a recipe with `rounds` may not have. No torch."""
+"""Mistakes of a recipe with `rounds`. No torch."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ KEY = "VLLM_API_KEY"
 
 
 def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
-    """What does not go with rounds, each beginning with its key; nothing of the run of one round."""
+    """List what does not go with rounds, each beginning with its key; nothing of the run of one round."""
     if recipe.rounds is None or recipe.rounds.round is not None:
         return []
     parts = (_of_sampler(recipe), _of_rewards(recipe), _of_weights(recipe, strategy), _of_rows(recipe), _of_run(recipe))
@@ -32,7 +32,7 @@ def kind_of_samples(objective: Objective) -> RowKind | None:
 
 
 def needs_reference(objective: Objective) -> bool:
-    """Whether the samples of a round need the log-probabilities of the model before the first round."""
+    """Return whether the samples of a round need the log-probabilities of the model before the first round."""
     return objective.needs_reference and objective.compares({"old_logps"})
 
 

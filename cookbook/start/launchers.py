@@ -210,8 +210,8 @@ def elastic_sizes(world: World) -> list[int]:
     two. Empty for a fixed number.
     """
     lines = [" ".join(words) for words in _list_ancestors()] + [f"--nnodes {os.environ.get('PET_NNODES')}"]
-    found = next(filter(None, (re.search(r"--nnodes[ =](\d+):(\d+)(?!\S)", line) for line in lines)), None)
-    return [count * world.num_local for count in range(int(found[1]), int(found[2]) + 1)] if found else []
+    sizes = next(filter(None, (re.search(r"--nnodes[ =](\d+):(\d+)(?!\S)", line) for line in lines)), None)
+    return [count * world.num_local for count in range(int(sizes[1]), int(sizes[2]) + 1)] if sizes else []
 
 
 def check_elastic(sizes: list[int], resume: str) -> list[str]:
