@@ -65,7 +65,7 @@ class Pipeline(Copies):
         }
         parts = [json.loads(text) for text in self.collectives.gather_texts(json.dumps([self._shapes, sizes]))]
         self._shapes = {name: shape for shapes, _ in parts for name, shape in shapes.items()}
-        whole = {name: found for _, part in parts for name, found in part.items()}
+        whole = {name: size for _, part in parts for name, size in part.items()}
         self.num_parameters = sum(count for count, _ in whole.values())
         self.num_trained = sum(count for count, is_trained in whole.values() if is_trained)
 
@@ -74,10 +74,10 @@ class Pipeline(Copies):
         # That of one process, which adds up what the layers return in the dtype of the embedding. Messages in bf16
         # would be half the bytes, and round at each border: the curve would depend on the number of stages.
         self._hidden_dtype = self.frozen_dtype if is_adapted else torch.float32
-        found: Any = model
-        is_tied = found.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
+        transformer: Any = model
+        is_tied = transformer.config.tie_word_embeddings and self._index in (0, self.mesh.pipeline - 1)
         # With an adapter that trains rows of it, the matrix is frozen and they are tied.
-        self._tied = [*found.get_input_embeddings().parameters()] if is_tied else []
+        self._tied = [*transformer.get_input_embeddings().parameters()] if is_tied else []
         return super()._wrap(model, optimizer)
 
     def _accumulate(self, loss: Callable[[Any, Batch], torch.Tensor], micro_batches: list[Batch]) -> None:
@@ -87,7 +87,7 @@ class Pipeline(Copies):
 
     def _add_up_tied(self) -> None:
         """An embedding that is tied to the head has gradients in the first stage and in the last."""
-        gradients = [local(one.grad) for one in self._tied if one.grad is not None]
+        gradients = [local(weight.grad) for weight in self._tied if weight.grad is not None]
         if gradients:
             add_up(gradients, self._ends, self.gradient_dtype)
 
@@ -117,7 +117,7 @@ class Pipeline(Copies):
             of_batch = function if chunk == chunks - 1 else negative_log_likelihood
             is_last = index == num_stages * chunks - 1
             stages.append(_Stage(self, chunk, of_batch, batches, begin, message, is_last=is_last))
-            found = _Schedulable(
+            stage = _Schedulable(
                 self,
                 stages[-1],
                 index,
@@ -127,7 +127,7 @@ class Pipeline(Copies):
                 output_args=(torch.empty((), **on_meta) if is_last else message,),
                 group=self._group,
             )
-            piped.append(found)
+            piped.append(stage)
         # No zero-bubble schedule: its backward of weights computes a checkpointed layer again for each group of
         # weights, and runs no hook of a parameter (torch 2.13, pipelining/_backward.py).
         # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
@@ -149,11 +149,11 @@ class Pipeline(Copies):
         return stages[-1].results
 
     def _num_shards(self, gradient: torch.Tensor) -> float:
-        is_tied = any(gradient is one.grad for one in self._tied)
+        is_tied = any(gradient is weight.grad for weight in self._tied)
         return super()._num_shards(gradient) * self.mesh.pipeline / (2 if is_tied else 1)
 
     def _ranks_with(self, parameter: torch.nn.Parameter) -> Sequence[int]:
-        if any(parameter is one for one in self._tied):
+        if any(parameter is weight for weight in self._tied):
             return (*self._ranks_of(0), *self._ranks_of(self.mesh.pipeline - 1))
         return self._ranks_of(self._index)
 
@@ -163,8 +163,8 @@ class Pipeline(Copies):
         yield "stage", (self._index, self.mesh.pipeline), (stage.pp_rank, stage.pp_size)
         held = {int(index) for name, _ in self.model.named_parameters() for index in _LAYER.findall(name)}
         yield "ranges of layers", self.mesh.chunks, len({i for i in held if i - 1 not in held})
-        asked, found = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
-        yield "ranks of the pipeline", asked, found
+        asked, ranks = (dist.get_process_group_ranks(group) for group in (self._group, stage.pp_group))
+        yield "ranks of the pipeline", asked, ranks
 
 
 class ShardedPipeline(Pipeline, Fsdp2WhileRead):
@@ -234,14 +234,14 @@ class _Interleaved(_VotesOnce, ScheduleInterleaved1F1B):
     def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *arguments: Any) -> None:
         self._n_microbatches = self.count
         self.pipeline_order = {
-            rank: [one for one in order if one is None or one.microbatch_index < self.count]
+            rank: [action for action in order if action is None or action.microbatch_index < self.count]
             for rank, order in actions.items()
         }
         super()._prepare_schedule_with_comms(self.pipeline_order, *arguments)
 
 
 class _Stage(torch.nn.Module):
-    """What torch calls with the number of a micro-batch, and with what came from the stage before."""
+    """The module that torch calls with the number of a micro-batch, and with what came from the stage before."""
 
     def __init__(
         self,
@@ -272,10 +272,10 @@ class _Stage(torch.nn.Module):
         sent: list[torch.Tensor] = []
 
         def model(**inputs: Any) -> Any:
-            found = self.engine.model(hidden=hidden, chunk=self.chunk, **inputs)
+            result = self.engine.model(hidden=hidden, chunk=self.chunk, **inputs)
             if self.is_last:
-                return found
-            sent.append(found.flatten(0, 1).to(self.message.dtype))
+                return result
+            sent.append(result.flatten(0, 1).to(self.message.dtype))
             # So the objective runs on every stage, and all know the names of its metrics.
             return self.engine.transformer().zeros_of_result(**inputs)
 
