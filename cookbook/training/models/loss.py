@@ -178,8 +178,8 @@ def _with_columns(logits: torch.Tensor, hidden: torch.Tensor, rows: tuple[int, t
     if rows is None:
         return logits
     first, own = rows
-    found = F.linear(hidden, own.to(hidden.dtype))
-    return torch.cat([logits[..., :first], found, logits[..., first + len(own) :]], -1)
+    of_own = F.linear(hidden, own.to(hidden.dtype))
+    return torch.cat([logits[..., :first], of_own, logits[..., first + len(own) :]], -1)
 
 
 class _LossOfHead(torch.autograd.Function):
