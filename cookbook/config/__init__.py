@@ -1,1 +1,1 @@
-"""What users write: recipes and strategies, as typed and validated objects."""
+"""The files that users write: recipes and strategies, as typed and validated objects."""

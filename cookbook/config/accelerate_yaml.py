@@ -38,7 +38,7 @@ DEFAULT_STAGE = 2
 
 
 class DeepspeedBlock(Block):
-    """What a strategy says of ZeRO: a JSON, or in its place, as `accelerate config` asks for it, the rest."""
+    """The part of a strategy on ZeRO: a JSON, or in its place, as `accelerate config` asks for it, the rest."""
 
     deepspeed_config_file: PathText | None = None
     deepspeed_multinode_launcher: Literal["standard"] = "standard"
@@ -115,8 +115,8 @@ def _port(value: Any) -> Any:
 
 
 def _address(value: Any) -> Any:
-    if isinstance(value, str) and (found := re.fullmatch(r"([^:]+):(\d+)", value)):
-        raise ValueError(f"is {show(value)}; write {found[1]}, and main_process_port: {found[2]}")
+    if isinstance(value, str) and (parts := re.fullmatch(r"([^:]+):(\d+)", value)):
+        raise ValueError(f"is {show(value)}; write {parts[1]}, and main_process_port: {parts[2]}")
     return value
 
 
@@ -126,8 +126,8 @@ def _gpu_ids(value: Any) -> Any:
         return value
     if type(value) is int:  # accelerate 1.15 splits it as a text
         raise ValueError(f"is {value}; write '{value}' in quotes")
-    ids = [one.strip() for one in str(value).split(",")]
-    if bad := [one for one in ids if not one.isdigit() and not one.startswith(("GPU-", "MIG-"))]:
+    ids = [part.strip() for part in str(value).split(",")]
+    if bad := [gpu for gpu in ids if not gpu.isdigit() and not gpu.startswith(("GPU-", "MIG-"))]:
         raise ValueError(f"is {show(value)}, and {bad[0]!r} is no GPU; write numbers as '0,1', or all")
     if len(set(ids)) < len(ids):
         raise ValueError(f"is {show(value)}, with a GPU twice; name each once")
@@ -260,7 +260,7 @@ def _check_deepspeed_block(block: DeepspeedBlock, place: Callable[..., str]) -> 
 
 def in_terms_of_block(mistakes: Iterable[str]) -> list[str]:
     """Mistakes of `DeepspeedBlock.in_place_of_json` by the keys of the YAML."""
-    found = []
+    placed = []
     for mistake in mistakes:
         for block in ("offload_optimizer", "offload_param"):
             mistake = mistake.replace(f"zero_optimization.{block}.device", f"deepspeed_config.{block}_device")
@@ -268,8 +268,8 @@ def in_terms_of_block(mistakes: Iterable[str]) -> list[str]:
             mistake = mistake.replace(f"zero_optimization.{block}", f"deepspeed_config.{block}_device")
             if f"deepspeed_config.{block}_device is" in mistake:
                 mistake = mistake.replace("no nvme_path; add nvme_path", f"no {block}_nvme_path; add {block}_nvme_path")
-        found.append(mistake)
-    return found
+        placed.append(mistake)
+    return placed
 
 
 def _check_ignored(parsed: AccelerateFile, mesh: ParallelismBlock, place: Callable[..., str]) -> Iterator[str]:
@@ -325,7 +325,7 @@ def _pipeline_problem(family: str, block: FsdpBlock | None, sequence: int, repli
 
 
 def _sharded_while_read_problem(block: FsdpBlock, shard: int, key: str) -> str | None:
-    """What transformers, which applies FSDP2 to what another dimension left, does not take from the file.
+    """Name what transformers, which applies FSDP2 to what another dimension left, does not take from the file.
 
     Args:
         key: the size in the file that makes transformers do so.
@@ -397,6 +397,6 @@ def check_fsdp_alone(document: Document) -> Iterator[str]:
     if not isinstance(block, dict) or not block:
         return
     whole = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | block
-    found = part(replace(document, values={"fsdp_config": whole}), "fsdp_config", FsdpBlock)
-    if found is not None:
-        yield from _check_fsdp(found, document.place)
+    checked = part(replace(document, values={"fsdp_config": whole}), "fsdp_config", FsdpBlock)
+    if checked is not None:
+        yield from _check_fsdp(checked, document.place)

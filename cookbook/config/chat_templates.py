@@ -14,7 +14,7 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def is_marked(template: str) -> bool:
-    """Whether a template has markers around the assistant's part."""
+    """Return whether a template has markers around the assistant's part."""
     return _MARKER.search(template) is not None
 
 

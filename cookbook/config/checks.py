@@ -41,30 +41,32 @@ KINDS: dict[str, type[BaseModel]] = {
 }
 
 
-def check_across_keys(document: Document, found: Mapping[str, Any], known: set[str]) -> Iterator[str]:
+def check_across_keys(document: Document, sections: Mapping[str, Any], known: set[str]) -> Iterator[str]:
     """Mistakes that involve several keys or the disk.
 
     Args:
-        found: the section of each name in KINDS; None: it has mistakes of its own, and is left out.
+        sections: the section of each name in KINDS; None: it has mistakes of its own, and is left out.
         known: the dotted keys of a recipe.
     """
     place = document.place
-    model, data, run = (found[name] for name in ("model", "data", "run"))
+    model, data, run = (sections[name] for name in ("model", "data", "run"))
     strategy = document.values.get("strategy")
     if isinstance(strategy, str) and path_problem(strategy) is None:
         yield from missing_strategy(strategy, lambda: place("strategy"))
     precision = document.values.get("mixed_precision", "bf16")
     if document.values.get("loss_scale") is not None and precision != "fp16":
         yield f"{place('loss_scale')}: would be ignored with mixed_precision {precision}; take it out, or write fp16"
-    optim = found["optim"]
+    optim = sections["optim"]
     if optim is not None and optim.gradient_dtype == "fp16" and precision != "fp16":
         problem = "small gradients would be 0 without a loss scale; write bf16, or mixed_precision: fp16"
         yield f"{place('optim', 'gradient_dtype')} is fp16 with mixed_precision {precision}: {problem}"
-    yield from _check_rates(optim, found["schedule"], found["batch"], lambda: place("schedule", "min_learning_rate"))
+    yield from _check_rates(
+        optim, sections["schedule"], sections["batch"], lambda: place("schedule", "min_learning_rate")
+    )
     name = model.name_or_path if model is not None else None
     if name is not None:
         yield from _check_model(name, lambda: place("model", "name_or_path"))
-    if found["objective"] is not None and (asked := found["objective"].asks) is not None:
+    if sections["objective"] is not None and (asked := sections["objective"].asks) is not None:
         yield from _check_model(asked.teacher, lambda: place("objective", "teacher"))
     if data is not None:
         if data.chat_template is not None:
@@ -75,10 +77,10 @@ def check_across_keys(document: Document, found: Mapping[str, Any], known: set[s
             yield from _check_source(source, place, ("data", "train", *([i] if is_list else [])))
         for name, source in data.eval.items():
             yield from _check_source(source, place, ("data", "eval", *([name] if name else [])))
-        yield from _check_data(data, run, found["objective"], found["batch"], place)
+        yield from _check_data(data, run, sections["objective"], sections["batch"], place)
     if run is not None:
         yield from _check_output_dir(run.output_dir, lambda: place("run", "output_dir"))
-        schedule = found["schedule"]
+        schedule = sections["schedule"]
         is_shortened = ("run", "max_steps") in document.overrides  # a trial, which has no need of the peak
         if schedule is not None and run.max_steps is not None and not is_shortened:
             rounds = document.values.get("rounds")

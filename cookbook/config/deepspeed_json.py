@@ -211,7 +211,7 @@ class DeepspeedFile(Block):
 
 
 def _asks(key: str, value: Any, block: str = "zero_optimization") -> bool:
-    """Whether a key that some stage or device does not read asks for something."""
+    """Return whether a key that some stage or device does not read asks for something."""
     return value not in ("auto", facts()["blocks"][block].get(key, {}).get("default", "auto"))
 
 

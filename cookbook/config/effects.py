@@ -1,4 +1,4 @@
-"""What a change of a recipe's key may change: the curve, the last bits, speed and memory, or only what is watched."""
+"""The effect of a change of a recipe's key: the curve, the last bits, speed and memory, or only what is watched."""
 
 NEVER_THE_CURVE = (
     "strategy",
@@ -51,7 +51,7 @@ EFFECTS = {
 
 
 def effect_of(key: str) -> str:
-    """What a key of a recipe affects: a key of EFFECTS."""
+    """Name what a key of a recipe affects: a key of EFFECTS."""
     rules = {"speed": NEVER_THE_CURVE, "rounding": ONLY_ROUNDING, "run": ONLY_THE_RUN}
     for effect, keys in rules.items():
         if any(key == known or key.startswith(f"{known}.") for known in keys):

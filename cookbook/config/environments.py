@@ -45,5 +45,5 @@ def environment(kind: Kind) -> Kind:
 
 
 def environments() -> Mapping[str, Registered]:
-    """Those of the plugins in use, by name."""
+    """The environments of the plugins in use, by name."""
     return registry.known("environment")

@@ -49,7 +49,7 @@ SPLIT = re.compile(r"[^\\.-][^\\]*")
 
 
 def is_address(sampler: str) -> bool:
-    """Whether `rounds.sampler` is the address of a server, or several."""
+    """Return whether `rounds.sampler` is the address of a server, or several."""
     return sampler.startswith(("http://", "https://"))
 
 

@@ -28,11 +28,11 @@ def reward(function: Function) -> Function:
 
 
 def is_model(name: str) -> bool:
-    """Whether a name of `rounds.reward_funcs` is that of a reward model, and not a function's: a folder with a slash in
-    it, or one of the Hub."""
+    """Return whether a name of `rounds.reward_funcs` is that of a reward model, and not a function's: a folder with a
+    slash in it, or one of the Hub."""
     return "/" in name
 
 
 def reward_functions() -> Mapping[str, Reward]:
-    """Those of the plugins in use, by name."""
+    """The reward functions of the plugins in use, by name."""
     return registry.known("reward")

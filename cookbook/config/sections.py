@@ -111,7 +111,7 @@ def _packages(names: list[str] | None) -> list[str] | None:
 
 
 class Auto(int):
-    """What takes least memory, 1 or true, until a start has found what is best for this machine."""
+    """The value that takes least memory, 1 or true, until a start has found what is best for this machine."""
 
     def __repr__(self) -> str:
         return "auto"
@@ -161,7 +161,7 @@ class ModelSection(OneOf):
 
     @property
     def recompute(self) -> Literal[False, True, "selective"]:
-        """What the backward pass computes again: true is whole layers."""
+        """The part of a forward that the backward pass computes again: true is whole layers."""
         kind = self.gradient_checkpointing
         return True if isinstance(kind, Auto) or kind == "offload" or kind == "auto" else kind
 
@@ -365,7 +365,7 @@ class DataSection(Section):
 
     @property
     def is_streamed_mixture(self) -> bool:
-        """Whether a pass of a stream is a number of rows of each source, and not all rows."""
+        """True if a pass of a stream is a number of rows of each source, and not all rows."""
         return self.streaming and self.train[0].rows_per_epoch is not None
 
     @model_validator(mode="after")
@@ -437,7 +437,7 @@ class AdapterSection(Section):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the frozen weights of all linear layers but the head are stored in 4 bits."""
+        """True if the frozen weights of all linear layers but the head are stored in 4 bits."""
         return self.name == "qlora"
 
 
@@ -504,7 +504,7 @@ class ProfileSection(Section):
 
 
 def is_due(step: int, every: int | None, per_epoch: int | None = None, steps_per_epoch: int | None = None) -> bool:
-    """Whether something that happens every `every` steps, or `per_epoch` times an epoch, happens after this one.
+    """Return whether something that happens every `every` steps, or `per_epoch` times an epoch, happens after this one.
 
     Of an epoch's steps those that complete 1/N, 2/N, ... of it, the last one among them.
     """
@@ -639,15 +639,15 @@ class RunSection(OneOf):
         return self
 
     def evaluates_after(self, step: int, steps_per_epoch: int | None) -> bool:
-        """Whether the held-out sets are evaluated after this step, the first and the last one apart."""
+        """Return whether the held-out sets are evaluated after this step, the first and the last one apart."""
         return is_due(step, self.eval_every_steps, self.evals_per_epoch, steps_per_epoch)
 
     def saves_after(self, step: int, steps_per_epoch: int | None) -> bool:
-        """Whether a checkpoint is due after this step by the number of steps, the last one apart."""
+        """Return whether a checkpoint is due after this step by the number of steps, the last one apart."""
         return is_due(step, self.save_every_steps, self.saves_per_epoch, steps_per_epoch)
 
     def misfits(self, steps_per_epoch: int | None) -> list[str]:
-        """What is asked for more often than an epoch has steps."""
+        """List what is asked for more often than an epoch has steps."""
         counts = {key: value for key in self.cadences.values() if (value := getattr(self, key)) is not None}
         return [
             f"run.{key} is {count}, but an epoch has {steps_per_epoch} steps; write at most {steps_per_epoch}"
@@ -657,7 +657,7 @@ class RunSection(OneOf):
 
     @property
     def best_is_evaluated(self) -> bool:
-        """Whether each checkpoint, those by minutes apart, is of a step that is evaluated."""
+        """True if each checkpoint, those by minutes apart, is of a step that is evaluated."""
         if self.saves_per_epoch is not None:
             return self.evals_per_epoch is not None and self.evals_per_epoch % self.saves_per_epoch == 0
         if self.save_every_steps is None or self.eval_every_steps is None:
@@ -761,5 +761,5 @@ class RoundsSection(Section):
 
     @property
     def changes_distribution(self) -> bool:
-        """Whether tokens are drawn from another distribution than the model's."""
+        """True if tokens are drawn from another distribution than the model's."""
         return any(value != type(self).model_fields[name].default for name, value in self.sampling.items())
