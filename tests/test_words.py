@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 NOT_DONE = {
-    "forecast": 156,
+    "forecast": 100,
 }
 """Rooms with such words, and at most how many. A room without any leaves the table."""
 

@@ -1,4 +1,4 @@
-"""What a forward and a backward hold of activations, phase by phase."""
+"""Activations that a forward and a backward hold, phase by phase."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ class ActivationTrace:
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
     def of_loops(self, longer: "ActivationTrace") -> "ActivationTrace":
-        """The same bytes, with the kernels of longer rows that have as many tokens."""
+        """Return the same bytes, with the kernels of longer rows that have as many tokens."""
         own = ({name: getattr(one, name) for name in ("held", "peak", "making")} for one in self.phases)
         phases = (replace(one, **sizes) for one, sizes in zip(longer.phases, own, strict=True))
         return replace(longer, phases=tuple(phases))

@@ -1,4 +1,4 @@
-"""What to change so that a run fits: one list of changes, the cheapest first, and one search over it."""
+"""Changes with which a run fits: one list of changes, the cheapest first, and one search over it."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapte
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What a user may write in another way, and the strategies that are tried with it."""
+    """Settings that a user may write in another way, and the strategies that are tried with it."""
 
     recipe: Recipe
     strategies: Sequence[Strategy]
@@ -102,7 +102,9 @@ class Changes:
         return ", ".join(ways) + ", with batch.micro_batch_size: 1" * bool(is_smaller)
 
     def of_run(self) -> Iterator[Iterable[Change]]:
-        """What costs nothing, then time of each step, then what is trained; with fewer samples than GPUs, the batch."""
+        """Order the changes: what costs nothing, then time of each step, then what is trained; with fewer samples than
+        GPUs, the batch.
+        """
         recipe, known = self.traces.recipe, {strategy.path for strategy in self.own}
         new = [strategy for strategy in self._able if strategy.path not in known]
         yield [self._change(recipe, new, "strategy ")]
@@ -175,7 +177,7 @@ ONE_SAMPLE = {"micro_batch_size": 1, "micro_batch_tokens": None}
 
 
 def _settings(recipe: Recipe) -> Iterator[list[tuple[str, Recipe]]]:
-    """What a recipe may say in the place of what it does, with the words: what takes time, then what is trained."""
+    """Settings that a recipe may have in the place of its own, in words: what takes time, then what is trained."""
     small: dict[str, dict[str, Any]] = {}
     saved: dict[str, dict[str, Any]] = {}
     hosted: dict[str, dict[str, Any]] = {}

@@ -33,7 +33,7 @@ Kept = Callable[[list[str]], list[bool]]
 
 
 def kept_by(checkpointing: bool | str) -> Kept | None:
-    """What a recipe's `model.gradient_checkpointing` keeps; None without checkpointing."""
+    """Return what a recipe's `model.gradient_checkpointing` keeps; None without checkpointing."""
     if checkpointing == "selective":
         return lambda names: [is_saved(name) for name in names]
     return (lambda names: [False] * len(names)) if checkpointing else None

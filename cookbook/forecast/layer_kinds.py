@@ -77,8 +77,8 @@ def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedC
 
 
 def _kinds_of(config: PreTrainedConfig) -> tuple[list[Any], Any]:
-    """What each layer is made of: modules, shapes of weights and settings; and the weights outside of layers. Nothing
-    if the model cannot be built.
+    """List what each layer is made of: modules, shapes of weights and settings; and the weights outside of layers.
+    Nothing if the model cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -124,13 +124,13 @@ def first_reached(phases: Sequence[Phase], few: Few) -> int:
 
 
 def grows_backward(phases: Sequence[Phase], few: Few) -> bool:
-    """Whether the backward of a layer leaves more than it frees, as RecurrentGemma's, which keeps its state."""
+    """Return whether the backward of a layer leaves more than it frees, as RecurrentGemma's, which keeps its state."""
     waits, _ = _waits(phases, few)
     return min(waits[1:], default=0) < 0
 
 
 def _waits(phases: Sequence[Phase], few: Few) -> tuple[list[int], list[int]]:
-    """What the backward of each layer frees, of the first as if nothing; and what is held at the begin of each."""
+    """Count what the backward of each layer frees, of the first as if nothing, and what is held where each begins."""
     of_layers = [(one.layer, one.held) for one in reversed(phases) if one.name == "backward" and one.layer is not None]
     first = dict(of_layers)  # without those that a backward does not reach
     held = [first.get(layer, first[min(first)]) for layer in range(len(few.layers))]

@@ -49,12 +49,12 @@ class Memory:
 
     @property
     def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated reports."""
+        """Bytes that torch.cuda.max_memory_allocated reports."""
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
 
     @property
     def parts(self) -> dict[str, int]:
-        """What adds up to `allocated`, by its name for people."""
+        """The parts that add up to `allocated`, by their names for people."""
         return {
             "weights": self.parameters,
             "gradients": self.gradients,
@@ -66,7 +66,7 @@ class Memory:
 
     @property
     def reserved(self) -> tuple[int, int]:
-        """What torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
+        """Bytes that torch.cuda.max_memory_reserved reports, least and most by published and own runs."""
         if self.stages:
             of_each = [stage.memory.reserved for stage in self.stages]
             return max(low for low, _ in of_each), max(high for _, high in of_each)

@@ -37,12 +37,12 @@ class Sizes:
         return next(one for sizes, one in self.forecasts if sizes == self.written)
 
     def is_resharded(self, one: Forecast) -> bool:
-        """Whether another size of the mesh is not that of the file either."""
+        """True if another size of the mesh is not that of the file either."""
         return one.strategy.dp_shard_size != self.as_written.strategy.dp_shard_size
 
 
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
-    """Those of the strategies for which other sizes than those of the file are best and may run.
+    """List the strategies for which other sizes than those of the file are best and may run.
 
     The sizes are powers of two, for heads and layers are seldom divisible by others, up to the GPUs of a machine, or of
     stages up to all: what those send is little. Two sizes of a mesh are varied together.
@@ -58,7 +58,7 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
 
 
 def sizes_of_mesh(strategy: Strategy) -> dict[str, int]:
-    """Those that may be varied, by key."""
+    """The sizes that may be varied, by key."""
     keys = (key for key in KEYS if key not in strategy.open_sizes)
     return {key: getattr(strategy, key) for key in keys if getattr(strategy, key) > 1}
 
@@ -89,7 +89,9 @@ def _resized(strategy: Strategy, sizes: dict[str, int], num_gpus: int) -> Strate
 
 
 def changed_sizes(strategies: Sequence[Strategy], one: Strategy) -> dict[str, int]:
-    """Those of its mesh, by key, that are not as in the file of its path, which is that of one of the strategies."""
+    """The sizes of a strategy's mesh, by key, that are not as in the file of its path, which is that of one of the
+    strategies.
+    """
     written = next(strategy for strategy in strategies if strategy.path == one.path)
     keys = [*sizes_of_mesh(written), *({"dp_shard_size"} - written.open_sizes)]
     return {key: getattr(one, key) for key in keys if getattr(one, key) != getattr(written, key)}

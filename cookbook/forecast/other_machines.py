@@ -20,7 +20,7 @@ def fewer_gpus(machines: Machines, most: int) -> Iterator[Machines]:
 
 
 def more_gpus(machines: Machines) -> Iterator[Machines]:
-    """The same GPUs, twice as many each time, powers of two: of a machine up to 8, then such machines."""
+    """List the same GPUs, twice as many each time, powers of two: of a machine up to 8, then such machines."""
     each, count = machines.gpus_each, machines.num_machines
     while 2 * each * count <= MORE_GPUS:
         if each & (each - 1):

@@ -125,12 +125,12 @@ def _suggestion(changes: Changes, best: Forecast, suggests: Literal["first", "al
 
 
 def _is_sure(one: Forecast) -> bool:
-    """Whether it fits without a doubt on the GPUs alone."""
+    """Return whether a strategy fits without a doubt on the GPUs alone."""
     return one.verdict in ("fits", "not judged") and not one.strategy.offloads
 
 
 def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
-    """What a teacher takes before the first step."""
+    """Say what a teacher takes before the first step."""
     asked = recipe.objective.asks
     if asked is None:
         return []

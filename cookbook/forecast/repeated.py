@@ -96,8 +96,8 @@ def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tup
 
 @cache
 def _is_plain(function: Any) -> bool:
-    """Whether torch's own code for the meta device, which takes a fifth of the time, returns what the fake mode does.
-    Norms and kernels of attention, which return several tensors, and convolutions differ by device.
+    """Return whether torch's own code for the meta device, which takes a fifth of the time, returns what the fake mode
+    does. Norms and kernels of attention, which return several tensors, and convolutions differ by device.
     """
     if not isinstance(function, torch._ops.OpOverload) or function.namespace != "aten":
         return False
@@ -132,7 +132,7 @@ def _call(function: Any, args: Any, kwargs: Any, given: list[Any], below: list[A
 
 
 def _with(values: Iterable[Any], replaced: dict[int, Any]) -> list[Any]:
-    """The same with other tensors, by the identity of those before."""
+    """Return the same with other tensors, by the identity of those before."""
     return [
         type(one)(_with(one, replaced))
         if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size)
@@ -148,7 +148,7 @@ def _changes_first_alone(function: torch._ops.OpOverload) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """Those in what an operation is given or returns; torch's own walk through any tree takes ten times as long."""
+    """The tensors in what an operation is given or returns; torch's own walk through a tree takes ten times as long."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -164,7 +164,9 @@ def _key(function: Any, args: Any, kwargs: Any) -> Hashable:
 
 
 def _alike(value: Any) -> Hashable:
-    """What is equal for values that an operation does not tell apart; raises TypeError for one of its own kind."""
+    """Return a key that is equal for values that an operation does not tell apart; raises TypeError for one of its own
+    kind.
+    """
     if type(value) is Light:
         return value.kind
     if isinstance(value, (list, tuple)):
@@ -228,5 +230,5 @@ def _made(tensor: torch.Tensor, device: torch.device, offset: Any = 0, of: int |
 
 @lru_cache(maxsize=1)
 def _state(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
-    """What `FakeTensor` writes to each tensor that it makes, in more time than torch takes for the tensor itself."""
+    """The attributes that `FakeTensor` writes to each tensor, in more time than torch takes for the tensor itself."""
     return dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), device)))

@@ -148,7 +148,7 @@ def share_of_peak(gpu: Gpu) -> tuple[float, float]:
 
 
 def caveat(sizes: ModelSizes) -> str | None:
-    """What a forecast of time omits of a mixture: of 15 published runs of Qwen3-30B-A3B with grouped products three
+    """Say what a forecast of time omits of a mixture: of 15 published runs of Qwen3-30B-A3B with grouped products three
     were slower than the range and two faster (docs/plan_accuracy.md).
     """
     if sizes.num_experts == 1:
@@ -350,7 +350,7 @@ def _links(messages: list[Transfer], machines: Machines, gpu: Gpu, gpus_each: in
 
 
 def link_names(machines: Machines) -> tuple[str, str]:
-    """What connects the processes of a machine, and the machines."""
+    """Name what connects the processes of a machine, and the machines."""
     if (gpu := machines.gpu) is None:
         return "NVLink or PCIe" if machines.gpus_each else "inside the machine", "network"
     if gpu.nvlink is None:

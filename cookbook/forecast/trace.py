@@ -161,7 +161,7 @@ def _ways(
 
 
 def holds_scores(config: PreTrainedConfig) -> bool:
-    """Whether the attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
+    """Return whether attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
     return not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
 
 
@@ -302,7 +302,7 @@ def _traced_attention(
 
 
 def _traced_joined(*inputs: Any, **kind: Any) -> tuple[torch.Tensor, None]:
-    """The same for packed rows in float32, whose samples are computed one by one and then joined by a copy."""
+    """Return the same for packed rows in float32, whose samples are computed one by one and then joined by a copy."""
     return _traced_attention(*inputs, **kind)[0].clone(), None
 
 
@@ -445,7 +445,7 @@ def _train_whole_units(model: PreTrainedModel) -> None:
 
 
 def _targets(objective: Objective, count: int) -> dict[str, torch.Tensor]:
-    """What a batch has for each target and `Objective.function` reads."""
+    """The entries that a batch has for each target and `Objective.function` reads."""
     found = {"targets": torch.zeros(count, dtype=torch.long)}
     if objective.asks is not None:
         top_k = objective.asks.top_k

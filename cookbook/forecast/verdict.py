@@ -114,7 +114,7 @@ class TraceCache:
         self.sizes = sizes_of(config, self.skeleton)
 
     def changed(self, **sections: Any) -> "TraceCache":
-        """Those of the recipe with other sections."""
+        """The traces of the recipe with other sections."""
         return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
 
     def fills_chunks(self, strategy: Strategy) -> int:
@@ -301,7 +301,9 @@ def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) ->
 
 
 def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
-    """Whether a GPU holds weights and optimizer, and the machine what it takes: no trace is needed to rule one out."""
+    """Return whether a GPU holds weights and optimizer, and the machine what it takes: no trace is needed to rule one
+    out.
+    """
     strategy, count = _fitted(traces, strategy, machines)
     try:
         placed = _placed(traces, strategy, count, machines)
@@ -477,8 +479,9 @@ def _stage(
     holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
 
     def sent(one: Begun) -> int:
-        """What was sent of each micro-batch whose backward is still to come; with several chunks all of a step, as many
-        as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`, send_ops).
+        """Bytes that were sent of each micro-batch whose backward is still to come; with several chunks all of a step,
+        as many as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`,
+        send_ops).
         """
         if len(chunks) > 1:
             return received
