@@ -754,10 +754,12 @@ class RoundsSection(Section):
     def weights(self) -> list[float]:
         return self.reward_weights or [1.0] * len(self.reward_funcs)
 
+    SAMPLING: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "top_k", "min_p")
+
     @property
     def sampling(self) -> dict[str, float]:
         """The settings by which a token is drawn from the model's probabilities."""
-        return {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return {name: getattr(self, name) for name in self.SAMPLING}
 
     @property
     def changes_distribution(self) -> bool:

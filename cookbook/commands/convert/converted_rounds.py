@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from cookbook.commands.convert.collected import Collected
 from cookbook.config.foreign import meaning_of, tables
+from cookbook.config.objectives import Objective
 from cookbook.config.objectives.grpo import GRPO
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
@@ -90,7 +91,8 @@ def leave_out_rounds(collected: Collected) -> None:
         del collected.other[key]
         is_of_others = key in OTHERS_TOO
         collected.change(key, tables().texts["whole samples"] if is_of_others else "goes with GRPO only; left out")
-    for key in ("epsilon", "epsilon_high", "use_bias_correction_kl", "importance_sampling_level", "scale_rewards"):
+    of_others = {key for kind in Objective.kinds() if kind is not GRPO for key in kind.model_fields}
+    for key in (key for key in GRPO.model_fields if key not in of_others):
         _drop(collected, f"objective.{key}", "goes with GRPO only; left out")
 
 
@@ -107,8 +109,8 @@ def derive_rounds(collected: Collected, accumulation: int) -> None:
     _length(collected)
     if collected.recipe.get("objective.loss_type") == "dr_grpo":
         collected.recipe["objective.max_completion_length"] = _value(collected, "max_completion_length")
-    for key in RoundsSection.model_fields:
-        if key in ("temperature", "top_p", "top_k", "min_p") and _value(collected, key) != _usual(key):
+    for key in RoundsSection.SAMPLING:
+        if _value(collected, key) != _usual(key):
             collected.change(
                 f"rounds.{key}",
                 "TRL's loss has the probabilities of this temperature, and does not heed truncation; here it is that of"
