@@ -5,6 +5,7 @@ python -m pytest -q tests/test_gguf.py
 The converter is a stand-in; docs/use_it.md says how the real one was tried.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -80,6 +81,22 @@ def test_a_file_that_is_there_stays(run, install, tmp_path, capsys):
     assert "exists; name another file" in capsys.readouterr().err and target.read_text() == "mine"
     assert main(["export", str(run.folder), "--gguf", str(tmp_path / "none/mine.gguf")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_file_that_comes_while_the_converter_runs_stays(run, install, tmp_path, capsys):
+    target = tmp_path / "mine.gguf"
+    install(CONVERTER + f"Path({str(target)!r}).write_text('mine')\n")
+    assert main(["export", str(run.folder), "--gguf", str(target)]) == 1
+    assert "has come meanwhile" in capsys.readouterr().err and target.read_text() == "mine"
+    assert not list(tmp_path.glob(".mine.gguf*"))
+
+
+def test_a_disk_without_hard_links_has_the_file_too(run, install, tmp_path, monkeypatch):
+    """As exFAT, and many network disks."""
+    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(PermissionError("no links here")))
+    install(CONVERTER)
+    assert main(["export", str(run.folder), "--gguf", str(tmp_path / "mine.gguf")]) == 0
+    assert "model.safetensors" in (tmp_path / "mine.gguf").read_text()
 
 
 def test_an_adapter_is_merged_first(tmp_path, install, capsys):

@@ -1,7 +1,5 @@
 """A Hugging Face folder as one GGUF file, by llama.cpp's own converter where a checkout of it is."""
 
-import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -52,7 +50,8 @@ def write_gguf(converter: Path, folder: Path, target: Path, dtype: str) -> None:
         if done.returncode or not built.is_file():
             said = [line for line in done.stdout.splitlines() if line.strip()]
             raise RuntimeError(f"{converter} ended with {done.returncode}: {said[-1] if said else 'without a word'}")
-        with contextlib.suppress(FileExistsError):
-            os.link(built, target)  # never over a file that has come meanwhile
-            return
-    raise RuntimeError(f"{target}: has come meanwhile, and was left as it is")
+        try:
+            target.touch(exist_ok=False)  # never over a file that has come meanwhile; many disks have no hard links
+        except FileExistsError:
+            raise RuntimeError(f"{target}: has come meanwhile, and was left as it is") from None
+        built.replace(target)
