@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_rounds_turns.py
 """
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cookbook.commands.rounds import conversations, prompt_rows, proof, rounds_folder
-from cookbook.commands.rounds.round_samples import Sampling, _talks
+from cookbook.commands.rounds.round_samples import Sampling, _sample, _talks
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, Sampler, encode
 from cookbook.config.environments import environments
@@ -26,6 +27,7 @@ from cookbook.start.in_rounds import misfits
 from cookbook.system.files import RecipeError
 from cookbook.training.data.encode import Encoder
 from cookbook.training.data.rows import Rows
+from tests.stand_in_vllm import StandIn
 
 MODEL = ROOT / "recipes/calculator/model"
 
@@ -163,6 +165,51 @@ def test_each_turn_is_sampled_after_the_tokens_of_all_before_and_again_the_same(
             assert line["logprobs"][i] == pytest.approx(policy, abs=1e-5) == line["trainer_logprobs"][i]
             assert len(line["sampled_logprobs"][i]) == len(policy) == line["num_tokens"][i]
     assert rounds_folder.summary_of(1, lines)["turns"] > 1
+
+
+@pytest.mark.parametrize("is_lie", [False, True])
+def test_each_address_is_proven_by_its_conversations(tmp_path, is_lie):
+    """All turns of a conversation are one server's; one of two that takes other weights after its probe is named."""
+    servers = [StandIn(), StandIn()]
+    changed = ["rounds.num_generations=4", "rounds.prompts_per_round=4", "rounds.max_kl_sampler_trainer=1.0e-6"]
+    recipe = recipe_of(*changed, f"rounds.sampler=[{', '.join(server.address for server in servers)}]")
+    assert recipe.rounds is not None
+    asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)
+    how = Sampling(recipe=recipe, asked=asked, ids=encode(asked, str(MODEL), recipe), first_model=str(MODEL), judges={})
+    current = Round(tmp_path, 1)
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.serve(str(MODEL))
+        server.folder = str(current.folder_for_server(rounds_folder.weights_digest(MODEL)))
+    liar, honest = servers
+    complete = liar.complete
+
+    def complete_with_other_weights(request: dict[str, Any]) -> dict[str, Any]:
+        if request["seed"] > 1000:  # of the round, and not of the probe before it
+            liar.model = other
+        return complete(request)
+
+    try:
+        if is_lie:
+            other: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+            other.lm_head.weight.data *= 1.1
+            liar.complete = complete_with_other_weights  # type: ignore[method-assign]
+            with pytest.raises(RecipeError) as raised:
+                _sample(current, MODEL, how)
+            assert f"rounds.sampler is {liar.address}: in round 1 kl_sampler_trainer is" in str(raised.value)
+            assert honest.address not in str(raised.value)
+            return
+        lines = _sample(current, MODEL, how)
+        assert {turns for line in lines for turns in line["num_turns"]} == {1, 2}
+        for index, server in enumerate(servers):
+            prompts = [request["prompt"] for request in server.asked if request["seed"] > 1000]
+            own = [line["prompt_ids"] for place, line in enumerate(lines) if (1 + place) % 2 == index]
+            assert len(own) == 2 and any(prompt not in own for prompt in prompts)
+            assert {tuple(prompt[: len(own[0])]) for prompt in prompts} == {*map(tuple, own)}
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
 
 
 def test_tokens_of_a_tool_carry_no_loss():

@@ -24,7 +24,9 @@ MARK = "ANSWER"
 class Sampler(Protocol):
     tokenizer: Any
 
-    def answers(self, prompts: list[list[int]], seed: int, count: int | None = None) -> list[list[Any]]: ...
+    def answers(
+        self, prompts: list[list[int]], seed: int, count: int | None = None, places: Sequence[int] | None = None
+    ) -> list[list[Any]]: ...
 
 
 class Conversation:
@@ -146,11 +148,17 @@ def converse(
             conversation.take(answer)
         groups.append(group)
     turn = 1
-    while going_on := [each for group in groups for each in group if each.reward is None]:
+    while going_on := [
+        (place, conversation)
+        for place, group in enumerate(groups)
+        for conversation in group
+        if conversation.reward is None
+    ]:
         turn += 1
         say(f"  turn {turn} of {len(going_on):,} conversations", flush=True)
         of_turn = int(hashlib.sha256(f"{seed} {turn}".encode()).hexdigest()[:12], 16)
-        asked = [conversation.prompt_ids + conversation.tokens for conversation in going_on]
-        for conversation, (answer,) in zip(going_on, sampler.answers(asked, of_turn, 1), strict=True):
+        asked = [conversation.prompt_ids + conversation.tokens for _, conversation in going_on]
+        answers = sampler.answers(asked, of_turn, 1, [place for place, _ in going_on])
+        for (_, conversation), (answer,) in zip(going_on, answers, strict=True):
             conversation.take(answer)
     return groups

@@ -149,8 +149,8 @@ def _probe(
 
 
 def _by_server(lines: list[dict[str, Any]], sampler: Any, rounds: RoundsSection) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each server by its address. Turns of one conversation are shared, so their lines are not parted."""
-    if len(addresses(rounds.sampler)) < 2 or rounds.environment is not None:
+    """The lines of each server by its address."""
+    if len(addresses(rounds.sampler)) < 2:
         return {rounds.sampler: lines}
     parted: dict[str, list[dict[str, Any]]] = {}
     for place, line in enumerate(lines):

@@ -152,9 +152,15 @@ class Sampler(OpenFile):
             pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0],
         )
 
-    def answers(self, prompts: list[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
+    def answers(
+        self, prompts: list[list[int]], seed: int, count: int | None = None, places: Sequence[int] | None = None
+    ) -> list[list[Answer]]:
         """`count` answers to each prompt, by default `num_generations`, the same for the same seed, weights, machine
-        and prompts."""
+        and prompts.
+
+        Args:
+            places: as of `Servers.answers`; one model samples all.
+        """
         self.count = self.settings.num_return_sequences = count or self.rounds.num_generations
         size = max(1, self.rounds.generation_batch_size // self.count)
         sampled: list[list[Answer]] = []

@@ -485,15 +485,28 @@ class Servers:
         """The server of the prompt at a place of a round, whoever is faster."""
         return self.servers[(self.servers[0].number + place) % len(self.servers)]
 
-    def answers(self, prompts: Sequence[list[int]], seed: int, count: int | None = None) -> list[list[Answer]]:
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        seed: int,
+        count: int | None = None,
+        places: Sequence[int] | None = None,
+    ) -> list[list[Answer]]:
         """`count` answers to each prompt, by default `num_generations`, each with a seed of its own.
+
+        Args:
+            places: of the prompts in the round, if they are not all of its prompts in order.
 
         Raises:
             RecipeError: a server fails, or answers otherwise than it was asked.
         """
         rounds = self.servers[0].rounds
         count, size = count or rounds.num_generations, rounds.generation_batch_size
-        asked = [(self.of(place), ids) for place, ids in enumerate(prompts) for _ in range(count)]
+        asked = [
+            (self.of(place), ids)
+            for place, ids in zip(places or range(len(prompts)), prompts, strict=True)
+            for _ in range(count)
+        ]
         with ThreadPoolExecutor(size) as pool:
             try:
                 futures = [pool.submit(server.answer, ids, seed + i) for i, (server, ids) in enumerate(asked)]
