@@ -4,16 +4,11 @@ python -m pytest -q tests/test_words.py
 """
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
-NOT_DONE = {
-    "forecast": 100,
-}
-"""Rooms with such words, and at most how many. A room without any leaves the table."""
 
 
 def words_of(code: str) -> list[str]:
@@ -29,19 +24,13 @@ def words_of(code: str) -> list[str]:
     return words
 
 
-def counts_by_room() -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for path in (ROOT / "cookbook").rglob("*.py"):
-        *folders, file = path.relative_to(ROOT / "cookbook").parts
-        counts["/".join(folders[:2]) or file] += len(words_of(path.read_text(encoding="utf-8")))
-    return +counts
-
-
-def test_no_room_has_more_empty_words_than_the_table_allows():
-    counts = counts_by_room()
-    more = {room: count for room, count in counts.items() if count > NOT_DONE.get(room, 0)}
-    assert not more, f"rooms with words that say nothing to a reader: {more}"
-    assert NOT_DONE.keys() <= counts.keys(), f"rooms to take out of the table: {NOT_DONE.keys() - counts.keys()}"
+def test_no_word_says_nothing():
+    empty = {
+        str(path.relative_to(ROOT)): words
+        for path in sorted((ROOT / "cookbook").rglob("*.py"))
+        if (words := words_of(path.read_text(encoding="utf-8")))
+    }
+    assert not empty, f"files with words that say nothing to a reader: {empty}"
 
 
 def test_each_kind_of_empty_word_is_noticed():

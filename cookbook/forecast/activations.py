@@ -48,16 +48,16 @@ class ActivationTrace:
     def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
         """Linear extrapolation from this trace (0 times) to another (1 times)."""
 
-        def between(one: Phase, other: Phase) -> Phase:
-            pairs = {name: (getattr(one, name), getattr(other, name)) for name in SIZES}
-            return replace(one, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
+        def between(first: Phase, second: Phase) -> Phase:
+            pairs = {name: (getattr(first, name), getattr(second, name)) for name in SIZES}
+            return replace(first, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
     def of_loops(self, longer: "ActivationTrace") -> "ActivationTrace":
         """Return the same bytes, with the kernels of longer rows that have as many tokens."""
-        own = ({name: getattr(one, name) for name in ("held", "peak", "making")} for one in self.phases)
-        phases = (replace(one, **sizes) for one, sizes in zip(longer.phases, own, strict=True))
+        own = ({name: getattr(phase, name) for name in ("held", "peak", "making")} for phase in self.phases)
+        phases = (replace(phase, **sizes) for phase, sizes in zip(longer.phases, own, strict=True))
         return replace(longer, phases=tuple(phases))
 
     def total(self, name: Literal["kernels", "looped", "moved", "streamed"]) -> int:
@@ -81,7 +81,7 @@ class ActivationTrace:
         kept = sum(number * each for number, (each, _) in zip(waiting, parts, strict=True))
         own = [layer for layers in chunks for layer in layers]
         here = {(phase.name, phase.layer): phase for _, phases in parts for phase in phases}
-        found = (here[phase.name, phase.layer] for phase in self.phases if (phase.name, phase.layer) in here)
+        phases = (here[phase.name, phase.layer] for phase in self.phases if (phase.name, phase.layer) in here)
         return ActivationTrace(
             phases=tuple(
                 replace(
@@ -90,7 +90,7 @@ class ActivationTrace:
                     held=phase.held + kept,
                     peak=phase.peak + kept,
                 )
-                for phase in found
+                for phase in phases
             )
         )
 

@@ -38,7 +38,7 @@ def _cast(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 def _returned(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    has_type = any(isinstance(one, torch.dtype) for one in (*arguments, *options.values()))
+    has_type = any(isinstance(value, torch.dtype) for value in (*arguments, *options.values()))
     if arguments[0].is_floating_point() and arguments[0].dtype != torch.float64 and not has_type:
         options["dtype"] = torch.float32
     return _below(operation, *arguments, **options)

@@ -208,8 +208,8 @@ def _with(recipe: Recipe, separator: str, settings: dict[str, dict[str, Any]]) -
 
 
 def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
-    pairs = [(written, one) for written in strategies for _, one in resized(written, machines)]
-    return [one for written, one in pairs if one != written]
+    pairs = [(written, other) for written in strategies for _, other in resized(written, machines)]
+    return [other for written, other in pairs if other != written]
 
 
 def small_batch(recipe: Recipe, machines: Machines) -> str | None:

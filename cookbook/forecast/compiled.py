@@ -50,11 +50,11 @@ def trace_compiled(model: PreTrainedModel, *, kept: Kept | None, uncounted: Unco
         kept: None without checkpointing.
         uncounted: a context in which tensors are not counted.
     """
-    found: dict[tuple, Callable[..., Any]] = {}
+    graphs: dict[tuple, Callable[..., Any]] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = False
-            layer.forward = _Forward(layer, found, kept, uncounted)  # type: ignore[assignment]
+            layer.forward = _Forward(layer, graphs, kept, uncounted)  # type: ignore[assignment]
     head = head_of(model)
     if isinstance(head, LossHead):
         head.kernels = Kernels(*(_Fusing(kernel, uncounted) for kernel in PLAIN))
@@ -94,11 +94,11 @@ class _Forward:
     def __init__(
         self,
         layer: torch.nn.Module,
-        found: dict[tuple, Callable[..., Any]],
+        graphs: dict[tuple, Callable[..., Any]],
         kept: Kept | None,
         uncounted: Uncounted,
     ) -> None:
-        self._layer, self._plain, self._found = layer, layer.forward, found
+        self._layer, self._plain, self._graphs = layer, layer.forward, graphs
         self._kept, self._uncounted = kept, uncounted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,16 +107,16 @@ class _Forward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         kinds = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*tensors.values(), *inputs))
         key = (str(spec), *kinds)
-        if key not in self._found:
+        if key not in self._graphs:
             rest = [... if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            self._found[key] = aot_function(
+            self._graphs[key] = aot_function(
                 partial(self._call_plain, rest, spec),
                 fw_compiler=self._runner,
                 bw_compiler=self._runner,
                 partition_fn=self._partition,
                 decompositions=select_decomp_table(),
             )
-        result = self._found[key](tensors, inputs)
+        result = self._graphs[key](tensors, inputs)
         return tuple(result) if isinstance(result, list) else result
 
     def _partition(self, joint: GraphModule, *args: Any, **kwargs: Any) -> tuple:

@@ -55,7 +55,7 @@ def fitting(
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     of_kind: dict[Checkpointing, Fitting] = {}
-    for kind in sorted(kinds, key=lambda one: one is not True):
+    for kind in sorted(kinds, key=lambda kind: kind is not True):
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
 
         def of(batch: BatchSection, model: ModelSection = model) -> Forecast:
@@ -64,10 +64,10 @@ def fitting(
         def is_too_large(batch: BatchSection) -> bool:
             if machines.usable_gib is None:
                 return True
-            one = of(batch)
-            if one.verdict == "no forecast":
-                raise RecipeError(one.why)
-            return one.verdict not in ("fits", *UNKNOWN)
+            of_batch = of(batch)
+            if of_batch.verdict == "no forecast":
+                raise RecipeError(of_batch.why)
+            return of_batch.verdict not in ("fits", *UNKNOWN)
 
         def is_bound_by_products(batch: BatchSection) -> bool:
             return (time := of(batch).time) is not None and time.bottleneck == "compute"
@@ -84,7 +84,7 @@ def fitting(
             last = batches[count - 1]
             if not is_judged or is_bound_by_products(last):
                 of_kind[kind] = Fitting(kind, last, of(last))
-    return sorted((of_kind[kind] for kind in kinds if kind in of_kind), key=lambda one: one.seconds)
+    return sorted((of_kind[kind] for kind in kinds if kind in of_kind), key=lambda fitting: fitting.seconds)
 
 
 def _first_too_large(

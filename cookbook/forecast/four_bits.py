@@ -33,8 +33,8 @@ _gemm_4bit.register_fake(_product_makes)
 
 def _dequantize(weight: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     packed = weight.view(torch.uint8).flatten()[: weight.numel() // 2]  # a view as long as the weight in 4 bits
-    found: list[torch.Tensor] = _dequantize_4bit(packed, weight.shape[0], dtype)
-    return found
+    dequantized: list[torch.Tensor] = _dequantize_4bit(packed, weight.shape[0], dtype)
+    return dequantized
 
 
 class _Product(torch.autograd.Function):
@@ -77,13 +77,13 @@ class _Packed:
 
 def _pack_experts(model: PreTrainedModel) -> None:
     for module in model.modules():
-        names = [name for name, one in module.named_parameters(recurse=False) if is_in_4_bits(module, one)]
+        names = [name for name, parameter in module.named_parameters(recurse=False) if is_in_4_bits(module, parameter)]
         if names:
             from cookbook.training.adapters.stacked import use_own_forward
 
             use_own_forward(module)
-            found: Any = module
-            found.packed |= dict.fromkeys(names, _Packed())
+            experts: Any = module
+            experts.packed |= dict.fromkeys(names, _Packed())
 
 
 def multiply_in_4_bits(model: PreTrainedModel) -> None:

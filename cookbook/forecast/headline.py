@@ -131,7 +131,7 @@ def _why_not(report: PlanReport) -> str:
     if of_batch := small_batch(report.recipe, report.machines):
         return of_batch
     if best.memory is None:
-        reasons = dict.fromkeys(one.why[0].split(": ", 1)[-1] for one in report.forecasts)
+        reasons = dict.fromkeys(forecast.why[0].split(": ", 1)[-1] for forecast in report.forecasts)
         return f"no strategy can run: {next(iter(reasons))}"
     return f"nothing fits; nearest is {best.strategy.name}: {'; '.join(best.why)}"
 

@@ -117,7 +117,7 @@ def first_reached(phases: Sequence[Phase], few: Few) -> int:
     """The first layer of the whole model that a backward reaches; 0 if it reaches all. An adapter with targets in some
     layers only leaves those before the first of them out.
     """
-    reached = {one.layer for one in phases if one.name == "backward"}
+    reached = {phase.layer for phase in phases if phase.name == "backward"}
     if len(reached) == len(few.layers) or len(few.sources) == len(few.layers):
         return 0
     return next((layer for layer, place in enumerate(few.sources) if place in reached), 0)
@@ -131,7 +131,9 @@ def grows_backward(phases: Sequence[Phase], few: Few) -> bool:
 
 def _waits(phases: Sequence[Phase], few: Few) -> tuple[list[int], list[int]]:
     """Count what the backward of each layer frees, of the first as if nothing, and what is held where each begins."""
-    of_layers = [(one.layer, one.held) for one in reversed(phases) if one.name == "backward" and one.layer is not None]
+    of_layers = [
+        (phase.layer, phase.held) for phase in reversed(phases) if phase.name == "backward" and phase.layer is not None
+    ]
     first = dict(of_layers)  # without those that a backward does not reach
     held = [first.get(layer, first[min(first)]) for layer in range(len(few.layers))]
     return [0, *(after - before for before, after in pairwise(held))], held
@@ -147,9 +149,11 @@ def lengthened(phases: Sequence[Phase], few: Few, *, has_copies: bool) -> Iterat
     if len(few.sources) == len(few.layers):
         yield from phases
         return
-    alone = {one.name: one for one in phases if one.layer is None}
-    groups = {key: list(found) for key, found in groupby(phases, lambda one: (one.layer, one.name.endswith("forward")))}
-    forward = [one.held for one in phases if one.name in ("forward", "head")]
+    alone = {phase.name: phase for phase in phases if phase.layer is None}
+    groups = {
+        key: list(group) for key, group in groupby(phases, lambda phase: (phase.layer, phase.name.endswith("forward")))
+    }
+    forward = [phase.held for phase in phases if phase.name in ("forward", "head")]
     waits, backward = _waits(phases, few)
     kept = [after - before for before, after in pairwise(forward)]
     before = [*accumulate((kept[place] for place in few.sources), initial=forward[0])]
@@ -168,5 +172,5 @@ def lengthened(phases: Sequence[Phase], few: Few, *, has_copies: bool) -> Iterat
 
 
 def _raised(phases: list[Phase], layer: int | None, by: int) -> Iterator[Phase]:
-    for one in phases:
-        yield replace(one, layer=layer, held=one.held + by, peak=one.peak + by)
+    for phase in phases:
+        yield replace(phase, layer=layer, held=phase.held + by, peak=phase.peak + by)

@@ -128,7 +128,7 @@ class Ledger(TorchDispatchMode):
             parts = _equal_parts(args[0].shape[args[2] if len(args) > 2 else 0], len(args[1]))
             result = self._run(function, (args[0], parts, *args[2:]), kwargs, given)
         elif function is GROUPED and args[0].dtype == torch.float32:
-            low = [self._cast_to(torch.bfloat16, one) if isinstance(one, torch.Tensor) else one for one in args]
+            low = [self._cast_to(torch.bfloat16, value) if isinstance(value, torch.Tensor) else value for value in args]
             low_result = self._run(function, low, kwargs, tensors_in((*low, *kwargs.values())))
             result = self._cast_to(torch.float32, low_result)
         else:
@@ -165,9 +165,11 @@ class Ledger(TorchDispatchMode):
             if name == "traced_flash_attention_backward" and len(made) > 5:
                 self.kernels += 2  # sums over grouped heads
             if name == "_grouped_mm":  # the one vector has the end of each expert's rows
-                self.looped += next(len(one) - 1 for one in given if one.ndim == 1)
+                self.looped += next(len(tensor) - 1 for tensor in given if tensor.ndim == 1)
             return
-        read, written = ([min(one.nbytes, one.untyped_storage().nbytes()) for one in some] for some in (given, made))
+        read, written = (
+            [min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors] for tensors in (given, made)
+        )
         size = sum(read) + sum(written)
         if name in ("copy_", "fill_", "zero_"):  # `given` has what these write
             size = sum(read)
@@ -283,7 +285,7 @@ class MarkAll(torch.autograd.Function):
 
 def experts_of(module: torch.nn.Module) -> list[Any]:
     """Its modules of experts (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
-    return [one for one in module.modules() if hasattr(one, "_is_expert_parallel")]
+    return [child for child in module.modules() if hasattr(child, "_is_expert_parallel")]
 
 
 @dataclass(frozen=True)
@@ -345,4 +347,6 @@ class MarkedLayer(torch.nn.Module):
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     """Casts nested floating-point tensors (torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _cast_fp_tensor)."""
-    return tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values
+    )

@@ -115,7 +115,7 @@ def peak(
     gpu = states.gpu
     at = partial(Memory, parameters=gpu.weights, optimizer=gpu.masters + gpu.moments, is_sharded=is_sharded)
     if states.units:
-        moments = [_of_units(at, states, one, accumulates) for one in units.moments(states, work.phases)]
+        moments = [_of_units(at, states, moment, accumulates) for moment in units.moments(states, work.phases)]
     else:
         done = _done_fractions(skeleton)
         moments = [_at_phase(at, states, phase, *done(phase), accumulates) for phase in work.phases]
@@ -129,8 +129,8 @@ def peak(
         )
     update = at(moment="the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
     start = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
-    largest = max([*moments, update, start], key=lambda one: one.allocated)
-    return replace(largest, holes=max(one.logits for one in moments) + (_passing(states) if is_sharded else 0))
+    largest = max([*moments, update, start], key=lambda moment: moment.allocated)
+    return replace(largest, holes=max(moment.logits for moment in moments) + (_passing(states) if is_sharded else 0))
 
 
 def _passing(states: States) -> int:

@@ -30,15 +30,15 @@ class Sizes:
 
     @property
     def best(self) -> Forecast:
-        return min((one for _, one in self.forecasts), key=rank)
+        return min((forecast for _, forecast in self.forecasts), key=rank)
 
     @property
     def as_written(self) -> Forecast:
-        return next(one for sizes, one in self.forecasts if sizes == self.written)
+        return next(forecast for sizes, forecast in self.forecasts if sizes == self.written)
 
-    def is_resharded(self, one: Forecast) -> bool:
+    def is_resharded(self, forecast: Forecast) -> bool:
         """True if another size of the mesh is not that of the file either."""
-        return one.strategy.dp_shard_size != self.as_written.strategy.dp_shard_size
+        return forecast.strategy.dp_shard_size != self.as_written.strategy.dp_shard_size
 
 
 def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines, recipe_name: str) -> list[Sizes]:
@@ -48,13 +48,13 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
     stages up to all: what those send is little. Two sizes of a mesh are varied together.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-    found = []
+    varied = []
     for strategy in strategies:
         if written := sizes_of_mesh(strategy):
             tried = resized(strategy, machines)
-            forecasts = [(sizes, forecast(traces, one, machines, limits=False)) for sizes, one in tried]
-            found.append(Sizes(name=strategy.name, written=written, forecasts=forecasts))
-    return [one for one in found if one.best.verdict in MAY_RUN and one.best is not one.as_written]
+            forecasts = [(sizes, forecast(traces, other, machines, limits=False)) for sizes, other in tried]
+            varied.append(Sizes(name=strategy.name, written=written, forecasts=forecasts))
+    return [sizes for sizes in varied if sizes.best.verdict in MAY_RUN and sizes.best is not sizes.as_written]
 
 
 def sizes_of_mesh(strategy: Strategy) -> dict[str, int]:
@@ -66,12 +66,12 @@ def sizes_of_mesh(strategy: Strategy) -> dict[str, int]:
 def resized(strategy: Strategy, machines: Machines) -> list[tuple[dict[str, int], Strategy]]:
     """The strategy with other sizes, and as it is; of two keys those that the GPUs suffice for."""
     written = sizes_of_mesh(strategy)
-    found = []
+    strategies = []
     for values in product(*(_powers(key, size, machines) for key, size in written.items())):
         sizes = dict(zip(written, values, strict=True))
         if len(sizes) == 1 or sizes == written or math.prod(values) <= machines.num_gpus:
-            found.append((sizes, _resized(strategy, sizes, machines.num_gpus)))
-    return found if written else []
+            strategies.append((sizes, _resized(strategy, sizes, machines.num_gpus)))
+    return strategies if written else []
 
 
 def _powers(key: str, written: int, machines: Machines) -> Sequence[int]:
@@ -88,13 +88,13 @@ def _resized(strategy: Strategy, sizes: dict[str, int], num_gpus: int) -> Strate
     return changed
 
 
-def changed_sizes(strategies: Sequence[Strategy], one: Strategy) -> dict[str, int]:
+def changed_sizes(strategies: Sequence[Strategy], changed: Strategy) -> dict[str, int]:
     """The sizes of a strategy's mesh, by key, that are not as in the file of its path, which is that of one of the
     strategies.
     """
-    written = next(strategy for strategy in strategies if strategy.path == one.path)
+    written = next(strategy for strategy in strategies if strategy.path == changed.path)
     keys = [*sizes_of_mesh(written), *({"dp_shard_size"} - written.open_sizes)]
-    return {key: getattr(one, key) for key in keys if getattr(one, key) != getattr(written, key)}
+    return {key: getattr(changed, key) for key in keys if getattr(changed, key) != getattr(written, key)}
 
 
 def in_words(sizes: dict[str, int]) -> str:

@@ -124,9 +124,9 @@ def _suggestion(changes: Changes, best: Forecast, suggests: Literal["first", "al
     return "; or ".join(suggestions) or None
 
 
-def _is_sure(one: Forecast) -> bool:
+def _is_sure(forecast: Forecast) -> bool:
     """Return whether a strategy fits without a doubt on the GPUs alone."""
-    return one.verdict in ("fits", "not judged") and not one.strategy.offloads
+    return forecast.verdict in ("fits", "not judged") and not forecast.strategy.offloads
 
 
 def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:

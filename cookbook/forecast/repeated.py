@@ -51,13 +51,13 @@ def run(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
     key = None
     if given and isinstance(function, torch._ops.OpOverload) and function is not ABSOLUTE:
         try:
-            found = RESULTS.get(key := _key(function, args, kwargs))
+            known = RESULTS.get(key := _key(function, args, kwargs))
         except TypeError:
-            key = found = None
-        if found is FIRST:
+            key = known = None
+        if known is FIRST:
             return args[0]
-        if found is not None:
-            return _remade(found, given, given[0].fake_mode)
+        if known is not None:
+            return _remade(known, given, given[0].fake_mode)
     result, made = _run_plainly(function, args, kwargs, given)
     if key is not None and key not in RESULTS:
         if not function._schema.is_mutable:
@@ -75,21 +75,21 @@ def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tup
         args[0].kind = _made(args[0], args[0].device).kind
         return args[0], None
     below = _on_meta(given)
-    if given and all(type(one) is Light for one in given) and "device" not in kwargs and _is_plain(function):
+    if given and all(type(tensor) is Light for tensor in given) and "device" not in kwargs and _is_plain(function):
         with torch._C._DisableTorchDispatch(), suppress(NotImplementedError, RuntimeError):
             result = _call(function, args, kwargs, given, below)
             if (made := _described(result, below, given)) is not None:
                 return _remade(made, given, given[0].fake_mode), made
     below = [
-        FakeTensor(one.fake_mode, other, CPU) if type(one) is Light else one
-        for one, other in zip(given, below, strict=True)
+        FakeTensor(tensor.fake_mode, meta, CPU) if type(tensor) is Light else tensor
+        for tensor, meta in zip(given, below, strict=True)
     ]
     result = _call(function, args, kwargs, given, below)
-    for one, other in zip(given, below, strict=True):
-        if (one.shape, one.stride()) != (other.shape, other.stride()):
+    for tensor, meta in zip(given, below, strict=True):
+        if (tensor.shape, tensor.stride()) != (meta.shape, meta.stride()):
             raise NotImplementedError(f"{function} changes the shape of what it is given")
-        if other is result:  # changed in place
-            return one, None
+        if meta is result:  # changed in place
+            return tensor, None
     made = _described(result, below, given)
     return (result if made is None else _remade(made, given, tensors_in([result])[0].fake_mode)), made
 
@@ -110,34 +110,34 @@ def _is_plain(function: Any) -> bool:
 def _on_meta(tensors: list[Any]) -> list[torch.Tensor]:
     """Tensors of the meta device that share memory as light ones do; others as they are."""
     storages: dict[int, torch.UntypedStorage] = {}
-    found = []
+    on_meta = []
     with torch._C._DisableTorchDispatch():
-        for one in tensors:
-            if type(one) is Light:
-                storage = one.untyped_storage()
+        for tensor in tensors:
+            if type(tensor) is Light:
+                storage = tensor.untyped_storage()
                 if id(storage) not in storages:
                     whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
                     storages[id(storage)] = whole.untyped_storage()
-                like = one
-                one = torch.empty(0, dtype=like.dtype, device="meta")
-                one.set_(storages[id(storage)], like.storage_offset(), like.shape, like.stride())
-            found.append(one)
-    return found
+                like = tensor
+                tensor = torch.empty(0, dtype=like.dtype, device="meta")
+                tensor.set_(storages[id(storage)], like.storage_offset(), like.shape, like.stride())
+            on_meta.append(tensor)
+    return on_meta
 
 
 def _call(function: Any, args: Any, kwargs: Any, given: list[Any], below: list[Any]) -> Any:
     """Calls a function with other tensors than it was given."""
-    replaced = {id(one): other for one, other in zip(given, below, strict=True)}
+    replaced = {id(tensor): meta for tensor, meta in zip(given, below, strict=True)}
     return function(*_with(args, replaced), **dict(zip(kwargs, _with(kwargs.values(), replaced), strict=True)))
 
 
 def _with(values: Iterable[Any], replaced: dict[int, Any]) -> list[Any]:
     """Return the same with other tensors, by the identity of those before."""
     return [
-        type(one)(_with(one, replaced))
-        if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size)
-        else replaced.get(id(one), one)
-        for one in values
+        type(value)(_with(value, replaced))
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size)
+        else replaced.get(id(value), value)
+        for value in values
     ]
 
 
@@ -149,18 +149,18 @@ def _changes_first_alone(function: torch._ops.OpOverload) -> bool:
 
 def tensors_in(values: Iterable[Any]) -> list[Any]:
     """The tensors in what an operation is given or returns; torch's own walk through a tree takes ten times as long."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _key(function: Any, args: Any, kwargs: Any) -> Hashable:
-    found = function, *[_alike(one) for one in args]
-    return (*found, *[(name, _alike(one)) for name, one in kwargs.items()]) if kwargs else found
+    key = function, *[_alike(value) for value in args]
+    return (*key, *[(name, _alike(value)) for name, value in kwargs.items()]) if kwargs else key
 
 
 def _alike(value: Any) -> Hashable:
@@ -172,7 +172,7 @@ def _alike(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         if {*map(type, value)} == {int}:
             return int, tuple(value)
-        return tuple([_alike(one) for one in value])
+        return tuple([_alike(element) for element in value])
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None:
             raise TypeError
@@ -186,14 +186,14 @@ KINDS: dict[Hashable, int] = {}
 
 def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
     if isinstance(result, (list, tuple)):
-        found = [_described(one, plain, given) for one in result]
-        return None if None in found else found
+        parts = [_described(part, plain, given) for part in result]
+        return None if None in parts else parts
     if not isinstance(result, torch.Tensor) or getattr(result, "constant", None) is not None:
         return None
     if result.is_conj() or result.is_neg():  # marks, for which the operations that read it run one more
         return None
     storage, offset = result.untyped_storage(), result.storage_offset()
-    of = next((place for place, one in enumerate(plain) if one.untyped_storage() is storage), None)
+    of = next((place for place, tensor in enumerate(plain) if tensor.untyped_storage() is storage), None)
     if of is not None:
         if type(given[of]) is not Light:
             return None
@@ -205,17 +205,17 @@ def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
 
 def _remade(made: Any, given: list[Any], mode: FakeTensorMode) -> Any:
     if not isinstance(made, _Made):
-        return [_remade(one, given, mode) for one in made]
-    found: Any = torch.Tensor._make_wrapper_subclass(
+        return [_remade(part, given, mode) for part in made]
+    tensor: Any = torch.Tensor._make_wrapper_subclass(
         Light, made.shape, made.stride, dtype=made.dtype, device=made.device
     )
     if made.of is not None:
         whole = given[made.of]
         with torch._C._DisableTorchDispatch():
-            found.set_(whole.untyped_storage(), whole.storage_offset() + made.offset, made.shape, made.stride)
-    torch._C._set_throw_on_mutable_data_ptr(found)
-    vars(found).update(_state(mode, made.device), kind=made.kind)
-    return found
+            tensor.set_(whole.untyped_storage(), whole.storage_offset() + made.offset, made.shape, made.stride)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    vars(tensor).update(_state(mode, made.device), kind=made.kind)
+    return tensor
 
 
 def light(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:

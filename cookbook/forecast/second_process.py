@@ -26,10 +26,10 @@ class _Second:
 
     def begin(self, *task: Any) -> bool:
         if self._connection is None:
-            self._connection, theirs = _FORK.Pipe()
-            self._process = _FORK.Process(target=_answer, args=(self._connection, theirs), daemon=True)
+            self._connection, others_end = _FORK.Pipe()
+            self._process = _FORK.Process(target=_answer, args=(self._connection, others_end), daemon=True)
             self._process.start()
-            theirs.close()
+            others_end.close()
         try:
             self._connection.send(task)
         except Exception:  # an objective of the user's that cannot be sent, or the process has ended
@@ -56,14 +56,14 @@ _CURRENT: list[_Second] = []
 @contextlib.contextmanager
 def second_process() -> Iterator[None]:
     """Trace in two processes inside of this context, where there are two cores. The traces are the same."""
-    found = [_Second()] if len(os.sched_getaffinity(0)) > 1 else []
-    _CURRENT.extend(found)
+    begun = [_Second()] if len(os.sched_getaffinity(0)) > 1 else []
+    _CURRENT.extend(begun)
     try:
         yield
     finally:
-        for one in found:
-            _CURRENT.remove(one)
-            one.close()
+        for process in begun:
+            _CURRENT.remove(process)
+            process.close()
 
 
 def begin(config: PreTrainedConfig, recipe: Recipe, options: dict[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def _answer(parents: Connection, own: Connection) -> None:
         while True:
             config, recipe, options = own.recv()
             try:
-                found = trace(config, recipe, **options)
+                traced = trace(config, recipe, **options)
             except Exception:  # it will be raised where the first process traces the same
-                found = None
-            own.send(found)
+                traced = None
+            own.send(traced)

@@ -111,7 +111,7 @@ def _is_for_more_gpus(report: PlanReport, forecast: Forecast) -> bool:
 def _without_room(report: PlanReport) -> list[str]:
     """A line of the strategies that do not fit and have no row, with the nearest."""
     shown = _shown(report)
-    rest = [one for one in report.forecasts if one.verdict == "does not fit" and one not in shown]
+    rest = [forecast for forecast in report.forecasts if forecast.verdict == "does not fit" and forecast not in shown]
     if not rest:
         return []
     memory, names = rest[0].memory, ", ".join(forecast.strategy.name for forecast in rest)

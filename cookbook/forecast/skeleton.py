@@ -29,7 +29,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     quantized = set()
     if recipe.adapter is not None and recipe.adapter.is_quantized:  # all linear layers but the head, in 4 bits
         linear = (module for module in model.modules() if type(module) is torch.nn.Linear and module is not last)
-        quantized = {id(one) for one in (*(module.weight for module in linear), *experts_in_4_bits(model))}
+        quantized = {id(weight) for weight in (*(module.weight for module in linear), *experts_in_4_bits(model))}
     buffers = tuple(buffer.numel() for buffer in model.buffers())
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), how) for name, how in plan.items()]
@@ -82,7 +82,9 @@ def _of_bits(weights: list[Weight]) -> list[str]:
     experts = [weight for weight in frozen if ".experts." in weight.name]
     if not experts or not all(weight.is_quantized for weight in experts):
         return []
-    share = sum(one.num_elements for one in frozen if one.is_quantized) / sum(one.num_elements for one in frozen)
+    share = sum(weight.num_elements for weight in frozen if weight.is_quantized) / sum(
+        weight.num_elements for weight in frozen
+    )
     return [f"adapter.name: qlora: {share:.0%} of the weights are in 4 bits, the experts' among them"]
 
 
@@ -90,8 +92,8 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return empty_model(config)
     except Exception as error:  # a configuration with missing or unfit values may fail anywhere in a model's code
-        found = f"{type(error).__name__}: {first_line(error)}"
-        why = f"transformers cannot build a model from its configuration ({found})"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        why = f"transformers cannot build a model from its configuration ({reason})"
         raise RecipeError(f"model {config.model_type}: {why}") from error
 
 
@@ -106,14 +108,14 @@ _WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter\.base_layer)
 
 def _parts(model: PreTrainedModel, first: Any, last: Any) -> dict[int, Part]:
     """The part of each parameter outside the layers, by id; missing ones are `rest`."""
-    found: dict[int, Part] = {}
+    part_of: dict[int, Part] = {}
     # The final norm is the last norm among the direct children (accelerate 1.15, fsdp_utils.py, _find_final_norm).
     norms = [module for module in backbone_of(model).children() if "Norm" in type(module).__name__]
     of_parts: list[tuple[Part, Any]] = [("norm", norms[-1] if norms else None), ("head", last), ("embedding", first)]
     for part, module in of_parts:
         if module is not None:
-            found |= {id(parameter): part for parameter in module.parameters()}
-    return found
+            part_of |= {id(parameter): part for parameter in module.parameters()}
+    return part_of
 
 
 def _sharded_dim(module: str, cuts: list[tuple[re.Pattern[str], str]], num_dimensions: int) -> int | None:

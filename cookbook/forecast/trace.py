@@ -241,11 +241,11 @@ def _flash_makes_backward(
 ) -> list[torch.Tensor]:
     """Gradients of the three inputs, then temporaries: that of the queries is accumulated in float32, those of grouped
     keys and values per query head (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
-    found = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
-    found += [torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)]
+    made = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+    made += [torch.empty_like(query, dtype=torch.float32), torch.empty_like(sums)]
     if key.shape[1] != query.shape[1]:
-        found += [torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])]
-    return found
+        made += [torch.empty_like(query), value.new_empty(*query.shape[:3], value.shape[-1])]
+    return made
 
 
 # A custom operation, whose results selective checkpointing keeps by its name.
@@ -297,7 +297,7 @@ def _traced_attention(
         return one_by_one(query, key, value, samples, kind), None
     dtype = computed_in(query)
     if (groups := query.shape[1] // key.shape[1]) > 1 and dtype == torch.float32:
-        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     return _flash(query.to(dtype), key.to(dtype), value.to(dtype))[0], None
 
 
@@ -320,8 +320,8 @@ def _traced_exchange(
     """
     size = sum(samples.lengths.values) // query.shape[2]
     if (repeats := size // key.shape[1]) > 1:
-        key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-    all_tokens = [_exchanged(one.to(computed_in(query)), size) for one in (query, key, value)]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    all_tokens = [_exchanged(tensor.to(computed_in(query)), size) for tensor in (query, key, value)]
     out, _ = _traced_attention(samples, module, all_tokens[0], all_tokens[1], all_tokens[2], attention_mask, **kind)
     return out.reshape(query.shape[0], query.shape[2], query.shape[1], -1).clone(), None
 
@@ -391,10 +391,10 @@ def _share_experts(model: PreTrainedModel, size: int) -> None:
     """Leaves each layer the experts of one process of a group, between the two exchanges of tokens (transformers 5.23,
     distributed/expert_parallel.py, AllToAllEP).
     """
-    found = experts_of(model)
-    if not found:
+    all_experts = experts_of(model)
+    if not all_experts:
         raise Untraceable(f"{type(model).__name__} has no experts that can be divided")
-    for experts in found:
+    for experts in all_experts:
         for name, weight in list(experts._parameters.items()):
             own = weight[: len(weight) // size].detach()
             experts._parameters[name] = torch.nn.Parameter(own, requires_grad=weight.requires_grad)
@@ -446,12 +446,12 @@ def _train_whole_units(model: PreTrainedModel) -> None:
 
 def _targets(objective: Objective, count: int) -> dict[str, torch.Tensor]:
     """The entries that a batch has for each target and `Objective.function` reads."""
-    found = {"targets": torch.zeros(count, dtype=torch.long)}
+    entries = {"targets": torch.zeros(count, dtype=torch.long)}
     if objective.asks is not None:
         top_k = objective.asks.top_k
-        found["teacher_tokens"] = torch.zeros(count, top_k, dtype=torch.int)
-        found["teacher_logps"] = torch.zeros(count, 1 + top_k)
-    return found
+        entries["teacher_tokens"] = torch.zeros(count, top_k, dtype=torch.int)
+        entries["teacher_logps"] = torch.zeros(count, 1 + top_k)
+    return entries
 
 
 def _trace_phases(
@@ -503,7 +503,7 @@ def _trace_phases(
                 with_copies = ledger.live
             ledger.copies = with_copies - ledger.live
             del hidden
-            ledger.keeps_inputs = all(one() is not None for one in ledger.inputs[1:])
+            ledger.keeps_inputs = all(reference() is not None for reference in ledger.inputs[1:])
             ledger.begin("head backward")
             loss.backward()
             del loss
@@ -562,8 +562,8 @@ def _offload_checkpoints(model: PreTrainedModel, ledger: Ledger) -> None:
 
 
 def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> None:
-    found = decoder_layers(model)
-    if not found:
+    layers = decoder_layers(model)
+    if not layers:
         raise Untraceable(f"{type(model).__name__} has no layers that support checkpointing")
-    for i, (owner, name, layer) in enumerate(found):
-        owner._modules[name] = MarkedLayer(layer, i, ledger, is_last=i == len(found) - 1, unit=unit)
+    for i, (owner, name, layer) in enumerate(layers):
+        owner._modules[name] = MarkedLayer(layer, i, ledger, is_last=i == len(layers) - 1, unit=unit)

@@ -158,12 +158,14 @@ class TraceCache:
             "sp_size": strategy.sp_size,
         }
         if look_up(self.config.model_type).loops_over_tokens and row > SHORT[1]:
-            one, two = self._two_traces([options | {"length": each, "rows": -(-rows * row // each)} for each in SHORT])
-            return two.of_loops(one.towards(two, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
+            short, long = self._two_traces(
+                [options | {"length": each, "rows": -(-rows * row // each)} for each in SHORT]
+            )
+            return long.of_loops(short.towards(long, (row - SHORT[0]) / (SHORT[1] - SHORT[0])))
         if not look_up(self.config.model_type).has_state or row <= LONG[1]:
             return self._trace(options | {"length": row})
-        one, two = self._two_traces([options | {"length": length} for length in LONG])
-        return one.towards(two, (row - LONG[0]) / (LONG[1] - LONG[0]))
+        short, long = self._two_traces([options | {"length": length} for length in LONG])
+        return short.towards(long, (row - LONG[0]) / (LONG[1] - LONG[0]))
 
     def _two_traces(self, options: list[dict[str, Any]]) -> list[ActivationTrace]:
         """The second in another process meanwhile, if there is one."""
@@ -172,8 +174,8 @@ class TraceCache:
         try:
             first = self._trace(options[0])
         finally:
-            if is_begun and (found := second_process.take()):
-                TRACES[key] = found
+            if is_begun and (traced := second_process.take()):
+                TRACES[key] = traced
         return [first, self._trace(options[1])]
 
     def _key_of(self, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -187,17 +189,19 @@ class TraceCache:
             except Untraceable as error:
                 key = (*self._key, options["length"]) if isinstance(error.__cause__, TooLong) else key
                 TRACES[key] = error
-        found = TRACES[key]
-        if isinstance(found, Untraceable):
-            raise found
-        self._check_layers(found)
-        return found
+        traced = TRACES[key]
+        if isinstance(traced, Untraceable):
+            raise traced
+        self._check_layers(traced)
+        return traced
 
     def _check_layers(self, trace: ActivationTrace) -> None:
         """Each phase belongs to a layer whose weights are known; LongCat-Flash's configuration counts layers twice."""
-        found = len({phase.layer for phase in trace.phases} - {None})
-        if found != self.skeleton.num_layers:
-            raise Untraceable(f"{self.config.model_type}: {found} layers were traced of {self.skeleton.num_layers}")
+        num_traced = len({phase.layer for phase in trace.phases} - {None})
+        if num_traced != self.skeleton.num_layers:
+            raise Untraceable(
+                f"{self.config.model_type}: {num_traced} layers were traced of {self.skeleton.num_layers}"
+            )
 
 
 def of_run(config: PreTrainedConfig, recipe: Recipe, strategy: Strategy, plan: Plan, gpu: Gpu | None) -> Memory:
@@ -227,9 +231,9 @@ def time_of_run(
     machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
     if why := no_forecast(machines, recipe.mixed_precision):
         return "the speed of this GPU is not known" if gpu is None else why
-    found = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
-    assert found is not None
-    return found
+    seconds = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
+    assert seconds is not None
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +257,7 @@ def _fitted(traces: TraceCache, strategy: Strategy, machines: Machines) -> tuple
 
 def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machines) -> _Placed:
     """Raises RecipeError where the strategy cannot run there."""
-    recipe, found, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
+    recipe, skeleton, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
     check_layers(recipe.model, traces.config)
     if machines.num_gpus and count > machines.num_gpus:
@@ -263,16 +267,16 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
             if recipe.mixed_precision == precision and not has:
                 lacks = f"mixed_precision is {precision}, which a {gpu.name} does not have"
                 raise RecipeError(f"{recipe_name}: {lacks}; write mixed_precision: {instead}")
-    largest, bytes_each = max(weight.num_elements for weight in found.weights), bytes_of(recipe.compute_precision)
+    largest, bytes_each = max(weight.num_elements for weight in skeleton.weights), bytes_of(recipe.compute_precision)
     if problem := share_beyond_buffer(strategy, largest, "the largest weight", count, bytes_each):
         raise RecipeError(f"{strategy.deepspeed_file or strategy.path}: {problem}")
     if problem := mesh_problem(traces.config, strategy.mesh(count)) or units_problem(traces.config, strategy):
         raise RecipeError(f"{strategy.path}: {problem}")
     plan = _plan(recipe, strategy, count, machines, recipe_name)
     inputs = cost_inputs(recipe, strategy, count, num_local=plan.num_local)
-    held = heaviest(found, inputs)
+    held = heaviest(skeleton, inputs)
     hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
-    host, offloaded, disk = machine_bytes(found, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
+    host, offloaded, disk = machine_bytes(skeleton, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
     return _Placed(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
 
 
@@ -322,7 +326,7 @@ def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
 
 def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limits: bool = True) -> Forecast:
     """The forecast of one strategy; see `forecast_all`."""
-    recipe, found = traces.recipe, traces.skeleton
+    recipe, skeleton = traces.recipe, traces.skeleton
     strategy, count = _fitted(traces, strategy, machines)
     try:
         placed = _placed(traces, strategy, count, machines)
@@ -338,7 +342,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
             verdict="no forecast",
             why=[f"{error}; {MEASURE}"],
             num_processes=count,
-            checkpoint=checkpoint_bytes(found, recipe),
+            checkpoint=checkpoint_bytes(skeleton, recipe),
         )
     verdict, why, shortage = _verdict(memory, host, disk, machines, offloaded=placed.offloaded)
     largest = longest = None
@@ -359,7 +363,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         memory=memory,
         host=host,
         disk=disk,
-        checkpoint=checkpoint_bytes(found, recipe),
+        checkpoint=checkpoint_bytes(skeleton, recipe),
         time=_step_time(traces, strategy, plan, machines),
         time_of_kernels=_step_time(traces, strategy, plan, machines, is_traced=False) if has_state else None,
         messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
@@ -439,8 +443,8 @@ def _gpu_memory(
     held = _with_buffers(held, workspaces(gpu))
 
     def of_step(work: ActivationTrace) -> Memory:
-        found = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=loading)
-        return replace(found, outside=outside)
+        largest = peak(traces.skeleton, held, work, accumulates=accumulates, is_sharded=is_sharded, loading=loading)
+        return replace(largest, outside=outside)
 
     return of_step
 
@@ -473,34 +477,40 @@ def _stage(
     received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
     moments = list(begun(count, stage, num_stages, strategy.pp_chunks))
-    of_both = [[one for one in moments if one.is_first == is_first] for is_first in (True, False)]
+    of_both = [[moment for moment in moments if moment.is_first == is_first] for is_first in (True, False)]
     most = in_flight(count, stage, num_stages, strategy.pp_chunks)
-    holds = [f"layers {one.start} to {one.stop - 1}" if len(one) > 1 else f"layer {one.start}" for one in chunks]
+    holds = [
+        f"layers {layers.start} to {layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
+        for layers in chunks
+    ]
     holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
 
-    def sent(one: Begun) -> int:
+    def sent(moment: Begun) -> int:
         """Bytes that were sent of each micro-batch whose backward is still to come; with several chunks all of a step,
         as many as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`,
         send_ops).
         """
         if len(chunks) > 1:
             return received
-        return message * sum(number for number, is_sent in zip(one.counts, sends, strict=True) if is_sent)
+        return message * sum(number for number, is_sent in zip(moment.counts, sends, strict=True) if is_sent)
 
     def of_work(work: ActivationTrace) -> Stage:
         kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
 
-        def waiting(one: Begun) -> int:
-            return sent(one) + sum(number * each for number, each in zip(one.waiting, kept, strict=True))
+        def waiting(moment: Begun) -> int:
+            return sent(moment) + sum(number * each for number, each in zip(moment.waiting, kept, strict=True))
 
-        def at(one: Begun) -> Memory:
-            own = work.of_stage(chunks, whole.num_layers, waiting=one.waiting, message=message, tied=tied)
-            with_all = _with_buffers(held, received + sent(one) + workspaces(gpu))
+        def at(moment: Begun) -> Memory:
+            own = work.of_stage(chunks, whole.num_layers, waiting=moment.waiting, message=message, tied=tied)
+            with_all = _with_buffers(held, received + sent(moment) + workspaces(gpu))
             return peak(
-                skeleton, with_all, own, accumulates=not one.is_first, is_sharded=bool(held.units), loading=loading
+                skeleton, with_all, own, accumulates=not moment.is_first, is_sharded=bool(held.units), loading=loading
             )
 
-        memory = max((at(max(those, key=waiting)) for those in of_both if those), key=lambda one: one.allocated)
+        memory = max(
+            (at(max(moments_of_kind, key=waiting)) for moments_of_kind in of_both if moments_of_kind),
+            key=lambda memory: memory.allocated,
+        )
         return Stage(holds=holds, in_flight=most, memory=memory)
 
     return of_work
@@ -518,12 +528,12 @@ def _largest(
     """
     small = max(micro_batch_of(traces.recipe), traces.fills_chunks(strategy))
     try:
-        one, two = (traces.work(strategy, size) for size in (small, 2 * small))
+        first, second = (traces.work(strategy, size) for size in (small, 2 * small))
     except Untraceable:
         return None
 
     def fits(size: float) -> bool:
-        work = one.towards(two, size / small - 1)
+        work = first.towards(second, size / small - 1)
         return memory_of(work).needed[1] <= usable
 
     low, high = 0.0, 1.0
