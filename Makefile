@@ -16,7 +16,7 @@ QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(lastword $(OUTPUT_DIRS))),
 PYTEST = .venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist worksteal
 
 # Of pyproject.toml, for the tests.
-GROUPS := --group dev --group fp8 --group trackers --group peers
+GROUPS := --group dev --group fp8 --group trackers --group peers --group site
 
 # Compilers and headers. Tests that lack them are skipped, or fail with SKIP_NOTHING, as where a record is written.
 BUILD_NEEDS = sh system.sh .venv/bin/python build
@@ -24,7 +24,7 @@ BUILD_NEEDS = sh system.sh .venv/bin/python build
 .DEFAULT_GOAL := help
 .PHONY: help help-dev setup quickstart finetune-7b test clean \
   test-long test-all test-newest lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu test-gpu-node \
-  lock audit
+  lock audit site
 
 # After `##`, what `make` lists; after `##-`, what `make help-dev` does.
 LISTED = sed -nE 's/^([a-z0-9-]+):.*$(1) +/\1\t/p' Makefile | expand -t $(2)
@@ -123,6 +123,9 @@ $(TOOLS)/.installed:
 	@sh system.sh $(PYTHON) venv && $(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check uv==0.13.8 pip-audit==2.10.1
 	@touch $@
+
+site: $(DEV_STAMP)  ##- [ARGS="--repository https://..."] the pages with search
+	@.venv/bin/python -m website.build $(ARGS)
 
 clean:  ## remove caches and .venv; outputs/ stays
 	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache nvme_swap build *.egg-info

@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 PACKAGES = ["cookbook", "cookbook.*", "simulated_gpus", "simulated_gpus.*"]
-OF_THE_REPOSITORY = {"dev", "peers", "timm", "oldest"}
+OF_THE_REPOSITORY = {"dev", "peers", "site", "timm", "oldest"}
 GROUPS = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
 
 

@@ -90,6 +90,12 @@ def need_trl() -> None:
         end_without("needs pip install --group peers")
 
 
+def need_zensical() -> None:
+    """Ends the test where the generator of the site is missing."""
+    if find_spec("zensical") is None:
+        end_without("needs pip install --group site")
+
+
 def need_chromium() -> str:
     """The path of a browser; ends the test where there is none."""
     return shutil.which("chromium") or end_without("needs chromium: apt-get install --no-install-recommends chromium")
