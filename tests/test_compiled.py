@@ -45,7 +45,7 @@ LORA = {"adapter.name": "lora"}
 ROWS = json.loads(architectures.RESULTS.read_text(encoding="utf-8"))["rows"]
 TYPES = [name for name, row in ROWS.items() if "plain" in row]
 MODELS = json.loads((ROOT / "recipes/offline_facts.json").read_text(encoding="utf-8"))["models"]
-SHIPPED = sorted({facts["config"]["model_type"] for facts in MODELS.values()})
+SHIPPED = sorted({facts["config"]["model_type"] for facts in MODELS.values() if "of_no_recipe" not in facts})
 """Model types of the recipes."""
 MOST_GRAPHS = 10
 """Two of lengths, each of a layer in training, in evaluation and in what a backward recomputes, and of the loss, in
