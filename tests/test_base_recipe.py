@@ -115,7 +115,7 @@ REFUSED = {
     "base: 3": "recipes/over.yaml:1: base is 3; write the path",
     "base: ''": "recipes/over.yaml:1: base is empty; write a path",
     "base: over.yaml": "recipes/over.yaml:1: base is 'over.yaml', the recipe itself",
-    "base: smal.yaml": "recipes/over.yaml:1: base is 'recipes/smal.yaml': no such file; did you mean",
+    "base: smal.yaml": "recipes/over.yaml:1: base is 'smal.yaml': no such file; did you mean small.yaml?",
     "base: middle.yaml": "recipes/over.yaml:1: base is 'middle.yaml', which has a base itself "
     "(recipes/middle.yaml:1: base is 'small.yaml')",
     "base: broken.yaml": "recipes/broken.yaml:2: seed: given twice",

@@ -51,7 +51,7 @@ def _read_base(document: Document, path: Path) -> Document:
     if (problem := path_problem(named)) is not None:
         raise RecipeError(f"{place} {problem}")
     file = path.parent / named
-    if mistakes := find_file(str(file), lambda: place):
+    if mistakes := find_file(named, lambda: place, beside=path.parent):
         raise RecipeError(mistakes)
     if file.samefile(path):
         raise RecipeError(f"{place} is {named!r}, the recipe itself; write another one's path, or take the line out")

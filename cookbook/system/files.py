@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -405,14 +406,23 @@ def _refuse_left_out(text: str) -> None:
         raise RecipeError("~ is not expanded here, and means null; write the folder in full, or null to unset the key")
 
 
-def find_file(name: str, place: Callable[[], str], folder: Path | None = None) -> list[str]:
-    """One mistake if a file does not exist, with the nearest name in `folder` (default: the file's own)."""
-    path = Path(name)
+def find_file(name: str, place: Callable[[], str], folder: Path | None = None, *, beside: Path = Path()) -> list[str]:
+    """One mistake if a file does not exist, with the nearest name in `folder` (default: the file's own).
+
+    Args:
+        beside: the folder that a relative name starts from; by default the current one.
+    """
+    path = beside / name
     if path.is_file():
         return []
-    neighbours = {other.stem: str(other) for other in (folder or path.parent).glob("*") if other.is_file()}
+    is_relative = folder is None and not Path(name).is_absolute()
+    neighbours = {
+        other.stem: os.path.relpath(other, beside) if is_relative else str(other)
+        for other in (folder or path.parent).glob("*")
+        if other.is_file()
+    }
     match = closest(path.stem, neighbours)
-    hint = f"; did you mean {neighbours[match]}?" if match else f" (looked in {Path.cwd()})"
+    hint = f"; did you mean {neighbours[match]}?" if match else f" (looked in {Path.cwd() / beside})"
     return [f"{place()} is {name!r}: no such file{hint}"]
 
 
