@@ -1681,6 +1681,12 @@ def test_what_trains_otherwise_is_said_first(case, folder, capsys):
     assert "pad_token" not in Path("recipes/file.yaml").read_text()
 
 
+def test_kto_without_a_reference_point_of_the_batch_is_the_same_loss(folder, capsys):
+    assert convert("{model_name_or_path: m, dataset_name: d, loss_type: apo_zero_unpaired}", "--from", "trl") == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["objective"]["name"] == "kto_zero"
+    assert "its reference point" not in capsys.readouterr().out
+
+
 NO_TRAININGS = {
     "an inference of LLaMA-Factory": "{model_name_or_path: m, template: qwen3, infer_backend: huggingface}",
     "a merge of LLaMA-Factory": "{model_name_or_path: m, adapter_name_or_path: a, template: qwen3, export_dir: out}",

@@ -269,8 +269,8 @@ class Conversion(Collected):
             elif name in ("sigmoid", "ipo", "dpo"):
                 self.recipe["objective.name"] = "dpo"
                 self.recipe |= {"objective.loss": "ipo"} if name == "ipo" else {}
-            elif name in ("orpo", "kto"):
-                self.recipe["objective.name"] = {"orpo": "orpo", "kto": "kto_zero"}[name]
+            elif name in ("orpo", "kto", "apo_zero_unpaired"):
+                self.recipe["objective.name"] = "orpo" if name == "orpo" else "kto_zero"
             elif name not in (None, "nll", "chunked_nll"):
                 place = next(self.places[key] for key in ("~rl", "~pref_loss", "~loss_type") if key in self.places)
                 meanings = (meaning_of(key, str(name)) for key in ("objective.name", "objective.loss_type"))
@@ -288,7 +288,7 @@ class Conversion(Collected):
         for key, names in {"objective.gamma": ("simpo",), "objective.nll_weight": ("cpo", "simpo")}.items():
             if name not in names and self.recipe.pop(key, None) is not None:
                 self.note(key, f"goes with {' and '.join(names)} only")
-        if name == "kto_zero":
+        if name == "kto_zero" and loss != "apo_zero_unpaired":  # TRL's name for the same loss
             self.changes.append("objective.name kto_zero: KTO with its reference point at 0 (docs/recipes.md)")
         if name != "dpo" and "objective.label_smoothing" in self.recipe:
             self.recipe.pop("objective.label_smoothing")
