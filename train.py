@@ -65,8 +65,9 @@ def main() -> int:
             return 0
         watching = start_watch(recipe, world)
         try:
-            recipe, plan, chosen = auto_settings.settle(arguments.recipe, recipe, strategy, plan, cache=CACHE)
-            return train(recipe, strategy, plan, world, [*chosen, *notes], watching, digests)
+            with signals.no_exit():
+                recipe, plan, chosen = auto_settings.settle(arguments.recipe, recipe, strategy, plan, cache=CACHE)
+                return train(recipe, strategy, plan, world, [*chosen, *notes], watching, digests)
         except Exception as error:
             if shortage.is_shortage(error):
                 return shortage.end_run(error, recipe, strategy, plan, arguments.recipe, arguments.assignments)

@@ -1146,10 +1146,8 @@ def test_no_mutation_of_the_characters_ever_gives_anything_but_a_clear_refusal(b
 def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
     done = book.train(RECIPE, "--dry-run", "--set", "run.max_steps=3")
     assert done.returncode == 0
-    (short,) = [one for one in doubts(load_recipe(Path(RECIPE), ["run.max_steps=3"])) if "peak" in one]
-    assert (
-        short == "schedule.warmup_steps is 10, but the run has 3 steps: the peak learning rate would never be reached"
-    )
+    (short,) = [one for one in doubts(load_recipe(Path(RECIPE), ["run.max_steps=3"])) if "warm-up" in one]
+    assert short == "schedule.warmup_steps is 10, but the run has 3 steps: none would follow the warm-up"
     book.edit(RECIPE, ("max_steps: 30", "max_steps: 3"))
     assert "write less than 3" in mistakes(book)[0]
 

@@ -50,9 +50,10 @@ def test_a_callback_gets_each_line_of_both_records_once_and_leaves_the_curve(lab
 
 
 def test_one_that_fails_is_off_and_the_run_goes_on(lab: Lab):
-    curve = lab.run("single", with_callbacks("Fails", "Notes"))
+    curve = lab.run("single", with_callbacks("Fails", "Exits", "Notes"))
     output = (curve.folder / "output.txt").read_text()
     assert output.count("run.callbacks: Fails failed and is off: KeyError: 'a key that is not there'") == 1
+    assert output.count("run.callbacks: Exits failed and is off: SystemExit: 0") == 1
     assert notes_of(curve.folder, "metrics") == curve.lines and len(curve.losses) == 5
     _, output = refusal(lab, "single", "FailsAtOnce")
     assert "run.callbacks: FailsAtOnce cannot be made: OSError: no place" in output
@@ -64,6 +65,9 @@ CHANGES = {
     "DrawsOfTorch": ("on_metrics", "torch's random numbers", 2),
     "DrawsOfNumpy": ("on_event", "numpy's random numbers", 0),
     "DrawsOfPython": ("__init__", "Python's random numbers", 0),
+    "WritesMoments": ("on_metrics", "the optimizer", 1),
+    "SetsTheRate": ("on_event", "the optimizer", 0),
+    "Moves": ("__init__", "the current folder", 0),
 }
 
 

@@ -22,7 +22,7 @@ from tests.curves import Curve, Lab
 PLUGIN = ROOT / "tests/plugins/watching.py"
 PLUGINS = {"plugins": f"[{PLUGIN}]"}
 NAMES = ("hits", "third", "hits_of_odd", "surprise", "of_micro_batches")
-SETTINGS = {**PLUGINS, "run.metrics": f"[{', '.join(NAMES)}, of_none]", "run.max_steps": "6"}
+SETTINGS = {**PLUGINS, "run.metrics": f"[writes_to_labels, {', '.join(NAMES)}, of_none]", "run.max_steps": "6"}
 CLOSE = 1e-6
 QUICK = ("ddp", "zero3")
 OTHERS = ("fsdp2", "zero2", "fsdp1", "tp", "pp", "ddp_sp", "fsdp2_tp", "zero3_sp")
@@ -154,10 +154,17 @@ def test_a_metric_that_cannot_be_is_refused_before_the_run(lab: Lab, words: str)
     assert REFUSED[words] in "\n".join(caught.value.mistakes)
 
 
-def test_what_is_no_metric_ends_the_run_before_its_first_step(lab: Lab):
-    folder, output = lab.attempt("ddp", {**PLUGINS, "run.metrics": "[one_number]", "run.max_steps": "5"})
+NO_METRICS = {
+    "one_number": ("returned () for ", "a number for each label"),
+    "of_a_missing_name": (f"failed at {PLUGIN}:69: AttributeError: ", "no_such_thing"),
+}
+
+
+@pytest.mark.parametrize("name", NO_METRICS)
+def test_what_is_no_metric_ends_the_run_before_its_first_step(lab: Lab, name: str):
+    folder, output = lab.attempt("ddp", {**PLUGINS, "run.metrics": f"[{name}]", "run.max_steps": "5"})
     assert (folder / "exit_code").read_text() == "2" and not (folder / "metrics.jsonl").read_text()
-    assert "run.metrics: one_number returned () and " in output and "a number for each label" in output
+    assert all(words in output for words in (f"run.metrics: {name}", *NO_METRICS[name])) and "Traceback" not in output
 
 
 @pytest.mark.slow

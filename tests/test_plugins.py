@@ -162,6 +162,7 @@ BROKEN = {
     "no file": ("none.py", None, r"plugins.0 is 'none.py': no such file"),
     "syntax": ("x.py", "def f(:\n", r"x.py:1: cannot be imported: SyntaxError"),
     "exception": ("x.py", "\n\nraise OSError('no')\n", r"x.py:3: cannot be imported: OSError: no"),
+    "exit": ("x.py", "import sys\nsys.exit(0)\n", r"x.py:2: calls sys.exit\(0\), which"),
     "nothing registered": ("x.py", "x = 1\n", r"x.py: registers nothing"),
     "name of the package": (
         "x.py",

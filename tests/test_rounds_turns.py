@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_rounds_turns.py
 """
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 ENVIRONMENTS = {
     "step: KeyError: 'missing'": lambda self, messages: {}["missing"],
+    "calls sys.exit(0), which would end": lambda self, messages: sys.exit(0),
     "step took longer than rounds.environment_seconds 0.2": lambda self, messages: time.sleep(5),
     "step returned nan, which is not finite": lambda self, messages: float("nan"),
     "step returned 'a text', neither a number nor messages": lambda self, messages: "a text",

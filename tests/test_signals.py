@@ -14,6 +14,9 @@ import psutil
 import pytest
 from conftest import ROOT, clean_environment
 
+from cookbook.system import signals
+from cookbook.system.files import RecipeError
+
 RUN = """
 import sys, time
 from pathlib import Path
@@ -284,3 +287,16 @@ def test_workers_go_with_a_run_that_is_killed(tmp_path):
     run.communicate(timeout=10)
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
+
+
+@pytest.mark.parametrize("code", [0, None, 1, "no rows"])
+def test_an_exit_in_the_code_of_others_is_a_mistake_with_its_line(code: object):
+    with pytest.raises(RecipeError, match=rf"test_signals\.py:\d+: calls sys\.exit\({code!r}\)"), signals.no_exit():
+        sys.exit(code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", [signals.Ended(75), SystemExit(75)])
+def test_a_signal_still_ends_the_process(end: SystemExit):
+    with pytest.raises(SystemExit) as raised, signals.no_exit():
+        raise end
+    assert raised.value is end

@@ -135,7 +135,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> None:
         try:
-            ctx.exit(super().invoke(ctx))
+            with signals.no_exit():
+                code = super().invoke(ctx)
+            ctx.exit(code)
         except RecipeError as error:
             refused([shown(short(mistake)) for mistake in error.mistakes])
             ctx.exit(2)

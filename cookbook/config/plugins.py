@@ -15,6 +15,7 @@ from typing import Any
 
 from cookbook.system import registry
 from cookbook.system.files import refuse
+from cookbook.system.signals import no_exit
 
 _imported: dict[str, tuple[str, list[Any]]] = {}
 """By file: the SHA-256 of the imported content, and the entries it registered."""
@@ -50,18 +51,26 @@ def _use(file: str) -> list[str]:
     try:
         sha256 = hashlib.sha256(content).hexdigest()
         if file not in _imported or _imported[file][0] != sha256:
-            _import(file, content, sha256)
+            with no_exit():
+                _import(file, content, sha256)
         else:
             for entry in _imported[file][1]:
                 registry.register(entry)
     except Exception as error:
         registry.take_plugin(file)
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        line = lines[-1] if lines else getattr(error, "lineno", None)
-        return [f"{file}{f':{line}' if line else ''}: cannot be imported: {type(error).__name__}: {error}"]
+        if isinstance(error.__cause__, SystemExit):
+            return [str(error)]
+        return [f"{place_of(error, file)}: cannot be imported: {type(error).__name__}: {error}"]
     finally:
         registry.begin_plugin(None)
     return [] if _imported[file][1] else [f"{file}: registers nothing; see docs/recipes.md, Plugins"]
+
+
+def place_of(error: BaseException, file: str) -> str:
+    """The file of a plugin, with the last of its lines that the error came by."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = lines[-1] if lines else getattr(error, "lineno", None)
+    return f"{file}:{line}" if line else file
 
 
 class _BytesLoader(SourceFileLoader):

@@ -91,8 +91,8 @@ class Schedule(Named):
         before = self.for_length(max_steps).warmup_steps
         if before >= max_steps:
             return [
-                f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: the peak learning rate would"
-                f" never be reached; write less than {max_steps}"
+                f"warmup_steps is {self.warmup_steps}, but the run has {max_steps} steps: none would"
+                f" follow the warm-up; write less than {max_steps}"
             ]
         for key in self.stretches:
             if before + getattr(self, key) > max_steps:
@@ -105,7 +105,7 @@ class Schedule(Named):
 
 
 def short_run(schedule: Schedule, max_steps: int | None) -> list[str]:
-    """A note if a run of `max_steps`, which the command line asks for, ends before its schedule reaches the peak."""
+    """A note if a run of `max_steps`, which the command line asks for, ends before its schedule leaves the warm-up."""
     misfits = [] if max_steps is None else schedule.misfits(max_steps)
     return [f"schedule.{misfit.partition(';')[0]}" for misfit in misfits]
 

@@ -7,6 +7,7 @@ import torch
 
 from cookbook.config.metric_functions import Metric
 from cookbook.config.objectives.forward import Batch, FunctionOfLogits, Logits, LossOutput
+from cookbook.config.plugins import place_of
 from cookbook.system.files import RecipeError
 
 OVER = "/over"
@@ -73,12 +74,19 @@ class _Joined:
 
 def _columns(metric: Metric, logits: Logits, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A metric's values and what they are divided by, float32 (L,) each."""
-    returned = metric.function(logits, labels)
-    columns = returned if isinstance(returned, tuple) else (returned, torch.ones_like(labels))
+    try:
+        returned = metric.function(logits, labels.clone())  # which many a function masks in place
+    except RecipeError:
+        raise
+    except Exception as error:
+        place = place_of(error, metric.function.__code__.co_filename)
+        raise RecipeError(f"run.metrics: {metric.name} failed at {place}: {type(error).__name__}: {error}") from error
+    columns = returned if isinstance(returned, tuple) else (returned,)
     shapes = [tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__ for column in columns]
-    if shapes != [tuple(labels.shape)] * 2:
+    if len(columns) > 2 or set(shapes) != {tuple(labels.shape)}:
         raise RecipeError(
             f"run.metrics: {metric.name} returned {' and '.join(map(str, shapes))} for {len(labels)} labels; return a"
             " tensor of a number for each label, or two of them"
         )
-    return columns[0].float(), columns[1].float()
+    values, *over = columns
+    return values.float(), (over[0] if over else torch.ones_like(labels)).float()

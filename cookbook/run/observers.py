@@ -1,6 +1,7 @@
 """Callbacks of plugins in a run: each line of its records goes to them, and none may change what is trained."""
 
 import copy
+import os
 import queue
 import random
 import threading
@@ -14,6 +15,7 @@ import torch
 
 from cookbook.config.callbacks import Callback
 from cookbook.system.files import RecipeError, make_folder
+from cookbook.system.signals import Ended
 from cookbook.training.engine import Engine
 from cookbook.training.engine.agreement import digests
 from cookbook.training.engine.norm import local
@@ -22,9 +24,10 @@ from cookbook.training.engine.norm import local
 class Observer:
     """A callback on the main process, called between steps.
 
-    Each call is compared with what may not change: torch's generators and the versions of the weights, which torch
-    counts up when one is written to; at the first call of a method also the weights' own bits, which a write by way of
-    `data` changes uncounted, and the generators of numpy and Python.
+    Each call is compared with what may not change: torch's generators, learning rates, the current folder, and the
+    versions of the weights and of the optimizer's tensors, which torch counts up when one is written to; at the first
+    call of a method also the weights' own bits, which a write by way of `data` changes uncounted, and the generators of
+    numpy and Python.
     """
 
     def __init__(
@@ -47,9 +50,9 @@ class Observer:
         made: list[Any] = []
         try:
             self._compare("__init__", lambda: made.append(callback.kind(folder)))
-        except RecipeError:
+        except (RecipeError, Ended):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RecipeError(f"run.callbacks: {self._name} cannot be made: {type(error).__name__}: {error}") from error
         self._callback = made[0]
 
@@ -75,9 +78,9 @@ class Observer:
                 continue
             try:
                 self._compare(method, partial(function, line))
-            except RecipeError:
+            except (RecipeError, Ended):
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # sys.exit would end the run as if it had come to its end
                 self._is_off = True
                 why = f"{type(error).__name__}: {error}"
                 self._say(f"run.callbacks: {self._name} failed and is off: {why}; the run continues without it")
@@ -95,6 +98,7 @@ class Observer:
             call()
         finally:
             after = self._state(is_first)
+            os.chdir(before["the current folder"])  # where the run's own paths lead from
             if changed := [what for what in before if before[what] != after[what]]:
                 raise RecipeError(
                     f"run.callbacks: {method} of {self._name} has changed {' and '.join(changed)}; a callback looks on,"
@@ -104,7 +108,7 @@ class Observer:
     def _state(self, is_first: bool) -> dict[str, Any]:
         """The state that a callback may not change, by name."""
         generators = [state.cpu().numpy().tobytes() for state in self._engine.generators()]
-        state: dict[str, Any] = {"torch's random numbers": generators}
+        state: dict[str, Any] = {"torch's random numbers": generators, "the current folder": os.getcwd()}
         weights: Any = [tensor._version for _, tensor in self._weights()]
         if is_first:
             _, words, *rest = np.random.get_state(legacy=True)
@@ -112,7 +116,11 @@ class Observer:
             if self._is_alone:
                 state["Python's random numbers"] = random.getstate()
             weights = [weights, digests((name, local(tensor)) for name, tensor in self._weights())]
-        return state | {"weights": weights}
+        optimizer = self._engine.base_optimizer
+        moments = [tensor for of_weight in optimizer.state.values() for tensor in of_weight.values()]
+        versions = [tensor._version for tensor in moments if isinstance(tensor, torch.Tensor)]
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        return state | {"weights": weights, "the optimizer": (versions, rates)}
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights by name; of ZeRO-3, whose parameters are empty, this process's shard."""

@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from _thread import start_new_thread
 from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO, cast
 
+from cookbook.system.files import RecipeError
 from cookbook.system.masking import MaskedStream
 
 EXIT_CODE = 75
@@ -74,6 +76,26 @@ def end_command() -> Iterator[None]:
             sys.unraisablehook = hook
             for number, handler in earlier.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+    """Takes sys.exit in somebody else's code, as a plugin's, for the mistake that it is: with its exit code, often 0, a
+    run that has done nothing would seem to have come to its end.
+
+    Raises:
+        RecipeError: with the line of the call. A signal still ends the process.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end, Ended) or end.code == EXIT_CODE:
+            raise
+        *_, call = traceback.extract_tb(end.__traceback__)
+        raise RecipeError(
+            f"{call.filename}:{call.lineno}: calls sys.exit({end.code!r}), which would end the command as if it were"
+            " done; raise an error in its place"
+        ) from end
 
 
 class _Lasting(MaskedStream):

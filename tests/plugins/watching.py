@@ -2,10 +2,17 @@
 
 import gc
 import json
+import os
 import random
 
 from cookbook.config.callbacks import callback
 from cookbook.config.metric_functions import metric
+
+
+@metric
+def writes_to_labels(logits, labels):
+    labels.zero_()
+    return labels
 
 
 @metric
@@ -57,6 +64,11 @@ def of_all_logits(logits, labels):
     return logits.whole().max(1).values
 
 
+@metric
+def of_a_missing_name(logits, labels):
+    return logits.no_such_thing(labels)
+
+
 @callback
 class Notes:
     """Writes down what it gets."""
@@ -85,6 +97,47 @@ class Fails:
         self.calls += 1
         if self.calls > 1:
             raise KeyError("a key that is not there")
+
+
+@callback
+class Exits:
+    def __init__(self, folder): ...
+
+    def on_metrics(self, line):
+        raise SystemExit(0)
+
+
+def optimizers():
+    import torch
+
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+
+
+@callback
+class WritesMoments:
+    def __init__(self, folder): ...
+
+    def on_metrics(self, line):
+        for optimizer in optimizers():
+            for state in optimizer.state.values():
+                next(iter(state.values())).zero_()
+
+
+@callback
+class SetsTheRate:
+    def __init__(self, folder): ...
+
+    def on_event(self, event):
+        for optimizer in optimizers():
+            optimizer.param_groups[0]["lr"] = 1.0
+
+
+@callback
+class Moves:
+    def __init__(self, folder):
+        os.chdir(folder)
+
+    def on_event(self, event): ...
 
 
 @callback

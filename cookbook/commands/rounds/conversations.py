@@ -16,6 +16,7 @@ from cookbook.config.environments import environments
 from cookbook.config.recipe import Recipe
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
+from cookbook.system.signals import no_exit
 
 MARK = "ANSWER"
 """Stands for what the policy wrote where the template is asked for what follows it."""
@@ -102,7 +103,7 @@ class Conversation:
 
     def _called(self, function: Callable[[], Any], name: str) -> Any:
         try:
-            with _limit(self.rounds.environment_seconds):
+            with no_exit(), _limit(self.rounds.environment_seconds):
                 return function()
         except TimeoutError:
             seconds = f"{self.rounds.environment_seconds:g}"

@@ -19,7 +19,7 @@ from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
 from cookbook.commands.shared.mistakes import placed
 from cookbook.config import plugins
 from cookbook.config.outside_words import TRANSFORMERS, stays_up
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.start import run_plan
@@ -351,6 +351,7 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
         say(f"{output_dir} held an earlier run, which was moved to {earlier}")
     output_dir.mkdir(parents=True, exist_ok=True)
     values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
+    replace_file(output_dir / "recipe.yaml", dump_recipe(recipe))  # which `next` names from the first moment on
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
 
 

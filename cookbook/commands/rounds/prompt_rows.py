@@ -16,6 +16,7 @@ from cookbook.rows.messages import Chat, check_text, read_messages
 from cookbook.rows.row_checks import CHAT_KEYS, is_empty
 from cookbook.rows.row_columns import drop_columns
 from cookbook.system.files import RecipeError, kind_in_words
+from cookbook.system.signals import no_exit
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
 
@@ -71,7 +72,8 @@ def _begin(raw: Any, place: str, source: Source, name: str, seed: int) -> Prompt
     columns = drop_columns(raw, source.ignore or ())
     begun = environments()[name].kind(environment_seed(seed, place))
     try:
-        asked = begun.start(dict(columns))
+        with no_exit():
+            asked = begun.start(dict(columns))
     except Exception as error:  # any of a user's class
         raise BadRow(f"environment {name}: start fails", f"{type(error).__name__}: {error}") from error
     asked = read_messages(asked, "start")

@@ -9,6 +9,7 @@ from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.config.reward_functions import Reward, is_model, reward_functions
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
+from cookbook.system.signals import no_exit
 
 SHOWN = 200
 """Characters of a prompt and of an answer in a message."""
@@ -64,9 +65,10 @@ def _call(reward: Reward, prompt: Prompt, answers: list[str], ids: list[list[int
     columns = {key: [value] * count for key, value in prompt.columns.items()}
     completions = as_asked(prompt, answers)
     try:
-        rewards = reward.function(
-            prompts=[prompt.asked] * count, completions=completions, completion_ids=ids, **columns
-        )
+        with no_exit():
+            rewards = reward.function(
+                prompts=[prompt.asked] * count, completions=completions, completion_ids=ids, **columns
+            )
         numbers = [float(value) for value in rewards]
     except Exception as error:  # any of a user's function
         raise _mistake(reward, prompt, answers, f"{type(error).__name__}: {error}") from error

@@ -93,7 +93,7 @@ class Logits(Protocol):
         """
 
     def whole(self) -> torch.Tensor:
-        """(L, V): all logits of a model whose vocabulary is not divided."""
+        """(L, V): all logits of a model whose vocabulary is not divided, in a tensor that may be written to."""
 
 
 class FunctionOfLogits(Protocol):

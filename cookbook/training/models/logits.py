@@ -121,7 +121,7 @@ class HeadLogits:
                 "whole() of logits: each process has a part of the vocabulary under tensor parallel; use argmax, rank,"
                 " at, mean, nll or logsumexp, or a strategy without tensor parallel"
             )
-        return transformed(self.products, self.reading.transform).float()
+        return transformed(self.products, self.reading.transform).to(torch.float32, copy=True)
 
 
 class _OfAllParts(torch.autograd.Function):
