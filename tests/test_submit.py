@@ -340,6 +340,28 @@ def test_a_recipe_that_the_machines_would_not_get_is_refused(capsys, tmp_path):
     assert "not in this folder, which is all that the machines get" in capsys.readouterr().err
 
 
+def test_all_that_the_machines_would_not_get_is_named(capsys, tmp_path, monkeypatch):
+    """Programs are refused; rows and models, which a volume may have there, are named in the file."""
+    (tmp_path / "out side").mkdir()
+    rows, plugin, own = (tmp_path / "out side" / name for name in ("rows.jsonl", "mine.py", "own.yaml"))
+    rows.write_text((ROOT / "recipes/sums/answers.jsonl").read_text())
+    plugin.write_text(
+        "from cookbook.config.metric_functions import metric\n\n\n@metric\ndef hits(logits, labels): ...\n"
+    )
+    own.write_text((ROOT / "accelerate_configs/fsdp2.yaml").read_text())
+    words = ["submit", str(ROOT / RECIPE), "--to", "sky", "--gpus", "8xH100"]
+    assert main([*words, "--strategy", str(own), "--set", f"plugins=[{plugin}]", "--set", f"data.train={rows}"]) == 2
+    error = capsys.readouterr().err
+    assert all(f"{file}: not in this folder" in error for file in (plugin, own)) and "rows.jsonl" not in error
+    assert main([*words, "--set", f"data.train={rows}", "--set", "data.eval=null", "--set", "data.holdout=0.1"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        f"# data.train.0.path is {rows}, not in this folder: it must be there on the machines" in text
+        or rows.name in text
+    )
+    assert f"launch {RECIPE} " in text and str(ROOT) not in text
+
+
 THOROUGH = [pytest.param(to, marks=pytest.mark.thorough) for to in ("sky", "dstack", "k8s")]
 
 

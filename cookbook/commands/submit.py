@@ -3,9 +3,10 @@
 Each starts `cookbook launch` once on every machine, with the numbers that it gives that machine.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -16,7 +17,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.start.run_plan import default_num_processes, describe_batch, load_single, make_plan
-from cookbook.system.files import RecipeError, dump_yaml, gathered, refuse
+from cookbook.system.files import RecipeError, dump_yaml, flatten, gathered, refuse
 from cookbook.system.hardware import Machines, find_gpu, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import IS_INSTALLED
@@ -252,6 +253,9 @@ def submit(
     assignments: Assignments,
 ) -> int:
     """Print a file for Slurm, Kubernetes or a cloud."""
+    if to != "slurm":  # the machines have this folder under another name
+        path = Path(os.path.relpath(path))
+        strategy = strategy and Path(os.path.relpath(strategy))
     mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
     with gathered(mistakes):
         machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
@@ -259,9 +263,15 @@ def submit(
         mistakes += _misfits(to, machines, path, flags)
     with gathered(mistakes):
         recipe, loaded = load_single(path, assignments, strategy)
+        if to != "slurm":
+            mistakes += [_outside(file) for file in _programs(recipe, loaded) if _is_outside(file)]
     refuse(mistakes)
     seconds = seconds_to_save or SECONDS_TO_SAVE
     facts, count = _plan(recipe, loaded, machines, path)
+    if to != "slurm":
+        facts += [
+            f"{key} is {name}, not in this folder: the machines must have it" for key, name in _read_there(recipe)
+        ]
     if to == "hf":
         facts.append(
             f"the job ends after {HOURS} hours (--timeout); with run.save_every_minutes another goes on from there"
@@ -271,7 +281,12 @@ def submit(
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
     settings += ["run.resume=auto"] if to != "slurm" else []  # its script has that, from the second start on
-    words = [str(path), *(["--strategy", str(strategy)] if strategy else []), "--processes", str(count)]
+    words = [
+        str(path),
+        *(["--strategy", str(strategy)] if strategy else []),
+        "--processes",
+        str(count),
+    ]
     words += [word for setting in settings for word in ("--set", setting)]
     task = Task(
         name=_name(run),
@@ -306,10 +321,37 @@ def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> 
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
     if to == "hf":
         mistakes += _misfits_of_hugging_face(machines, volume)
-    for file in _files(path) if to != "slurm" else ():
-        if not Path(file).resolve().is_relative_to(Path.cwd()):
-            mistakes.append(f"{file}: not in this folder, which is all that the machines get; copy it to recipes/")
+    mistakes += [_outside(file) for file in (_files(path) if to != "slurm" else ()) if _is_outside(file)]
     return mistakes
+
+
+def _is_outside(file: str) -> bool:
+    places = Path(os.path.abspath(file)), Path(file).resolve()  # a folder of links to a clone is this folder too
+    return not any(place.is_relative_to(Path.cwd()) for place in places)
+
+
+def _outside(file: str) -> str:
+    return f"{file}: not in this folder, which is all that the machines get; copy it to recipes/"
+
+
+def _programs(recipe: Recipe, strategy: Strategy) -> list[str]:
+    """The plugins of a run and the files of its strategy."""
+    return [*recipe.plugins, strategy.path, *([strategy.deepspeed_file] if strategy.deepspeed_file else [])]
+
+
+def _read_there(recipe: Recipe) -> list[tuple[str, str]]:
+    """Each key of a recipe that names a file or folder which is here and not in the current folder."""
+    values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"plugins"}))
+    texts = ((key, text) for key, value in values.items() for text in _texts(value))
+    return [(key, text) for key, text in texts if os.sep in text and Path(text).exists() and _is_outside(text)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 def _misfits_of_hugging_face(machines: Machines, bucket: str | None) -> list[str]:
