@@ -5,6 +5,7 @@ python -m pytest -q tests/test_convert.py
 
 import contextlib
 import copy
+import functools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import yaml
 from conftest import ROOT
 
 from cookbook.commands.cli import main
+from cookbook.commands.convert.keys import Conversion
 from cookbook.config.chat_templates import known_templates
 from cookbook.config.foreign import answers, is_vague, tables
 from cookbook.config.recipe import Recipe, answer_to, leaves, load_recipe
@@ -416,6 +418,36 @@ def test_a_short_list_is_shown_as_it_is_and_a_long_one_by_its_kind(folder, capsy
     assert convert(f"{AXOLOTL}eot_tokens: [<|end|>]\neval_causal_lm_metrics: [a, b, c, d]\n") == 0
     printed = capsys.readouterr().out
     assert "eot_tokens is ['<|end|>']: " in printed and "eval_causal_lm_metrics is a list of 4 items: " in printed
+
+
+@pytest.mark.parametrize("value", [True, False, None, 0, "", "fast", []])
+@pytest.mark.parametrize(
+    ("project", "key"),
+    [
+        *((name, "chat_template_kwargs") for name in ("trl", "alignment-handbook", "axolotl")),
+        ("axolotl", "trl.chat_template_kwargs"),
+        ("trl", "generation_kwargs"),
+        ("trl", "model_init_kwargs"),
+        ("axolotl", "model_config"),
+    ],
+)
+def test_a_key_whose_default_only_the_template_or_the_model_knows_is_never_nothing(project, key, value):
+    """Qwen3's enable_thinking is true where nothing is said, so false is the wish."""
+
+    def read(section: dict[str, Any]) -> Conversion:
+        conversion = Conversion(None)
+        values = functools.reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), section)
+        conversion.read(Document("file.json", values), tables().projects[project])
+        return conversion
+
+    conversion = read({"own": value})
+    (line,) = [*conversion.changes, *conversion.others]
+    assert line.startswith(f"file.json: {key}: ") and conversion.idle == []
+    assert bool(conversion.others) == (key == "model_config" and value in (True, "fast"))
+    if key.endswith("chat_template_kwargs"):
+        assert 'write it into each row, as in "chat_template_kwargs": {"enable_thinking": false}' in line
+    empty = read({})
+    assert empty.idle == [key] and not empty.changes and not empty.others
 
 
 def test_an_unknown_key_that_another_project_has_is_answered_by_its_meaning(folder, capsys):

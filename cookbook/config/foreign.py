@@ -173,6 +173,10 @@ class Project:
                 return around
         return None
 
+    def is_in_open_section(self, path: str) -> bool:
+        """True for a key that nobody knows but who gets the section around it, such as a chat template."""
+        return path not in self.fields and self.home(path) not in (None, path)
+
     def lacks(self, path: str) -> bool:
         """True for a known key that has no counterpart."""
         key = self.entry(path)
@@ -220,9 +224,10 @@ class Project:
 
     def is_default(self, path: str, value: Any) -> bool:
         """True if the value is what holds without the key: by the schema or, where that has none, an empty one. Where
-        `passes` has the key, its values are the only ones that ask for nothing."""
+        `passes` has the key, its values are the only ones that ask for nothing. A key in a section of anything's has
+        no default that is known here: with any value it asks for something."""
         own = self.fields.get(path)
-        if path in self.passes:
+        if path in self.passes or self.is_in_open_section(path):
             return False
         default = own.default[0] if own is not None and own.default else None
         return asks_for_nothing(value) if asks_for_nothing(default) else _plain(value) == _plain(default)

@@ -86,7 +86,8 @@ class Collected:
             if path in document.assumed:
                 place += SILENT
             value = references.resolve(written, document.values)
-            if value is None or (is_deepspeed and dotted.startswith(COMMENT)):
+            is_null = value is None and not project.is_in_open_section(dotted)
+            if is_null or (is_deepspeed and dotted.startswith(COMMENT)):
                 self.idle += [dotted] if dotted not in self.idle else []
             elif project.is_idle(dotted) or (project.lacks(dotted) and project.is_off(dotted, document.values)):
                 self.idle.append(dotted)
@@ -130,7 +131,8 @@ class Collected:
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
-            lines = self.others if key.cost == "refuse" else self._lines(key)
+            is_empty = asks_for_nothing(value)  # in a section whose defaults nobody here knows
+            lines = self.others if key.cost == "refuse" and not is_empty else self._lines(key)
             self._add(lines, place, key.why)
 
     def _add(self, lines: list[str], place: str, why: str) -> None:
@@ -154,7 +156,7 @@ class Collected:
         return texts
 
     def _lines(self, key: Key) -> list[str]:
-        return self.changes if key.cost == "changes" else self.notes
+        return self.changes if key.cost in ("changes", "refuse") else self.notes
 
     def _translate(self, key: Key, dotted: str, value: Any, place: str, *, is_default: bool) -> None:
         self.given.add(key.ours or "")
