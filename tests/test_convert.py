@@ -511,9 +511,25 @@ def test_a_warm_up_below_one_is_a_share_of_the_steps(folder, written, ours):
     assert recipe["schedule"]["warmup_steps"] == ours
 
 
-def test_a_limit_of_each_epoch_counts_for_all(folder):
-    recipe = recipe_of(TORCHTUNE.replace("epochs: 1\n", "epochs: 3\n") + "max_steps_per_epoch: 10\n")
+@pytest.mark.parametrize(
+    ("more", "saves", "instead"),
+    [
+        ("", 10, "write run.num_epochs: 3 and saves_per_epoch: 1 in their place"),
+        ("save_every_n_steps: 4\n", 4, "write run.num_epochs: 3 in their place"),
+    ],
+)
+def test_a_limit_of_each_epoch_counts_for_all_and_is_named(folder, capsys, more, saves, instead):
+    """recipes/full_finetune_single_device.py of torchtune: save_every_n_steps is `_steps_per_epoch` where it is silent,
+    and that is the limit, or the steps of the rows if they are fewer."""
+    text = TORCHTUNE.replace("epochs: 1\n", "epochs: 3\n")
+    recipe = recipe_of(f"{text}{more}max_steps_per_epoch: 10\n")
     assert recipe["run"]["max_steps"] == 30 and "num_epochs" not in recipe["run"]
+    assert recipe["run"]["save_every_steps"] == saves and "saves_per_epoch" not in recipe["run"]
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "max_steps_per_epoch is 10" in line]
+    assert instead in line and "if it has more, a new one begins there" in line
+    assert recipe_of(text)["run"] == {"num_epochs": 3, "output_dir": "outputs/tuned", "saves_per_epoch": 1}
+    assert "the most steps of an epoch" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("saves", "is_best"), [(200, True), (150, False)])
@@ -829,6 +845,7 @@ def test_a_value_without_a_counterpart_does_not_become_a_default(folder, capsys)
 
 
 def recipe_of(text: str) -> dict:
+    Path("recipes/file.yaml").unlink(missing_ok=True)
     assert convert(text) == 0
     return yaml.safe_load(Path("recipes/file.yaml").read_text())
 
@@ -1244,6 +1261,7 @@ SILENT_FILES = {
     }),
     "alignment-handbook": ("{model_name_or_path: m, dataset_mixer: {d: 1.0}}\n", {
         "mixed_precision": "bf16", "model.gradient_checkpointing": True, "data.max_length": 1024,
+        "data.packing": True,
         "objective.train_on": "all", "batch.micro_batch_size": 8, "optim.learning_rate": 2e-5,
         "schedule.name": "linear", "run.num_epochs": 3, "run.save_every_steps": 500,
     }),
@@ -1573,6 +1591,137 @@ def test_axolotls_rows_of_texts_are_a_stream_of_continued_pretraining(folder, ca
     recipe = recipe_of(re.sub(r"(?s)datasets:.*?shards: 3\n", rows, AXOLOTL).replace("val_set_size: 0.05\n", ""))
     assert recipe["objective"] == {"name": "cpt"} and recipe["data"]["streaming"] is True
     assert recipe["data"]["train"] == {"path": "allenai/c4", "name": "en", "columns": {"text": "body"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "too_long", "said"),
+    [
+        ("", "split", "the last min(256, (sequence_len - 1) // 2) tokens of the one before"),
+        ("excess_length_strategy: drop\n", "split", "of no effect on pretraining_dataset; data.too_long is split"),
+        ("sample_packing: false\n", "cut", "without sample_packing a text is cut at its end: data.too_long cut"),
+    ],
+)
+def test_no_long_text_of_axolotls_pretraining_is_left_out(folder, capsys, more, too_long, said):
+    """axolotl 067b021c: `PretrainTokenizationStrategy._tokenize` returns overflowing tokens with a stride, and
+    `encode_streaming` truncates; neither drops a text."""
+    rows = "pretraining_dataset: [{path: allenai/c4, name: en, type: pretrain}]\nmax_steps: 99\n"
+    text = re.sub(r"(?s)datasets:.*?shards: 3\n", rows, AXOLOTL).replace("val_set_size: 0.05\n", "")
+    text = text.replace("sample_packing: true\n", "") if "sample_packing" in more else text
+    assert recipe_of(f"{text}{more}")["data"]["too_long"] == too_long
+    printed = capsys.readouterr().out
+    assert said in printed and "data.too_long 'drop'" not in printed
+    assert recipe_of(AXOLOTL)["data"]["too_long"] == "drop", "that of fine-tuning stays"
+
+
+HANDBOOK_SFT = """\
+model_name_or_path: some/model
+dataset_mixer: {some/chats: 1.0}
+dataset_splits: [train_sft, test_sft]
+learning_rate: 2.0e-5
+max_seq_length: 2048
+max_steps: 9
+per_device_train_batch_size: 16
+"""
+
+
+@pytest.mark.parametrize("packing", ["", "packing: true\n", "packing: false\n"])
+def test_the_handbooks_scripts_that_mix_pack_whatever_the_file_says(folder, capsys, packing):
+    """`packing=True` in the call of SFTTrainer (alignment-handbook v0.3.0, scripts/run_sft.py, line 174): the argument
+    decides, and not the file."""
+    assert recipe_of(f"{HANDBOOK_SFT}{packing}")["data"]["packing"] is True
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if "packing=True in run_sft.py" in line]
+    assert "dataset_mixer is" in line and "joined and cut" in line
+    assert f"of up to 2048 tokens, {16 * 2048} a step" in printed
+    assert ("packing is false: left out" in printed) == ("false" in packing)
+    assert "packing" not in recipe_of(HANDBOOK)["data"], "run_dpo.py does not pack"
+    of_today = HANDBOOK_SFT.replace("dataset_mixer: {some/chats: 1.0}", "dataset_name: some/chats")
+    assert "packing" not in recipe_of(of_today.replace("dataset_splits: [train_sft, test_sft]\n", ""))["data"]
+
+
+MIXTURE = """\
+model_name_or_path: some/model
+dataset_mixture:
+  datasets:
+    - {id: a/b, config: SFT, split: s, columns: [messages, chat_template_kwargs], weight: 0.5}
+    - {id: a/c, columns: [prompt, messages]}
+  seed: SEED
+  test_split_size: null
+learning_rate: 2.0e-5
+per_device_train_batch_size: 4
+max_steps: 9
+"""
+
+
+@pytest.mark.parametrize(("seed", "is_named"), [(0, False), (5, True)])
+def test_a_mixture_has_each_of_its_keys_in_the_recipe_or_in_a_list(folder, capsys, seed, is_named):
+    """alignment-handbook 925acdf, src/alignment/data.py: `select_columns`, and `shuffle(seed=seed)` before a part is
+    taken, with 0 where the file has no seed."""
+    text = MIXTURE.replace("SEED", str(seed))
+    assert convert(text, "--from", "alignment-handbook", "--json") == 0
+    answered = json.loads(capsys.readouterr().out)
+    columns = {"messages": "messages", "chat_template_kwargs": "chat_template_kwargs"}
+    source = {"path": "a/b", "name": "SFT", "split": "s", "weight": 0.5, "columns": columns}
+    assert answered["settings"]["data"]["train"] == [source, {"path": "a/c"}]
+    (line,) = [line for line in answered["changes"] if "dataset_mixture is" in line]
+    assert "a fraction became weight" in line and "columns ['prompt', 'messages']: no other is read there" in line
+    assert (f"seed {seed}: the rows that are held out" in line) == is_named
+    assert ("dataset_mixture.seed" in answered["idle"]) != is_named
+    assert "dataset_mixture.test_split_size" in answered["idle"]
+
+
+def test_a_mixture_that_streams_is_a_stream(folder, capsys):
+    text = MIXTURE.replace("seed: SEED", "streaming: true").replace(", weight: 0.5", "")
+    data = recipe_of(text)["data"]
+    assert data["streaming"] is True and "weight" not in data["train"][0]
+    assert "fraction" not in capsys.readouterr().out
+
+
+def test_a_renamed_part_of_a_message_without_a_counterpart_is_named(folder, capsys):
+    mappings = "message_property_mappings: {role: from, content: value, weight: keep}"
+    columns = recipe_of(AXOLOTL.replace("shards: 3", mappings))["data"]["train"]["columns"]
+    assert columns == {"messages": "talk", "role": "from", "content": "value"}
+    assert "message_property_mappings of weight: no counterpart" in capsys.readouterr().out
+
+
+BUILDERS = {
+    "samsum": ({"path": "Samsung/samsum"}, {"user": "dialogue", "assistant": "summary"}),
+    "alpaca": ({"path": "tatsu-lab/alpaca"}, {"user": "instruction", "context": "input", "assistant": "output"}),
+    "cnn_dailymail_articles": ({"path": "ccdv/cnn_dailymail", "name": "3.0.0"}, {"text": "article"}),
+    "wikitext": ({"path": "EleutherAI/wikitext_document_level", "name": "wikitext-103-v1"}, {"text": "page"}),
+    "stack_exchange_paired": (
+        {"path": "lvwerra/stack-exchange-paired"},
+        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+    ),
+}
+"""The defaults of torchtune's builders at bd2a0fc7 (torchtune/datasets/), by hand."""
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_builder_of_torchtunes_reads_its_own_columns_unless_the_file_maps_others(folder, capsys, name):
+    source, columns = BUILDERS[name]
+    rows = f"_component_: torchtune.datasets.{name}_dataset"
+    data = recipe_of(re.sub("dataset: .*", f"dataset: {{{rows}}}", TORCHTUNE))["data"]
+    assert data["columns"] == columns
+    assert data["train"] == (source if len(source) > 1 else source["path"])
+    said = "the folder data/rl of the data set" in capsys.readouterr().out
+    assert said == (name == "stack_exchange_paired")
+    of_list = recipe_of(re.sub("dataset: .*", f"dataset: [{{{rows}}}, {{source: o/rows}}]", TORCHTUNE))["data"]
+    assert of_list["train"][0] == {**source, "columns": columns} and "columns" not in of_list
+    printed = capsys.readouterr().out
+    assert ("the folder data/rl of the data set" in printed) == said
+    is_alpaca = name == "alpaca"
+    assert ("write data.chat_template: alpaca" in printed) == ("write objective.train_on: all" in printed) == is_alpaca
+
+
+def test_a_map_of_columns_is_read_as_its_builder_has_them(folder):
+    """`input` is the context of Alpaca's rows, and the question of others."""
+    mapped = "column_map: {instruction: q, input: c, output: a}"
+    rows = f"{{_component_: torchtune.datasets.alpaca_dataset, source: a/b, {mapped}}}"
+    columns = {"user": "q", "context": "c", "assistant": "a"}
+    assert recipe_of(re.sub("dataset: .*", f"dataset: {rows}", TORCHTUNE))["data"]["columns"] == columns
+    of_list = recipe_of(re.sub("dataset: .*", f"dataset: [{rows}, {{source: o/rows}}]", TORCHTUNE))
+    assert of_list["data"]["train"][0] == {"path": "a/b", "columns": columns}
 
 
 def test_axolotls_preferences_name_their_columns(folder, capsys):

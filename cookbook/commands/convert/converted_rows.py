@@ -4,7 +4,10 @@ from typing import Any
 
 from cookbook.commands.convert import source_sections
 from cookbook.commands.convert.collected import Collected, in_short
-from cookbook.config.foreign import NoCounterpart, Project, asks_for_nothing, share, tables
+from cookbook.config.foreign import NoCounterpart, Project, share, tables
+from cookbook.config.owner_schemas import read_classes
+from cookbook.rows.row_columns import MESSAGE_KEYS
+from cookbook.rows.row_kinds import kinds
 from cookbook.system.files import read_document, show
 
 ROWS = (
@@ -25,6 +28,7 @@ USUAL = (
 )
 """What axolotl's keys of a data set are where a file is silent, or what the rows show."""
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
+FRACTION = "a fraction became weight: each epoch uses another part of the rows"
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
 
 
@@ -40,7 +44,7 @@ def read_test_split(collected: Collected, project: Project | None) -> None:
         collected.notes.append("not in the file: the split test is evaluated, TRL's own")
 
 
-def derive_rows(collected: Collected) -> None:
+def derive_rows(collected: Collected, project: Project | None) -> None:
     """`data.train`, `data.eval`, `data.holdout` and `data.columns`."""
     path, config, split = collected.take("dataset"), collected.take("dataset_config"), collected.take("train_split")
     test, rows, held_out = collected.take("test_split"), collected.take("max_rows"), collected.take("val")
@@ -48,6 +52,9 @@ def derive_rows(collected: Collected) -> None:
     if part is not None:
         collected.recipe["data.holdout"], held_out = part, None
         split = split.partition("[")[0]
+    builder = str(collected.other.get("~dataset_component", "")).rpartition(".")[2]
+    if "~mixture" in collected.other:
+        _mixture(collected, collected.take("mixture"), project)
     sources = _sources(collected, path, config, split)
     if rows is not None:
         sources = [{**source, "max_rows": rows} for source in sources]
@@ -66,23 +73,14 @@ def derive_rows(collected: Collected) -> None:
     for i, source in enumerate([*others, *([_of_torchtune(collected, held_out, "~val")] if held_out else [])]):
         collected.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
     columns = {"text": collected.take("text_field"), "messages": collected.take("messages_column")}
-    columns |= {
-        source_sections.COLUMN_MAP.get(key, key): column for key, column in collected.take("column_map", {}).items()
-    }
+    columns |= source_sections.columns_of(builder, collected.take("column_map"))
     if columns := {key: column for key, column in columns.items() if column not in (None, key)}:
         collected.recipe["data.columns"] = columns
 
 
 def _sources(collected: Collected, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
-    mixture = collected.take("mixture")
-    if mixture is not None:
-        _mixture(collected, mixture)
     if "~pretraining" in collected.other:
-        collected.other["~sources"], collected.places["~sources"] = (
-            collected.take("pretraining"),
-            collected.places["~pretraining"],
-        )
-        collected.recipe |= {"objective.name": "cpt", "data.streaming": True}
+        _pretraining(collected)
     if sources := [*_list_of_sources(collected, "sources"), *_listed(collected, "listed")]:
         return sources
     splits, mixer = collected.take("splits"), collected.take("mixer")
@@ -94,16 +92,16 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
         return [_of_torchtune(collected, section, "~dataset_list") for section in several]
     component, files = collected.take("dataset_component"), collected.take("data_files")
     name = str(component).rpartition(".")[2]
+    known = source_sections.KNOWN.get(name, {})
     if name in source_sections.ALPACA:
         _alpaca(collected, "~dataset_component")
-        collected.recipe["data.columns"] = {"user": "instruction", "context": "input", "assistant": "output"}
     if source_sections.trains_on_input(name) and "objective.train_on" not in collected.given:
         collected.recipe["objective.train_on"] = "all"
         collected.note("~dataset_component", "train_on_input is true where the file is silent: objective.train_on all")
     if files is not None:
         path, split = files, None
     if path is None and component is not None:
-        path = source_sections.KNOWN.get(name)
+        path = known.get("path")
         if path is None:
             path = "path/to/rows.jsonl"
             collected.note("~dataset_component", "write the path of its rows in data.train")
@@ -112,20 +110,52 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
     if split is not None and "[" in str(split):
         collected.change("~train_split", "write data.train.max_rows for a part of a split")
         split = str(split).partition("[")[0]
-    extra = {"name": config, "split": split if split != "train" else None}
+    if source_sections.FOLDER in known:
+        collected.change("~dataset_component", source_sections.folder_advice(known))
+    extra = {"name": config or known.get("name"), "split": split if split != "train" else None}
     return [{"path": path, **{key: value for key, value in extra.items() if value is not None}}]
 
 
-def _mixture(collected: Collected, mixture: dict[str, Any]) -> None:
+def _pretraining(collected: Collected) -> None:
+    """axolotl's stream of texts. A packed one cuts a text into windows (`PretrainTokenizationStrategy` in its
+    prompt_strategies/pretrain.py), another the end of it (`encode_streaming` in utils/data/streaming.py)."""
+    rows, place = collected.take("pretraining"), collected.places["~pretraining"]
+    collected.other["~sources"], collected.places["~sources"] = rows, place
+    is_packed = collected.recipe.get("data.packing") is True
+    too_long = "split" if is_packed else "cut"
+    if collected.recipe.get("data.too_long", too_long) != too_long:
+        collected.change("data.too_long", f"of no effect on pretraining_dataset; data.too_long is {too_long}")
+    collected.recipe |= {"objective.name": "cpt", "data.streaming": True, "data.too_long": too_long}
+    first = rows[0] if isinstance(rows, list) and rows else rows
+    is_of_windows = not isinstance(first, dict) or first.get("type") in (None, "pretrain")
+    if is_packed and is_of_windows:
+        collected.change(
+            "~pretraining",
+            "a text above data.max_length becomes windows there, each of which begins with the last min(256,"
+            " (sequence_len - 1) // 2) tokens of the one before; the parts of data.too_long: split do not overlap",
+        )
+    elif not is_packed:
+        collected.note("~pretraining", "without sample_packing a text is cut at its end: data.too_long cut")
+
+
+def _mixture(collected: Collected, mixture: dict[str, Any], project: Project | None) -> None:
+    """TRL's mixture, and the handbook's, whose keys with a default of their class need nothing."""
     collected.other["~sources"] = mixture.get("datasets", [])
     collected.places["~sources"] = collected.places["~mixture"]
+    own = read_classes(project.schema).get("DatasetMixtureConfig", {}) if project is not None else {}
     for key in sorted(mixture.keys() - {"datasets"}):
-        if key == "test_split_size" and mixture[key] is not None:
+        if mixture[key] is None or [mixture[key]] == own.get(key, ())[1:]:
+            collected.idle.append(f"dataset_mixture.{key}")
+        elif key == "streaming":
+            collected.recipe["data.streaming"] = mixture[key]
+        elif key == "seed":
+            collected.change("~mixture", f"seed {show(mixture[key])}: the rows that are held out are those of our seed")
+        elif key == "test_split_size":
             try:
                 collected.recipe["data.holdout"] = share(mixture[key])
             except NoCounterpart as problem:
                 collected.change("~mixture", f"{key} {show(mixture[key])}: {problem}")
-        elif not asks_for_nothing(mixture[key]):
+        else:
             collected.change("~mixture", f"{key} {show(mixture[key])}: no counterpart")
 
 
@@ -135,6 +165,7 @@ def _of_torchtune(collected: Collected, section: Any, place: str) -> dict[str, A
         collected.change(place, f"{in_short(section)} is no section; write the source")
         return {"path": "path/to/rows.jsonl"}
     source, left_out = source_sections.of_torchtune(section)
+    left_out += source_sections.of_all_sources(section) if place == "~dataset_list" else []
     for line in left_out:
         collected.change(place, line)
     return source
@@ -174,7 +205,7 @@ def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str]) ->
             f"{path.replace('/', '-')}-{split}": {"path": path, "split": split} for path in mixer for split in test
         }
     if any(_number_of(part) != 1 for part in mixer.values()):
-        collected.change("~mixer", "a fraction became weight: each epoch uses another part of the rows")
+        collected.change("~mixer", FRACTION)
     sources = []
     for path, part in mixer.items():
         weight = {"weight": part} if _number_of(part) != 1 else {}
@@ -199,26 +230,39 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
         source = entry if isinstance(entry, dict) else {"path": entry}
         converted: dict[str, Any] = {}
         columns: dict[str, Any] = {}
+        alone: dict[str, str] = {}
         for key_there, value in source.items():
             ours = SOURCE_KEYS.get(key_there)
             if value is None or (key_there == "split" and value == "train") or (key_there == "weight" and value == 1):
                 continue
             if ours is not None and not (key_there == "path" and source.get("data_files")):  # then a format: json, csv
                 converted[ours] = value
-            elif (key_there, value) in USUAL or (key_there == "columns" and isinstance(value, list)):
+            elif (key_there, value) in USUAL:
                 continue
+            elif key_there == "columns" and isinstance(value, list) and _are_of_one_kind(value):
+                alone = {name: name for name in value}  # what data.columns names is all that is read
+            elif key_there == "columns":
+                collected.change(
+                    f"~{key}",
+                    f"columns {in_short(value)}: no other is read there; write columns of the source, as in {{messages:"
+                    " messages}, with which these alone are read",
+                )
             elif key_there in COLUMN_KEYS:
                 is_prompt = key_there == "field_messages" and str(source.get("type")).startswith("chat_template.")
                 columns["prompt" if is_prompt else COLUMN_KEYS[key_there]] = value
             elif key_there == "message_property_mappings" and isinstance(value, dict):
-                columns |= {name: value[name] for name in ("role", "content") if name in value}
+                columns |= {name: value[name] for name in MESSAGE_KEYS if name in value}
+                if others := {name: there for name, there in value.items() if there != name}.keys() - {*MESSAGE_KEYS}:
+                    collected.change(f"~{key}", f"{key_there} of {', '.join(sorted(others))}: {SOURCE_ADVICE}")
             elif key_there == "type" and str(value).removesuffix(".default") in RECOGNIZED_TYPES:
                 types.append(value)
             else:
                 collected.change(f"~{key}", f"{key_there} {in_short(value)}: {SOURCE_ADVICE}")
         converted.setdefault("path", "path/to/rows.jsonl")
-        columns = {ours: column for ours, column in columns.items() if ours != column}
+        columns = alone | {ours: column for ours, column in columns.items() if ours != column}
         sources.append({**converted, **({"columns": columns} if columns else {})})
+    if any("weight" in source for source in sources):
+        collected.change(f"~{key}", FRACTION)
     if sources and types == ["completion"] * len(sources):
         collected.recipe.setdefault("data.too_long", "split")
     if sources and types == ["alpaca"] * len(sources):
@@ -226,6 +270,14 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
     elif "alpaca" in types:
         collected.change(f"~{key}", "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca")
     return sources
+
+
+def _are_of_one_kind(columns: list[Any]) -> bool:
+    """Return whether columns have the names of the keys of one kind of rows, those that it requires among them."""
+    return any(
+        all(name in columns for name in kind.keys) and all(name in (*kind.keys, *kind.other_keys) for name in columns)
+        for kind in kinds().values()
+    )
 
 
 def _number_of(value: Any) -> float:

@@ -30,7 +30,7 @@ class Conversion(Collected):
         self._template()
         if not has_rounds:
             read_test_split(self, project)
-        derive_rows(self)
+        derive_rows(self, project)
         if has_rounds:
             converted_rounds.derive_objective(self)
         else:
@@ -47,6 +47,7 @@ class Conversion(Collected):
         self._least_rate()
         accumulation = self.other.get("~accumulation", 1)
         self._length_and_batch()
+        self._packed_by_script()
         if project is not None:
             self._packed(project)
         self._evaluation_and_saving()
@@ -198,6 +199,8 @@ class Conversion(Collected):
             return "run.max_steps" not in self.recipe
         if key == "data.shuffle_rows":
             return bool(self.recipe.get("data.streaming"))
+        if key == "run.saves_per_epoch" and "~steps_per_epoch" in self.other:  # of other epochs than the data's
+            return False
         if key in ("run.save_every_steps", "run.saves_per_epoch"):
             is_given = self.given & {"~save_strategy", "~save_steps", "run.save_every_steps", "run.saves_per_epoch"}
             is_short = self.recipe.get("run.max_steps", math.inf) <= (500 if key == "run.save_every_steps" else 0)
@@ -389,7 +392,7 @@ class Conversion(Collected):
             del self.recipe["run.num_epochs"]
             self.note("run.num_epochs", "max_steps has precedence; left out")
         if (steps := self.take("steps_per_epoch")) is not None:
-            self.recipe["run.max_steps"] = steps * (self.recipe.pop("run.num_epochs", None) or 1)
+            self._steps_of_epochs(steps)
         if (size := self.take("packed_size")) is not None:
             if self.recipe.get("data.max_length", size) < size:
                 self.change(
@@ -438,6 +441,22 @@ class Conversion(Collected):
                 " no number of GPUs; multiply by that of your runs, or give --processes"
             )
 
+    def _steps_of_epochs(self, steps: int) -> None:
+        """torchtune's limit of an epoch: a checkpoint is saved after it, and the next epoch begins anew
+        (`_steps_per_epoch` in its recipes)."""
+        epochs = self.recipe.pop("run.num_epochs", None) or 1
+        self.recipe["run.max_steps"] = steps * epochs
+        set_here, in_place = f"run.max_steps {steps * epochs}", f"run.num_epochs: {epochs}"
+        if "~save_steps" not in self.given:
+            self.recipe["run.save_every_steps"] = steps
+            set_here, in_place = f"{set_here} and save_every_steps {steps}", f"{in_place} and saves_per_epoch: 1"
+        self.change(
+            "~steps_per_epoch",
+            f"the most steps of an epoch there: {set_here} are those of {epochs} such epoch{'s' * (epochs > 1)}. If an"
+            f" epoch of your rows has fewer steps, write {in_place} in their place"
+            + ("; if it has more, a new one begins there, and here it goes on" if epochs > 1 else ""),
+        )
+
     def _schedule_of_automodel(self) -> None:
         """Warm-up and least rate of a section `lr_scheduler` that is silent about them: `LRSchedulerConfig.build` in
         Automodel's components/optim/optimizer.py."""
@@ -473,6 +492,22 @@ class Conversion(Collected):
                 "~accumulation",
                 f"left out: batch.global_batch_size is {size} already, from {self.places['batch.global_batch_size']}",
             )
+
+    def _packed_by_script(self) -> None:
+        """Packing by the handbook's scripts that read `dataset_mixer`, whatever the file says: scripts/run_sft.py and
+        run_cpt.py of v0.2.0 and v0.3.0, with a release of TRL that joins samples and cuts."""
+        if "~mixer" not in self.places or self._objective_name not in ("sft", "cpt"):
+            return
+        if self.recipe.get("data.packing") is False:
+            self.change("data.packing", "left out: the script that reads dataset_mixer packs in any case")
+        if not self.recipe.get("data.packing"):
+            self.recipe["data.packing"], self.places["data.packing"] = True, self.places["~mixer"]
+        self.change(
+            "~mixer",
+            "the script that reads it packs, whatever the file says (packing=True in run_sft.py), so data.packing is"
+            " true; there all samples are joined and cut into rows of one length, in which each attends to those before"
+            " it, and here packed samples are whole, and none attends to another",
+        )
 
     def _packed(self, project: Project) -> None:
         """Name the unit of a batch of packed rows, where the project packs before it draws batches, and cuts."""

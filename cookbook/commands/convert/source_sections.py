@@ -7,23 +7,37 @@ from typing import Any
 from cookbook.system.files import kind_in_words, show
 
 ALPACA = ("alpaca_dataset", "alpaca_cleaned_dataset")
-KNOWN = {
-    "alpaca_dataset": "tatsu-lab/alpaca",
-    "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
-    "grammar_dataset": "liweili/c4_200m",
-    "samsum_dataset": "Samsung/samsum",
-    "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
-    "stack_exchange_paired_dataset": "lvwerra/stack-exchange-paired",
-    "hh_rlhf_helpful_dataset": "RLHFlow/HH-RLHF-Helpful-standard",
-    "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
+ALPACA_COLUMNS = {"user": "instruction", "context": "input", "assistant": "output"}
+FOLDER = "data_dir"
+KNOWN: dict[str, dict[str, Any]] = {
+    "alpaca_dataset": {"path": "tatsu-lab/alpaca", "columns": ALPACA_COLUMNS},
+    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "columns": ALPACA_COLUMNS},
+    "grammar_dataset": {"path": "liweili/c4_200m"},
+    "samsum_dataset": {"path": "Samsung/samsum", "columns": {"user": "dialogue", "assistant": "summary"}},
+    "slimorca_dataset": {"path": "Open-Orca/SlimOrca-Dedup"},
+    "stack_exchange_paired_dataset": {
+        "path": "lvwerra/stack-exchange-paired",
+        "columns": {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        FOLDER: "data/rl",
+    },
+    "hh_rlhf_helpful_dataset": {"path": "RLHFlow/HH-RLHF-Helpful-standard"},
+    "cnn_dailymail_articles_dataset": {"path": "ccdv/cnn_dailymail", "name": "3.0.0", "columns": {"text": "article"}},
+    "wikitext_dataset": {
+        "path": "EleutherAI/wikitext_document_level",
+        "name": "wikitext-103-v1",
+        "columns": {"text": "page"},
+    },
 }
-"""What torchtune's builders read, by their names in torchtune/datasets/."""
+"""What torchtune's builders read where a file is silent, by their names in torchtune/datasets/: columns by ours, and a
+folder in the data set."""
 COLUMN_MAP = {"input": "user", "output": "assistant", "conversations": "messages"}
 COLUMN_MAP |= {"question": "user", "answer": "assistant"}
 """Keys of torchtune's column_map, with ours of data.columns; the others have the same name."""
 LISTED = {"path": "path", "file_name": "path", "hf_hub_url": "path", "split": "split", "subset": "name"}
 LISTED |= {"num_samples": "max_rows", "size": "max_rows", "weight": "weight"}
 """Keys of a data set in LLaMA-Factory v1's files, with ours."""
+COLUMN_KEYS = {"conversation_column": "messages", "column": "text"}
+"""Keys of torchtune's builders that name one column, with ours."""
 PATHS = ("data_files", "source", "path_or_dataset_id", "path_or_dataset", "dataset_name")
 """Keys that name rows, as torchtune and Automodel have them; the first that is there holds."""
 LIMITS = ("limit_dataset_samples", "num_samples_limit")
@@ -39,6 +53,33 @@ def trains_on_input(builder: str) -> bool:
     return builder in ALPACA
 
 
+def columns_of(builder: str, column_map: Any) -> dict[str, str]:
+    """`data.columns` of one of torchtune's builders, whose own columns hold where a file has no map."""
+    if not isinstance(column_map, dict) or not column_map:
+        return dict(KNOWN.get(builder, {}).get("columns", {}))
+    names = {there: ours for ours, there in ALPACA_COLUMNS.items()} if builder in ALPACA else COLUMN_MAP
+    return {str(names.get(key, key)): column for key, column in column_map.items()}
+
+
+def folder_advice(source: dict[str, Any]) -> str:
+    """Advice for a folder in a data set."""
+    return (
+        f"its rows are those in the folder {source[FOLDER]} of the data set, and here all of it is read; download the"
+        " folder, and write its path"
+    )
+
+
+def of_all_sources(section: dict[str, Any]) -> list[str]:
+    """Advice for settings of one of several sources that are here those of all."""
+    builder = str(section.get("_component_", "")).rpartition(".")[2]
+    asked = {
+        "packed true: write data.packing: true": section.get("packed"),
+        "train_on_input true: write objective.train_on: all": section.get("train_on_input", trains_on_input(builder)),
+        "has Alpaca's prompt: write data.chat_template: alpaca, which is that of all rows": builder in ALPACA,
+    }
+    return [advice for advice, is_asked in asked.items() if is_asked]
+
+
 def share_held_out(train: Any, held_out: Any) -> float | None:
     """The share that two slices of one split hold out, as `train[:95%]` and `train[95%:]` do."""
     kept = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(train))
@@ -52,9 +93,11 @@ def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A source from a section `dataset` or `dataset_val`, and what of it is left out."""
     builder = str(section.get("_component_", "")).rpartition(".")[2]
     named = next((section[key] for key in PATHS if section.get(key)), None)
-    path = named or KNOWN.get(builder, "path/to/rows.jsonl")
-    source: dict[str, Any] = {"path": path}
-    left_out = []
+    known = KNOWN.get(builder, {})
+    source: dict[str, Any] = {"path": named or known.get("path", "path/to/rows.jsonl")}
+    source |= {key: known[key] for key in ("name",) if key in known}
+    columns = columns_of(builder, section.get("column_map"))
+    left_out = [folder_advice(known)] if FOLDER in known else []
     for key, value in section.items():
         if key in LIMITS and value is not None:
             source["max_rows"] = value
@@ -66,11 +109,11 @@ def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = str(value).partition("[")[0]
         if key in ("name", "split") and value != "train":
             source[key] = value
-        elif key == "column_map" and isinstance(value, dict):
-            source["columns"] = {COLUMN_MAP.get(key_there, key_there): column for key_there, column in value.items()}
-        elif key not in (*SHAPES, "name", "split"):
+        elif key in COLUMN_KEYS:
+            columns |= {COLUMN_KEYS[key]: value} if COLUMN_KEYS[key] != value else {}
+        elif key not in ("column_map", *SHAPES, "name", "split"):
             left_out.append(f"{key} {_short(value)}: no counterpart")
-    return source, left_out
+    return {**source, **({"columns": columns} if columns else {})}, left_out
 
 
 def of_listed(values: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
