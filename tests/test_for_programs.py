@@ -202,6 +202,45 @@ def test_convert_has_files_settings_and_what_is_left_to_do(tmp_path, monkeypatch
     assert all(mistake["text"] for mistake in found["to_correct"]) and "strategy single" in " ".join(found["notes"])
 
 
+def test_each_place_of_a_refused_conversion_is_an_error_of_its_own(tmp_path, monkeypatch, capsys):
+    """A person reads one line for the places with one reason."""
+    monkeypatch.chdir(tmp_path)
+    keys = {"image_max_pixels": 262_144, "video_max_pixels": 16_384, "stage": "ppo"}
+    lines = ["model_name_or_path: m", "dataset: a", "finetuning_type: full", "cutoff_len: 64"]
+    lines += [f"{key}: {value}" for key, value in keys.items()]
+    Path("theirs.yaml").write_text("\n".join(lines))
+    errors = ask(capsys, "convert", "theirs.yaml", code=2)["errors"]
+    assert {error["key"]: (error["file"], error["line"], error["value"]) for error in errors} == {
+        key: ("theirs.yaml", lines.index(f"{key}: {value}") + 1, value) for key, value in keys.items()
+    }
+    for error in errors:
+        assert error["problem"].startswith(f"is {error['value']!r}: not the same training: ")
+        assert not any(other in error["text"] for other in keys if other != error["key"])
+    of_pixels = [error["instead"] for error in errors if "pixels" in error["key"]]
+    assert of_pixels == ["docs/convert.md#what-there-is-not has what comes nearest"] * 2
+    assert main(["convert", "theirs.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert "theirs.yaml:5: image_max_pixels is 262144; 6: video_max_pixels is 16384: not the same training: " in told
+
+
+def test_a_training_that_a_file_names_itself_has_its_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    known = ["stage: ppo", "model_name_or_path: m", "dataset: a", "finetuning_type: freeze", "cutoff_len: 64"]
+    Path("theirs.yaml").write_text("\n".join([*known, *(f"own_{i}: 1" for i in range(9))]))
+    errors = ask(capsys, "convert", "theirs.yaml", code=2)["errors"]
+    assert [(error["line"], error["key"], error["value"]) for error in errors] == [
+        (1, "stage", "ppo"),
+        (4, "finetuning_type", "freeze"),
+    ]
+    assert all("not the same training" in error["problem"] for error in errors)
+
+
+def test_each_word_that_lacks_its_set_is_an_error_of_its_own(book, capsys):
+    errors = ask(capsys, "plan", RECIPE, "seed=1", "run.max_steps=3", code=2)["errors"]
+    assert [error["text"].partition(":")[0] for error in errors] == ["seed=1", "run.max_steps=3"]
+    assert all(f"--set {error['text'].partition(':')[0]}" in error["problem"] for error in errors)
+
+
 @pytest.mark.parametrize("arguments", [["quickstart.yaml"], ["zero2", "zero3"]])
 def test_explain_and_its_comparison_are_as_documented(arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

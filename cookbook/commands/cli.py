@@ -142,15 +142,15 @@ class _Commands(TyperGroup):
             refused([shown(short(mistake)) for mistake in error.mistakes])
             ctx.exit(2)
         except TyperException as error:
-            refused([shown(_in_a_line(error))])
+            refused(list(map(shown, _in_lines(error))))
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()
             ctx.exit(141)
 
 
-def _in_a_line(error: Any) -> str:
-    """A mistake on the command line, with what to write instead, where typer would print its usage."""
+def _in_lines(error: Any) -> list[str]:
+    """Mistakes on the command line, each with what to write instead, where typer would print its usage."""
     context: Any = getattr(error, "ctx", None)
     param: Any = getattr(error, "param", None)
     if param is None:  # no such command or option, or an argument too many
@@ -158,20 +158,20 @@ def _in_a_line(error: Any) -> str:
         words = (unknown[1] or unknown[2]).split() if unknown else []
         answers = list(filter(None, map(as_assignment, words)))
         if answers and context and context.info_name in TAKES_SETTINGS:
-            return "; ".join(answers)
+            return answers
         hint = f" ({context.command_path} -h shows what there is)" if context else ""
-        return f"{error.format_message().removesuffix('.')}{hint}"
+        return [f"{error.format_message().removesuffix('.')}{hint}"]
     is_option = param.param_type_name == "option"
     place = param.opts[0] if is_option else param.metavar
     if error.message:
         what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
-        return f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"
+        return [f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"]
     arguments = [param for param in context.command.params if param.param_type_name == "argument" and param.required]
     words = (
         [place, param.metavar] if is_option else [context.command_path, *(argument.metavar for argument in arguments)]
     )
     explained = f" ({param.help})" if param.help else ""
-    return f"{place} is missing; write {' '.join(words)}{explained}"
+    return [f"{place} is missing; write {' '.join(words)}{explained}"]
 
 
 def _show_versions(asked: bool) -> None:

@@ -453,7 +453,7 @@ def _tokenize(request: Request, folder: str) -> Tokenized:
     from cookbook.training.data.twin import twin_of
     from cookbook.training.models.tokenizer_files import load_tokenizer
 
-    is_chat, problem = kinds()[request.rows.kind].chats is not None, ""
+    is_chat, problems = kinds()[request.rows.kind].chats is not None, list[str]()
     twin = twin_of(load_tokenizer(folder, None)) if is_chat else None
     tries: list[tuple[str | None, Objective]] = [(None, request.objective)]
     if twin is not None:
@@ -472,14 +472,14 @@ def _tokenize(request: Request, folder: str) -> Tokenized:
                 bad_rows=bad_rows,
             )
         except RecipeError as error:
-            problem = problem or error.mistakes[0]
+            problems = problems or error.mistakes[:1]
             continue
         if tokens is None or bad_rows.num_by_reason.total() > bad_rows.num_good:
-            problem = problem or "; ".join(bad_rows.mistakes())
+            problems = problems or bad_rows.mistakes()
             continue
         if template is not None:
             what = "renders as the tokenizer's own" if template == twin else "of those here the first that serves"
-            notes["data.chat_template"] = f"{what}; {problem}"
+            notes["data.chat_template"] = "; ".join([what, *problems])
         elif is_chat:
             notes["data"] = "chats go through the tokenizer's own template"
         elif request.task != "cpt" and load_tokenizer(folder, None).chat_template:
@@ -487,7 +487,7 @@ def _tokenize(request: Request, folder: str) -> Tokenized:
             notes["data"] = f"{what}, which is for messages"
         num_bad = request.rows.num_dropped | dict(bad_rows.num_by_reason)
         return Tokenized(tokens, objective, num_bad, template, notes)
-    raise RecipeError(problem)
+    raise RecipeError(problems)
 
 
 def choose(request: Request, data: DataKeys) -> Choice:

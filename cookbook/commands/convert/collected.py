@@ -17,6 +17,8 @@ SEVERAL = ("run.trackers", "adapter.targets")
 MAX_SHOWN = 3
 """Items of a list that a line shows."""
 SILENT = " where the file is silent"
+NOT_THE_SAME = "not the same training: "
+NEAREST = "docs/convert.md#what-there-is-not has what comes nearest"
 
 
 class Collected:
@@ -92,7 +94,7 @@ class Collected:
             elif project.is_idle(dotted) or (project.lacks(dotted) and project.is_off(dotted, document.values)):
                 self.idle.append(dotted)
             elif references.is_open(value):
-                self._add(self.changes, place, "refers to what is not in this file; write the value")
+                self.add(self.changes, place, "refers to what is not in this file; write the value")
             else:
                 self._read_key(dotted, value, place, project)
         if is_deepspeed and "zero_optimization" not in document.values:
@@ -122,25 +124,37 @@ class Collected:
             self.idle.append(dotted)
         elif key is None and (classes := project.classes_with(dotted)):
             names = f"{classes[0]}{' and others' * (len(classes) > 1)}"
-            self._add(self.changes, place, f"of {names}; rows are trained here as their files have them")
+            self.add(self.changes, place, f"of {names}; rows are trained here as their files have them")
         elif key is None and project.has_section(dotted):
             self.notes.append(f"{place}: a section of `key: value` lines was expected")
         elif key is None:
             answer = answer_to(dotted) or answer_to(dotted.rpartition(".")[2]) or "docs/recipes.md has all of ours"
-            self._add(self.changes, place, f"no key of {project.known_as}; {answer}")
+            self.add(self.changes, place, f"no key of {project.known_as}; {answer}")
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
             is_empty = asks_for_nothing(value)  # in a section whose defaults nobody here knows
             lines = self.others if key.cost == "refuse" and not is_empty else self._lines(key)
-            self._add(lines, place, key.why)
+            self.add(lines, place, key.why)
 
-    def _add(self, lines: list[str], place: str, why: str) -> None:
+    def add(self, lines: list[str], place: str, why: str) -> None:
+        """Add a line that others with the same reason may stand beside."""
         line = f"{place}: {why}"
         self.reasons[line] = place, why
         lines += [line] if line not in lines else []
 
-    def grouped(self, lines: list[str]) -> list[str]:
+    def refusals(self, *, each: bool) -> list[str]:
+        """The reasons why no recipe can be the same training.
+
+        Args:
+            each: one for each place, with what to read; else one for all places in a file that have the same reason.
+        """
+        if not each:
+            return [*self.grouped(self.others, NOT_THE_SAME), f"nothing is written; {NEAREST}"]
+        whole = [f"{place}: {NOT_THE_SAME}{why}" for place, why in map(self.reasons.__getitem__, self.others)]
+        return [line if "; " in line else f"{line}; {NEAREST}" for line in whole]
+
+    def grouped(self, lines: list[str], verdict: str = "") -> list[str]:
         """The lines with one for all places in a file that have the same reason."""
         groups: dict[tuple[str, str], list[str]] = {}
         for line in lines:
@@ -152,7 +166,7 @@ class Collected:
             if len(places) > MAX_CHOICES:  # by their names alone
                 places = [place.partition(" is ")[0] for place in places]
             named = "; ".join([places[0], *(place.strip() for place in places[1:])])
-            texts.append(f"{file}:{named}: {why}" if file else why)
+            texts.append(f"{file}:{named}: {verdict}{why}" if file else f"{verdict}{why}")
         return texts
 
     def _lines(self, key: Key) -> list[str]:
@@ -166,7 +180,7 @@ class Collected:
             if is_default and asks_for_nothing(value):
                 self.idle.append(dotted)
                 return
-            (self.others if key.decides else self._lines(key)).append(f"{place}: {problem}")
+            self.add(self.others if key.decides else self._lines(key), place, str(problem))
         except (TypeError, ValueError, AttributeError):
             self._lines(key).append(f"{place}: a value of another kind was expected; {key.answer}")
         else:

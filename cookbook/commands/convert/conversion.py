@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from typer import Argument, Option
 
 from cookbook.commands.check.recipe_checks import check
-from cookbook.commands.convert.collected import in_short, keys_of, leaves_of
+from cookbook.commands.convert.collected import NOT_THE_SAME, in_short, keys_of, leaves_of
 from cookbook.commands.convert.commands_and_scripts import read_settings
 from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
@@ -85,8 +85,7 @@ def convert(
     training = next((described for described in names if not described.is_distribution), None)
     conversion.derive(training)
     if conversion.others:
-        refused = [f"not the same training: {other}" for other in conversion.grouped(conversion.others)]
-        raise RecipeError([*refused, "nothing is written; docs/convert.md#what-there-is-not has what comes nearest"])
+        raise RecipeError(conversion.refusals(each=as_json))
     if conversion.processes is None and not conversion.distribution:
         conversion.other["strategy.kind"] = "single"
         conversion.notes.append("no distribution in the file, so strategy single; any other has the same curve")
@@ -210,7 +209,7 @@ def recognize(document: Document, name: str | None = None) -> str:
     is_indented_anew = known[chosen].is_distribution and "distributed_type" in document.values
     if fits[chosen] * 3 < len(keys[chosen]) * 2 and not is_indented_anew:
         if fits[chosen] >= ENOUGH:
-            refuse([f"not the same training: {reason}" for reason in decided_otherwise(document, known[chosen])])
+            refuse(list(decided_otherwise(document, known[chosen])))
         names = ", ".join(described.name for described in known.values() if described.is_read)
         raise RecipeError(
             f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}; files of"
@@ -234,7 +233,7 @@ def decided_otherwise(document: Document, project: Project) -> Iterator[str]:
             try:
                 key.translate(value)
             except NoCounterpart as problem:
-                yield f"{document.place(*path)} is {in_short(value)}: {problem}"
+                yield f"{document.place(*path)} is {in_short(value)}: {NOT_THE_SAME}{problem}"
 
 
 def trains(keys: list[str], project: Project) -> bool:

@@ -75,7 +75,7 @@ def derive_objective(collected: Collected) -> None:
         collected.recipe["objective.loss_type"] = loss
     elif loss is not None:
         meaning = meaning_of("objective.loss_type", str(loss)) or f"no loss of grpo; write {', '.join(LOSSES)}"
-        collected.others.append(f"{collected.places['~loss_type']}: {meaning}")
+        collected.add(collected.others, collected.places["~loss_type"], meaning)
     fields = GRPO.model_fields
     for key in [key for key in collected.recipe if key.startswith("objective.")]:
         if key.partition(".")[2] not in fields:

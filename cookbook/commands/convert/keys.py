@@ -72,8 +72,7 @@ class Conversion(Collected):
             if key is None:
                 self.notes.append(f"{place}: {project.keys['plugins'].why}")
             else:
-                lines = self.others if key.cost == "refuse" else self._lines(key)
-                lines.append(f"{place}: {key.why}")
+                self.add(self.others if key.cost == "refuse" else self._lines(key), place, key.why)
 
     def _optimizer(self) -> None:
         """An optimizer that a class names. Adam without a decay is AdamW without one."""
@@ -84,7 +83,7 @@ class Conversion(Collected):
             self.recipe["optim.name"] = "adamw" if is_adam else OPTIMIZERS[name.lower()]
         except KeyError:
             meaning = meaning_of("optim.name", name.lower().rpartition(".")[2]) or "an optimizer that is not here"
-            self.others.append(f"{self.places['~optimizer']}: {meaning}")
+            self.add(self.others, self.places["~optimizer"], meaning)
         if is_adam:
             self.recipe["optim.weight_decay"] = 0.0
 
@@ -263,7 +262,7 @@ class Conversion(Collected):
             loss = "sigmoid"
         elif component and not re.match(r"ce|.*cross_?entropy", component):
             is_online = any(method in component for method in ONLINE)
-            self.others.append(f"{self.places['~loss']}: {SAMPLED if is_online else NO_SUCH}")
+            self.add(self.others, self.places["~loss"], SAMPLED if is_online else NO_SUCH)
         for name in (rl, loss):
             if name == "simpo":
                 self._simpo("pref_loss" in self.places.get("~pref_loss", self.places.get("~rl", "")))
@@ -278,7 +277,7 @@ class Conversion(Collected):
                 place = next(self.places[key] for key in ("~rl", "~pref_loss", "~loss_type") if key in self.places)
                 meanings = (meaning_of(key, str(name)) for key in ("objective.name", "objective.loss_type"))
                 why = SAMPLED if name in ONLINE else next(filter(None, meanings), NO_SUCH)
-                self.others.append(f"{place}: {why}")
+                self.add(self.others, place, why)
         if "objective.name" not in self.recipe:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
