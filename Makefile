@@ -23,7 +23,7 @@ BUILD_NEEDS = sh system.sh .venv/bin/python build
 
 .DEFAULT_GOAL := help
 .PHONY: help help-dev setup quickstart finetune-7b test clean \
-  test-long test-all test-newest lint mutants soak steady matrix simulated-gpus gpu-memory test-gpu test-gpu-node \
+  test-long test-all test-newest lint mutants soak steady matrix simulated-gpus test-gpu test-gpu-node \
   lock audit site
 
 # After `##`, what `make` lists; after `##-`, what `make help-dev` does.
@@ -89,9 +89,6 @@ mutants: $(DEV_STAMP)  ##- [AREA=rows] plant known faults in a copy; tests must 
 
 steady: $(DEV_STAMP)  ##- [ARGS="--steps 2000"] a long run whose memory must not grow
 	@.venv/bin/python tests/steady.py $(ARGS)
-
-gpu-memory: $(DEV_STAMP)  ##- peak memory on simulated GPUs against the forecast; 30 min
-	@.venv/bin/python benchmarks/forecast_accuracy/run.py simulated
 
 test-gpu: $(DEV_STAMP)  ##- [WORKERS=4] GPU tests on this machine's GPUs
 	@$(BUILD_NEEDS)

@@ -534,6 +534,18 @@ def test_schema_on_disk_is_the_one_of_the_models():
     assert written == json.dumps(recipe_schema(), indent=2) + "\n", "run cookbook schema"
 
 
+def test_every_key_is_described_in_the_schema():
+    """An editor shows it over the key, and the site on the key's page."""
+    schema = json.loads((ROOT / "recipes/schema.json").read_text())
+    silent = [
+        f"{part.get('title')}.{key}"
+        for part in (schema, *schema["$defs"].values())
+        for key, value in part.get("properties", {}).items()
+        if not value.get("description") and "const" not in value
+    ]
+    assert silent == []
+
+
 @pytest.mark.parametrize("command", OF_THE_REPOSITORY, ids=" ".join)
 def test_a_page_of_the_repository_is_written_in_no_other_folder(command, tmp_path, monkeypatch, capsys):
     for name in ("recipes", "docs"):

@@ -72,14 +72,21 @@ class Recipe(Section):
     """Python files that add objectives, optimizers, schedules, kinds of rows, reward functions, metrics or callbacks.
     They run with your rights."""
     model: ModelSection = Field(examples=[{"name_or_path": "my-model"}])
+    """The model that is trained, and how its layers run."""
     data: DataSection = Field(examples=[{"train": "rows.jsonl"}])
+    """Rows to train on and held-out rows, and how a row becomes tokens."""
     objective: SerializeAsAny[Objective] = SFT()
+    """The loss, by its name."""
     adapter: AdapterSection | None = None
     """Default: none; all weights are trained."""
     batch: BatchSection = Field(examples=[{"global_batch_size": 64, "micro_batch_size": 4}])
+    """Samples or tokens of an optimizer step, and of a forward on one process."""
     optim: SerializeAsAny[Optimizer] = Field(examples=[{"learning_rate": 0.0001}])
+    """The optimizer, by its name, and its learning rate."""
     schedule: SerializeAsAny[Schedule] = Cosine()
+    """The learning rate over the steps of the run, by the name of its shape."""
     run: RunSection = Field(examples=[{"num_epochs": 1}])
+    """Length of the run, its folder, evaluation, checkpoints and metrics."""
     rounds: RoundsSection | None = None
     """Rounds of sampling and training on what was sampled, for `cookbook rounds`. Default: one run on stored rows."""
 

@@ -38,13 +38,19 @@ class ScratchModel(Section):
     """A new model: weights from `seed`, and a tokenizer trained on `data.train`."""
 
     model_type: Literal["llama", "qwen3"] = "llama"
+    """The architecture, by its name in transformers."""
     vocab_size: int = Field(ge=300, le=10**7)
     """Maximum; on a small data set the tokenizer may find fewer merges."""
     hidden_size: int = Field(gt=0, le=10**6)
+    """Width of the hidden states, a multiple of num_attention_heads."""
     intermediate_size: int = Field(gt=0, le=10**6)
+    """Width inside the MLP of a layer."""
     num_hidden_layers: int = Field(gt=0, le=10_000)
+    """Number of decoder layers."""
     num_attention_heads: int = Field(gt=0, le=10_000)
+    """Number of query heads of a layer."""
     num_key_value_heads: int = Field(gt=0, le=10_000)
+    """Number of key and value heads, each of which several query heads share if it is smaller than theirs."""
     tie_word_embeddings: bool = True
     """Use one matrix for the embedding and the output head."""
 
@@ -414,6 +420,7 @@ class AdapterSection(Section):
     path: PathText | None = None
     """Folder of a trained adapter to begin with, of the same model, rank, alpha and targets. Default: a new one."""
     rank: int = Field(default=16, gt=0, le=10**6)
+    """Inner dimension of the two matrices of an adapter."""
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """The update is scaled by alpha / rank, or alpha / sqrt(rank) with rslora."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -520,6 +527,7 @@ class RunSection(OneOf):
     cadences: ClassVar = {"eval_every_steps": "evals_per_epoch", "save_every_steps": "saves_per_epoch"}
     """Keys of which at most one is given, by the other."""
     num_epochs: int | None = Field(default=None, gt=0)
+    """Passes over data.train."""
     max_steps: int | None = Field(default=None, gt=0)
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
@@ -678,6 +686,7 @@ class RoundsSection(Section):
     Keys and defaults are those of TRL's GRPOConfig where it has them."""
 
     num_rounds: int = Field(gt=0, le=10**6)
+    """Rounds in all: each samples answers and trains on them."""
     prompts_per_round: int = Field(gt=0, le=10**9)
     """Prompts of data.train that a round samples answers to. They are taken in a random order, each once an epoch."""
     user_message: str | None = None
