@@ -8,7 +8,7 @@ Writes its table in docs/speed.md. Three minutes of one core.
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed, which transformers may import, warns
@@ -81,7 +81,7 @@ def flops_per_token(recipe: Recipe) -> float:
     """Useful ones: without what is computed again."""
     config, length = find_config(recipe.model)[0], recipe.data.max_length
     step = Step(num_tokens=length, num_labelled=length, length=length)
-    return replace(work(sizes_of(config, skeleton(config, recipe)), step), recomputed=0.0).total / length
+    return work(sizes_of(config, skeleton(config, recipe)), step).of_model / length
 
 
 def main() -> int:

@@ -452,7 +452,7 @@ def test_flops_are_those_that_torch_counts(recipe: Recipe, name: str, adapter: s
         recipe = recipe.model_copy(update={"adapter": AdapterSection(name="lora", rank=4, targets=targets)})
     found = sizes_of(config, skeleton(config, recipe))
     step = Step(num_tokens=LENGTH, num_labelled=LENGTH, length=LENGTH)
-    ours = work(found, step).total
+    ours = work(found, step).of_model
     attention = 3 * LENGTH * attention_flops(found, LENGTH)
     windows = found.windows
     assert len(windows) == config.get_text_config().num_hidden_layers
@@ -476,7 +476,7 @@ def test_a_score_is_counted_once_a_sequence_and_not_as_the_words_of_a_head():
     step = Step(num_tokens=2 * LENGTH, num_labelled=2, length=LENGTH)
     attention = 3 * 2 * LENGTH * attention_flops(found, LENGTH)
     by_hand = 6 * found.num_matrix * 2 * LENGTH + 6 * 3 * config.hidden_size * 2
-    assert work(found, step).total - attention == pytest.approx(by_hand, rel=1e-9)
+    assert work(found, step).of_model - attention == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_a_ruler_that_counts_everything_would_be_found(recipe: Recipe):

@@ -29,7 +29,7 @@ EFFICIENCY = {
     "ada": (0.35, 0.65),
     "hopper": (0.34, 0.56),
     "blackwell": (0.25, 0.50),
-    "blackwell card": (0.35, 0.78),
+    "blackwell card": (0.35, 0.80),
     "cdna3": (0.20, 0.40),
     "cdna4": (0.20, 0.40),
 }

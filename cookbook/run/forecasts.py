@@ -34,7 +34,7 @@ class FlopCounter:
 
         length = batch.num_tokens / batch.num_sequences
         step = Step(num_tokens=batch.num_tokens, num_labelled=batch.num_targets, length=length)
-        return {"mfu": work(self.sizes, step).total / seconds / (self.peak * num_processes)}
+        return {"mfu": work(self.sizes, step).of_model / seconds / (self.peak * num_processes)}
 
 
 def flop_counter(run: "Run", notes: list[str]) -> FlopCounter:

@@ -205,10 +205,17 @@ class Work:
     forward: float
     backward: float
     recomputed: float
+    """What is computed twice: checkpointed layers, and the scores of attention, which its kernels do not keep."""
+
+    @property
+    def of_model(self) -> float:
+        """What the training needs, however it is run: model FLOPs."""
+        return self.forward + self.backward
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward + self.recomputed
+        """What GPUs compute."""
+        return self.of_model + self.recomputed
 
 
 def work(sizes: ModelSizes, step: Step) -> Work:
@@ -216,7 +223,9 @@ def work(sizes: ModelSizes, step: Step) -> Work:
 
     Per weight and token: 2 in the forward, 2 for the gradient of the input, and 2 for that of a trained weight, so 6 N
     for trained and 4 N for frozen weights (Kaplan et al. 2020; Chowdhery et al. 2022, PaLM, appendix B). The reference
-    pass of DPO costs one `forward` of the data set. Selective recomputation repeats neither products nor attention.
+    pass of DPO costs one `forward` of the data set. Selective recomputation repeats neither products nor attention. But
+    any backward of a kernel that keeps no scores makes them again, the fifth product beside the four of attention's
+    gradients (Dao-AILab/flash-attention, benchmarks/benchmark_flash_attention.py: 2.5 times the forward).
     """
     head = sizes.head
     attention = attention_flops(sizes, step.length)
@@ -225,7 +234,7 @@ def work(sizes: ModelSizes, step: Step) -> Work:
     return Work(
         forward=step.num_tokens * layers_forward + step.num_labelled * 2 * head,
         backward=step.num_tokens * layers_backward + step.num_labelled * 2 * (head + head * sizes.head_trained),
-        recomputed=step.num_tokens * layers_forward if step.recompute is True else 0.0,
+        recomputed=step.num_tokens * (attention / 2 + (layers_forward if step.recompute is True else 0.0)),
     )
 
 
