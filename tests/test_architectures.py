@@ -75,12 +75,12 @@ def test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run():
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(name, marks=pytest.mark.thorough(turn=(i % 20, 20)))
+        pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40)))
         for i, name in enumerate(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
     ],
 )
 def test_a_type_trains_as_the_record_says(lab: Lab, model_type: str):
-    """A twentieth of them by turn."""
+    """A fortieth of them by turn."""
     found, expected = architectures.try_type(lab, model_type, ("fsdp2", "zero3", "plan")), RECORD["rows"][model_type]
     assert_as_recorded(found, expected)
 

@@ -42,13 +42,10 @@ def test_a_place_that_has_moved_is_named():
         gone.planted_in("import sys\n")
 
 
-PARTS, TURNS = 20, 10
-"""In each turn two parts run, one for each worker."""
+PARTS = 20
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(i, marks=pytest.mark.thorough(turn=(i % TURNS, TURNS))) for i in range(PARTS)]
-)
+@pytest.mark.parametrize("part", [pytest.param(i, marks=pytest.mark.thorough(turn=(i, PARTS))) for i in range(PARTS)])
 def test_the_tests_notice_a_part_of_the_faults(part: int):
     command = [sys.executable, "tests/mutants.py", "--part", f"{part}/{PARTS}", "--checked"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
