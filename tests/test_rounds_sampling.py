@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_rounds_sampling.py -m "slow or not slow"
 """
 
+import copy
 import json
 import math
 import re
@@ -234,6 +235,20 @@ def test_a_server_with_weights_of_before_is_found_where_the_bound_would_not(lies
     assert "above" not in str(raised.value)
     concerned = re.search(r"(\d+) of 12 answers are concerned: are there several servers", str(raised.value))
     assert (concerned is not None) == (share == 2) and (concerned is None or concerned[1] == "6")
+
+
+def test_a_server_that_kept_the_head_of_before_is_found_where_the_bound_would_not(lies):
+    """As vLLM 0.32.0 keeps on a CPU, where it is tied, and took all other weights."""
+    others = [lies.other("first", 1), lies.other("second", 2)]
+    mixed = copy.deepcopy(lies.right)
+    mixed.lm_head.weight = others[0][1].lm_head.weight
+    with pytest.raises(RecipeError, match=r"but for the head, which is that of .*/first: with that") as raised:
+        lies.check(
+            lambda number, prompt, ids: logps_of(mixed, prompt, ids),
+            [folder for folder, _ in others],
+            max_kl_sampler_trainer=1,
+        )
+    assert "above" not in str(raised.value)
 
 
 def test_a_cause_is_named_by_what_explains_it(lies):

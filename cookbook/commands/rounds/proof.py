@@ -1,13 +1,13 @@
 """Proves that a round was sampled with the weights that it trains, or says what else was sampled. Imports torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from cookbook.commands.rounds import sampler_divergence
+from cookbook.commands.rounds import rounds_folder, sampler_divergence
 from cookbook.commands.rounds.drawing import logps, truncated
 from cookbook.commands.rounds.sampling import OpenFile
 from cookbook.config.recipe import Recipe
@@ -125,7 +125,7 @@ def check(
     worst = sampler_divergence.mean([tokens for group in suspects for tokens in _divergences(group, trainer.logps)])
     if total <= limit and worst <= least:
         return
-    causes = [*_of_weights(suspects, recipe, others)]
+    causes = [*_of_weights(suspects, trainer, recipe, others)]
     if total > limit:
         causes += [*_of_settings(suspects, trainer, rounds), *_of_ends(suspects, trainer)]
         causes += _of_prompts(suspects, trainer)
@@ -144,7 +144,7 @@ def check(
         + (f", above rounds.max_kl_sampler_trainer {limit:g}" if total > limit else "")
         + (f"; by depth: {', '.join(depths)}" if depths else "")
     ]
-    mistake.append(f"  {words}")
+    mistake += [f"  {words}", f"  asked for was {rounds_folder.weights_digest(trainer.folder)}, {trainer.folder}"]
     if num < len(by_answer):
         mistake.append(f"  {num:,} of {len(by_answer):,} answers are concerned: are there several servers that differ?")
     raise RecipeError(mistake)
@@ -176,10 +176,28 @@ def _explained(suspects: list[Group], probabilities: Probabilities) -> float:
     return sampler_divergence.mean([tokens for group in suspects for tokens in _divergences(group, probabilities)])
 
 
-def _of_weights(suspects: list[Group], recipe: Recipe, others: Sequence[Path]) -> Iterator[Cause]:
+def _of_weights(suspects: list[Group], trainer: OpenFile, recipe: Recipe, others: Sequence[Path]) -> Iterator[Cause]:
     for folder in others:
         with closing(OpenFile(folder, is_bf16=recipe.compute_precision == "bf16")) as other:
             yield Cause(_explained(suspects, other.logps), f"other weights were sampled with, those of {folder}")
+            with _head_of(other, trainer):
+                divergence = _explained(suspects, trainer.logps)
+            yield Cause(divergence, f"these weights were sampled with, but for the head, which is that of {folder}")
+
+
+@contextmanager
+def _head_of(other: OpenFile, trainer: OpenFile) -> Iterator[None]:
+    """The trainer with another's head, which a server may keep where it is tied to the embeddings."""
+    own, others = (opened.model.get_output_embeddings() for opened in (trainer, other))
+    if own is None or others is None or own.weight.shape != others.weight.shape:
+        yield
+        return
+    weight = own.weight
+    own.weight = others.weight
+    try:
+        yield
+    finally:
+        own.weight = weight
 
 
 def _of_settings(suspects: list[Group], trainer: OpenFile, rounds: RoundsSection) -> Iterator[Cause]:

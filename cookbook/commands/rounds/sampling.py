@@ -90,7 +90,7 @@ class OpenFile:
             is_bf16: whether it is trained in bf16, and so computes in it on a GPU.
         """
         opened = generation.open_model(folder)
-        self.model, self.tokenizer = opened.model, opened.tokenizer
+        self.folder, self.model, self.tokenizer = folder, opened.model, opened.tokenizer
         if is_bf16 and self.model.device.type == "cuda":
             self.model.to(torch.bfloat16)
 
