@@ -1,16 +1,18 @@
 """A stand-in for vLLM's server, where vLLM is not installed: transformers samples, and says how probable that was.
 
-As a program it takes `serve FOLDER --host H --port P`, loads adapters as vLLM does with `--enable-lora` and its
-variable, and leaves other options alone.
+As a program it takes `serve FOLDER --host H --port P`, or `--uds PATH`, and loads adapters as vLLM does with
+`--enable-lora` and its variable, and weights as in vLLM's development mode; other options it leaves alone.
 """
 
 import copy
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 import torch
@@ -22,21 +24,36 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, port: int = 0, path: str | None = None) -> None:
+        """
+        Args:
+            path: of a socket to listen at instead of a port.
+        """
+        self.address_family = socket.AF_INET if path is None else socket.AF_UNIX
+        super().__init__(("127.0.0.1", port) if path is None else path, _Handler)  # type: ignore[arg-type]
         self.folder, self.model = "", None
         self.fields: dict[str, Any] | None = None
         """Fields of a request, as /openapi.json describes them."""
         self.loads = False
         """Whether adapters may be loaded by a request."""
+        self.reloads = False
+        """Whether it has the requests of vLLM's development mode."""
+        self.prefixes: dict[tuple[int, ...], Any] = {}
+        """The prefix cache: which model computed keys and values of a prompt."""
         self.adapters: dict[str, Any] = {}
         self.told: list[tuple[str, str]] = []
-        """Paths and adapters of what it was told to load and to drop."""
+        """Paths, and adapters or folders, of what it was told to load and to drop."""
         self.open_adapter: Callable[[str], Any] = self._open_adapter
         self.asked: list[dict[str, Any]] = []
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
         """What becomes of an answer before it is sent."""
         self.lock = threading.Lock()
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET:
+            super().server_bind()
+        else:
+            TCPServer.server_bind(self)  # HTTPServer's looks for a name of the host
 
     @property
     def address(self) -> str:
@@ -49,8 +66,22 @@ class StandIn(ThreadingHTTPServer):
     def _open_adapter(self, folder: str) -> Any:
         return PeftModel.from_pretrained(copy.deepcopy(self.model), folder).merge_and_unload()
 
+    def reload(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def empty_cache(self) -> bool:
+        self.prefixes.clear()
+        return True
+
     def tell(self, path: str, asked: dict[str, Any]) -> tuple[int, str]:
-        """Answer a request about adapters as vLLM 0.32.0 does."""
+        """Answer a request about adapters or weights as vLLM 0.32.0 does."""
+        if self.reloads and path == "/collective_rpc":
+            assert asked["method"] == "reload_weights"
+            self.told.append((path, asked["kwargs"]["weights_path"]))
+            self.reload(asked["kwargs"]["weights_path"])
+            return 200, json.dumps({"results": [None]})
+        if self.reloads and path == "/reset_prefix_cache":
+            return 200, json.dumps({"success": self.empty_cache()})
         if not self.loads or path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             return 404, json.dumps({"detail": "Not Found"})
         if "lora_name" not in asked:
@@ -83,7 +114,12 @@ class StandIn(ThreadingHTTPServer):
             torch.manual_seed(asked["seed"])
             model = self.adapters.get(asked["model"], self.model)
             model.generation_config = GenerationConfig()
-            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
+            before = self.prefixes.setdefault(tuple(asked["prompt"]), model) if self.reloads else model
+            # Of a prompt that other weights have read: their keys and values, but for its last token's.
+            past = (
+                {} if before is model else {"past_key_values": before(prompt[:, :-1], use_cache=True).past_key_values}
+            )
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, **past)
         ids = found.sequences[0, prompt.shape[1] :].tolist()
         logps = [logits[0].log_softmax(-1)[one].item() for logits, one in zip(found.logits, ids, strict=True)]
         reason = "stop" if ids[-1] in asked["stop_token_ids"] else "length"
@@ -97,7 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/openapi.json":
             request = {"CompletionRequest": {"properties": self.server.fields}}
-            self._send(404 if self.server.fields is None else 200, {"components": {"schemas": request}})
+            paths = {"/collective_rpc": {}, "/reset_prefix_cache": {}} if self.server.reloads else {}
+            is_silent = self.server.fields is None and not self.server.reloads
+            self._send(404 if is_silent else 200, {"components": {"schemas": request}, "paths": paths})
             return
         adapters = [{"id": name, "root": name, "parent": "a model"} for name in self.server.adapters]
         self._send(200, {"data": [{"id": "a model", "root": self.server.folder, "parent": None}, *adapters]})
@@ -127,7 +165,11 @@ class _Handler(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     _, verb, folder, *options = sys.argv
     assert verb == "serve"
-    started = StandIn(int(options[options.index("--port") + 1]))
+    if "--uds" in options:
+        started = StandIn(path=options[options.index("--uds") + 1])
+    else:
+        started = StandIn(int(options[options.index("--port") + 1]))
+    started.reloads = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     started.loads = "--enable-lora" in options and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True"
     started.serve(folder)
     started.serve_forever()

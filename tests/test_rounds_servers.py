@@ -160,17 +160,23 @@ def test_a_server_with_a_penalty_that_is_not_known_is_refused(model, servers):  
         Served(model, section, Client(server.address, ""), 1)
 
 
+def program_of(tmp_path: Path) -> Path:
+    """A program of the name vllm, which notes how it is started, and the mode of its socket's folder."""
+    program = tmp_path / "bin/vllm"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/starts\nstat -c %a "$(dirname "$4")" >>{tmp_path}/modes\n'
+        f'exec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_one_vllm_stays_up_and_ends_with_the_command(lab, forked, model, tmp_path, capsys, monkeypatch, max_staleness):  # noqa: F811
     """By a program of that name, which transformers answers for; the samples are those of a server for each round."""
-    program = tmp_path / "bin/vllm"
-    program.parent.mkdir()
-    program.write_text(
-        f'#!/bin/sh\necho "$@" >>{tmp_path}/starts\nexec {sys.executable} {ROOT}/tests/stand_in_vllm.py "$@"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setenv("PATH", f"{program_of(tmp_path).parent}:/usr/bin:/bin")
     found = {}
     for name in ("vllm", "vllm --enable-lora"):
         values = values_of(tmp_path, model, name, num_rounds=3, max_staleness=max_staleness)
@@ -186,9 +192,121 @@ def test_one_vllm_stays_up_and_ends_with_the_command(lab, forked, model, tmp_pat
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
 
 
+def whole_values_of(tmp_path: Path, model: Path, sampler: Any, **others: Any) -> dict[str, str]:  # noqa: F811
+    return settings(tmp_path, model, optim={"learning_rate": 0.03}, rounds=ROUNDS | {"sampler": sampler, **others})
+
+
+def test_servers_load_the_whole_weights_of_each_round(lab, forked, model, tmp_path, capsys, servers):  # noqa: F811
+    """They are asked as vLLM is by its development mode, and forget what they computed with the weights before."""
+    for server in servers:
+        server.reloads, server.loads = True, False
+    assert start(lab, whole_values_of(tmp_path, model, [server.address for server in servers])) == 0, (
+        capsys.readouterr()
+    )
+    exports = [model, tmp_path / "out/rounds/0001/run/export"]
+    opened = [AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32) for export in exports]
+    names = []
+    for number in (1, 2):
+        lines = read(tmp_path / f"out/rounds/{number:04}/samples.jsonl")
+        assert [is_of(lines, network) for network in opened] == [number == 1, number == 2]
+        names.append(f"model-{lines[0]['weights'][:12]}")
+    for server in servers:
+        assert [(path, Path(folder).name) for path, folder in server.told] == [
+            ("/collective_rpc", name) for name in names
+        ]
+    both = [{tuple(line["prompt_ids"]) for line in read(path)} for path in tmp_path.glob("out/rounds/*/samples.jsonl")]
+    assert both[0] & both[1]  # so that a cache that was kept would tell
+
+
+def ignores_weights(server: StandIn) -> None:
+    server.reload = lambda folder: None  # type: ignore[method-assign]
+
+
+def keeps_cache(server: StandIn) -> None:
+    server.empty_cache = lambda: True  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lie", [ignores_weights, keeps_cache])
+def test_one_of_two_that_says_it_took_the_weights_is_named(lab, forked, model, tmp_path, capsys, servers, lie):  # noqa: F811
+    honest, liar = servers
+    honest.reloads = liar.reloads = True
+    lie(liar)
+    # What no earlier weights explain, as a mixture, is held against the bound alone.
+    bound = 0.05 if lie is ignores_weights else 1e-6
+    values = whole_values_of(tmp_path, model, [honest.address, liar.address], max_kl_sampler_trainer=bound)
+    assert start(lab, values) == 2
+    error = capsys.readouterr().err
+    assert f"rounds.sampler is {liar.address}: in round 2 kl_sampler_trainer is" in error
+    assert honest.address not in error and (f"those of {model}" in error) == (lie is ignores_weights)
+    (digest, folder) = re.findall(r"asked for was (\w+), (\S+)", error)[0]
+    assert (
+        Path(liar.told[-1][1]).name == f"model-{digest[:12]}"
+        and Path(folder) == tmp_path / "out/rounds/0001/run/export"
+    )
+    asked_in_second = [request for request in liar.asked + honest.asked if request["seed"] > 2000]
+    assert len(asked_in_second) == 24  # those of the first round alone
+    assert not [*tmp_path.glob("out/rounds/0002/*.jsonl")] and len(forked) == 1
+    for name in ("reload", "empty_cache"):
+        vars(liar).pop(name, None)
+    assert start(lab, values) == 0, capsys.readouterr()
+
+
+def test_a_server_that_does_not_take_weights_says_so(lab, forked, model, tmp_path, capsys, servers):  # noqa: F811
+    server = servers[0]
+    server.reloads, server.loads = True, False
+    values = whole_values_of(tmp_path, model, server.address)
+    server.empty_cache = lambda: False  # type: ignore[method-assign]
+    assert start(lab, values) == 2
+    assert f"{server.address}, and it keeps keys and values of the weights before" in capsys.readouterr().err
+    refusal = json.dumps({"error": {"message": "Call to collective_rpc method failed"}})
+    server.tell = lambda path, asked: (500, refusal)  # type: ignore[method-assign]
+    assert start(lab, values) == 2
+    error = capsys.readouterr().err
+    assert f"{server.address}, and it answered 500 to /collective_rpc: Call to collective_rpc method" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_one_vllm_takes_the_weights_of_all_rounds(lab, forked, model, tmp_path, capsys, monkeypatch, max_staleness):  # noqa: F811
+    """Its socket lies where nobody else may look; samples and weights are those of a server for each round."""
+    monkeypatch.setenv("PATH", f"{program_of(tmp_path).parent}:/usr/bin:/bin")
+    found, exports = {}, []
+    for is_kept in (False, True):
+        values = whole_values_of(
+            tmp_path, model, "vllm", num_rounds=3, max_staleness=max_staleness, keep_server=is_kept
+        )
+        values["run.output_dir"] = str(tmp_path / str(is_kept))
+        assert start(lab, values) == 0, capsys.readouterr()
+        found[is_kept] = [
+            [line["completion_ids"] for line in read(tmp_path / str(is_kept) / f"rounds/{number:04}/samples.jsonl")]
+            for number in (1, 2, 3)
+        ]
+        exports.append((tmp_path / str(is_kept) / "export/model.safetensors").read_bytes())
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert found[False] == found[True] and exports[0] == exports[1]
+    assert len(starts) == 3 + 1 and f"serve {model} --uds " in starts[-1] and "--port" not in starts[-1]
+    socket = Path(starts[-1].split(" --uds ")[1].split()[0])
+    assert (tmp_path / "modes").read_text().split()[-1] == "700" and not socket.parent.exists()
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+
+
+def test_a_vllm_that_cannot_take_weights_is_no_server_to_keep(lab, model, tmp_path, capsys, monkeypatch):  # noqa: F811
+    """As one that knows no development mode."""
+    program = program_of(tmp_path)
+    program.write_text(program.read_text().replace("exec ", "exec env -u VLLM_SERVER_DEV_MODE "))
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    assert start(lab, whole_values_of(tmp_path, model, "vllm", keep_server=True)) == 2
+    error = capsys.readouterr().err
+    assert "rounds.sampler is vllm, and it has no /collective_rpc" in error and "take keep_server out" in error
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        (["rounds.keep_server=true"], "rounds.sampler is transformers, so no server is started"),
+        (["rounds.keep_server=true", "rounds.sampler=http://a:1"], "rounds.sampler is http://a:1, so no server is"),
+        (["rounds.sampler=unix:vllm"], "is 'unix:vllm'; write the address of a server"),
+        (["rounds.sampler=unix://a/b"], "is 'unix://a/b'; write the address of a server"),
         (["rounds.sampler=vllm --enable-lora"], "the recipe has no adapter; take it out"),
         (["rounds.sampler=vllm --enable-lora", "adapter={name: dora}"], "adapter.name is dora; take it out"),
         (["rounds.sampler=[http://a:1, http://a:1]"], "has http://a:1 twice"),

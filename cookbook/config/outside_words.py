@@ -50,7 +50,7 @@ SPLIT = re.compile(r"[^\\.-][^\\]*")
 
 def is_address(sampler: str) -> bool:
     """Return whether `rounds.sampler` is the address of a server, or several."""
-    return sampler.startswith(("http://", "https://"))
+    return sampler.startswith(("http://", "https://", "unix:"))
 
 
 def addresses(sampler: str) -> list[str]:
@@ -58,7 +58,7 @@ def addresses(sampler: str) -> list[str]:
     return sampler.split(" ") if is_address(sampler) else []
 
 
-def stays_up(sampler: str) -> bool:
+def has_adapters(sampler: str) -> bool:
     """Return whether `rounds.sampler` is a vLLM that is started once, and gets the adapter of each round."""
     return not is_address(sampler) and "--enable-lora" in shlex.split(sampler.replace("_", "-"))
 
@@ -85,7 +85,7 @@ def _check_sampler(sampler: str) -> str:
     if first != VLLM and sampler != TRANSFORMERS:
         raise ValueError(
             f"is {sampler!r}; write transformers, vllm (with options of `vllm serve` after it), or the address of a"
-            " server, as http://localhost:8000"
+            " server, as http://localhost:8000 or unix:/run/vllm"
         )
     _check_options(options)
     return sampler
@@ -95,10 +95,12 @@ def _check_address(sampler: str) -> None:
     try:
         address = urlsplit(sampler)
         is_whole = bool(address.hostname) and (address.port is None or address.port > 0)
+        if address.scheme == "unix":
+            is_whole = not address.netloc and address.path.startswith("/") and not address.query + address.fragment
     except ValueError:
         address, is_whole = urlsplit(""), False
     if not is_whole or not is_address(sampler) or not sampler.isprintable() or " " in sampler:
-        raise ValueError(f"is {sampler!r}; write the address of a server, as http://localhost:8000")
+        raise ValueError(f"is {sampler!r}; write the address of a server, as http://localhost:8000 or unix:/run/vllm")
     if address.username is not None:
         raise ValueError("has a name or a password in its address; take it out, and give the server's VLLM_API_KEY")
 

@@ -20,7 +20,7 @@ from pydantic import (
 from cookbook.config import tracker_options
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import TooLong
-from cookbook.config.outside_words import TRANSFORMERS, NameInDataset, Revision, Sampler, Split
+from cookbook.config.outside_words import TRANSFORMERS, NameInDataset, Revision, Sampler, Split, has_adapters
 from cookbook.config.tracker_options import TrackerName
 from cookbook.rows import row_columns, row_kinds
 from cookbook.system.files import PathText
@@ -732,10 +732,17 @@ class RoundsSection(Section):
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
     sampler: Sampler = TRANSFORMERS
     """What samples: transformers, in this process; vllm, with options of `vllm serve` after it that load no code,
-    started for each round, or with --enable-lora once; or the address of such a server, as http://localhost:8000, or a
-    list of addresses, which share the prompts."""
+    started for each round, or with --enable-lora once; or the address of such a server, as http://localhost:8000 or
+    unix:/run/vllm, or a list of addresses, which share the prompts."""
+    keep_server: bool = False
+    """Start vllm once, and let it load the weights of each round; it has its memory while a round trains."""
     round: int | None = Field(default=None, gt=0)
     """The round that a run trains, from 1; `cookbook rounds` gives it to each run."""
+
+    @property
+    def starts_one_server(self) -> bool:
+        """Return whether a server is started that stays up over the rounds."""
+        return self.keep_server or has_adapters(self.sampler)
 
     @model_validator(mode="before")
     @classmethod

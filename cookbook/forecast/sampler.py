@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cookbook.config.outside_words import TRANSFORMERS, addresses, is_address, stays_up
+from cookbook.config.outside_words import TRANSFORMERS, addresses, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.score_head import empty_model
@@ -147,7 +147,7 @@ def _of_vllm(memory: SamplerMemory, rounds: RoundsSection, machines: Machines) -
     if room < each / gpus:
         return f"vllm, on {on}: {needs}: does not fit", False
     count = math.floor(room * gpus / each)
-    kept = ", and keeps it all while a run trains" if stays_up(rounds.sampler) else ""
+    kept = ", and keeps it all while a run trains" if rounds.starts_one_server else ""
     return f"vllm, on {on}{kept}: {needs}: at most {count:,} answers at a time, less what vLLM itself takes", True
 
 

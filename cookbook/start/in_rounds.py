@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from cookbook.config.environments import environments
 from cookbook.config.objectives import Objective
-from cookbook.config.outside_words import addresses, stays_up
+from cookbook.config.outside_words import TRANSFORMERS, addresses, has_adapters, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.reward_functions import is_model, reward_functions
 from cookbook.config.sections import BUILTIN_SOURCE
@@ -50,7 +50,12 @@ def _of_sampler(recipe: Recipe) -> Iterator[str]:
                 f"rounds.sampler is {address}: {KEY} would travel to {url.hostname} for all to read; write https://,"
                 f" or unset {KEY}"
             )
-    if stays_up(recipe.rounds.sampler) and (recipe.adapter is None or recipe.adapter.name != "lora"):
+    if recipe.rounds.keep_server and (is_address(recipe.rounds.sampler) or recipe.rounds.sampler == TRANSFORMERS):
+        yield (
+            f"rounds.keep_server is true, and rounds.sampler is {recipe.rounds.sampler}, so no server is started; write"
+            " rounds.sampler: vllm, or take keep_server out"
+        )
+    if has_adapters(recipe.rounds.sampler) and (recipe.adapter is None or recipe.adapter.name != "lora"):
         there = "the recipe has no adapter" if recipe.adapter is None else f"adapter.name is {recipe.adapter.name}"
         yield (
             f"rounds.sampler has --enable-lora, by which one server gets each round's adapter, and {there}; take it"

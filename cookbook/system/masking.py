@@ -82,4 +82,4 @@ def mask_streams() -> None:
 
 def may_have_secret(address: SplitResult) -> bool:
     """Return whether a secret that is sent to an address stays on this machine or is encrypted on its way."""
-    return address.scheme == "https" or address.hostname in LOCAL_HOSTS
+    return address.scheme in ("https", "unix") or address.hostname in LOCAL_HOSTS

@@ -18,7 +18,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
 from cookbook.commands.shared.mistakes import placed
 from cookbook.config import plugins
-from cookbook.config.outside_words import TRANSFORMERS, stays_up
+from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe, dump_recipe
 from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
@@ -168,7 +168,7 @@ class _Rounds:
         """A process that samples the rounds up to one."""
         words = [*self.command.words(), "--sample-until", str(last)]
         if self.how.recipe is not self.recipe:
-            words += ["--set", f"rounds.sampler={_sampler_of(self.how)}"]
+            words += ["--set", f"rounds.sampler={_section_of(self.how).sampler}", "--set", "rounds.keep_server=false"]
         return sampled_ahead.sampling(words, Round(self.output_dir, last).folder / sampled_ahead.LOG)
 
     def _train(self, current: Round) -> int:
@@ -192,19 +192,19 @@ class _Rounds:
 def _with_server(how: Sampling, model: str, opened: ExitStack) -> Sampling:
     """Sampling at the address of a server that stays up till the end of `opened`, if the recipe wants one and it is not
     up yet."""
-    if not stays_up(_sampler_of(how)):
+    section = _section_of(how)
+    if not section.starts_one_server:
         return how
     from cookbook.commands.rounds import served
 
     address = opened.enter_context(served.start_once(model, how.recipe, Path(how.recipe.run.output_dir)))
-    assert how.recipe.rounds is not None
-    section = how.recipe.rounds.model_copy(update={"sampler": address})
+    section = section.model_copy(update={"sampler": address, "keep_server": False})
     return dataclasses.replace(how, recipe=how.recipe.model_copy(update={"rounds": section}))
 
 
-def _sampler_of(how: Sampling) -> str:
+def _section_of(how: Sampling) -> RoundsSection:
     assert how.recipe.rounds is not None
-    return how.recipe.rounds.sampler
+    return how.recipe.rounds
 
 
 def _wait(sampler: sampled_ahead.Ahead, trained: Round, last: int, status: Status) -> int:

@@ -1,7 +1,8 @@
 """Samples answers by vLLM's OpenAI-compatible servers, started here or found at addresses. Imports torch.
 
 What is sampled is from the round's weights: a server is given a folder whose name has their digest, and must list it.
-A server that loads adapters gets the folder of a round's adapter by a request; any other is started with the folder.
+A server that loads adapters gets the folder of a round's adapter by a request, and one that reloads its weights the
+folder of the model; any other is started with the folder.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -31,7 +33,7 @@ from cookbook.commands.rounds import rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, end_tokens
 from cookbook.commands.shared.find_model import ADAPTER
-from cookbook.config.outside_words import addresses, is_address
+from cookbook.config.outside_words import VLLM, addresses, has_adapters, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
@@ -54,6 +56,9 @@ LOG = "vllm.log"
 INVARIANCE = "VLLM_BATCH_INVARIANT"
 UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
+CALL, EMPTY_CACHE = "/collective_rpc", "/reset_prefix_cache"
+"""Requests of vLLM's development mode (0.32.0, entrypoints/serve/dev), which a key does not guard."""
 LEAST_RANK = 8
 """vLLM's --max-lora-rank is one of a few numbers, among which are the powers of two from 8 to 512 (0.32.0)."""
 NUM_PROBED, PROBED_TOKENS = 8, 16
@@ -106,36 +111,63 @@ def open_servers(current: Round, model: Path, recipe: Recipe) -> Iterator["Serve
         folder = _make_folder(current, model)
         if not clients:
             clients = [opened.enter_context(_started(folder, recipe, current.folder / LOG))]
-        yield Servers([Served(folder, rounds, client, current.number) for client in clients])
+        yield Servers([_serve_whole(client, current, folder, rounds) for client in clients])
 
 
 @contextmanager
 def start_once(model: str, recipe: Recipe, output_dir: Path) -> Iterator[str]:
-    """Start a server of the model without an adapter, which loads those of all rounds; its address.
+    """Start a server of the model without an adapter, which loads the adapters of all rounds, or their whole weights;
+    its address.
 
     Raises:
-        RecipeError: it does not start.
+        RecipeError: it does not start, or does not load weights.
     """
-    assert recipe.adapter is not None
-    rank = max(LEAST_RANK, 1 << (recipe.adapter.rank - 1).bit_length())
-    options = ["--max-lora-rank", str(rank), "--max-loras", "1"]
-    with _started(Path(model).absolute(), recipe, output_dir / "rounds" / LOG, options, {UPDATING: "True"}) as client:
-        yield client.url.geturl()
+    folder, log = Path(model).absolute(), output_dir / "rounds" / LOG
+    assert recipe.rounds is not None
+    if has_adapters(recipe.rounds.sampler):
+        assert recipe.adapter is not None
+        rank = max(LEAST_RANK, 1 << (recipe.adapter.rank - 1).bit_length())
+        options = ["--max-lora-rank", str(rank), "--max-loras", "1"]
+        with _started(folder, recipe, log, options, {UPDATING: "True"}) as client:
+            yield client.url.geturl()
+        return
+    # In development mode a server does what anyone asks who reaches it: nobody else may open this folder.
+    with tempfile.TemporaryDirectory(prefix="cookbook-") as private:
+        path = f"{private}/{VLLM}"
+        with _started(folder, recipe, log, variables={DEVELOPMENT: "1"}, path=path) as client:
+            if not client.reloads():
+                raise client.mistake(
+                    f"has no {CALL}, by which it would load the weights of a round; take keep_server out"
+                )
+            yield client.address
 
 
 @contextmanager
 def _started(
-    folder: Path, recipe: Recipe, log: Path, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    folder: Path,
+    recipe: Recipe,
+    log: Path,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    path: str | None = None,
 ) -> Iterator["Client"]:
-    """A server of a folder that is started here, with the recipe's options."""
+    """A server of a folder that is started here, with the recipe's options.
+
+    Args:
+        path: of the socket that it listens at, instead of a port of this machine.
+    """
     rounds = recipe.rounds
     assert rounds is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    client = Client(f"http://127.0.0.1:{port}", rounds.sampler)
+    if path is not None:
+        address, where = f"unix:{path}", ["--uds", path]
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        address, where = f"http://127.0.0.1:{port}", ["--host", "127.0.0.1", "--port", str(port)]
+    client = Client(address, rounds.sampler)
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.compute_precision, "float32")
-    command = [_executable(), "serve", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+    command = [_executable(), "serve", str(folder), *where, "--dtype", dtype]
     command += ["--max-model-len", str(recipe.data.max_length), *options, *shlex.split(rounds.sampler)[1:]]
     set_here = {**invariance(visible_gpus(read_driver().gpus)), **(variables or {})}
     with _start(command, set_here, client, log), contextlib.closing(client):
@@ -159,15 +191,21 @@ def _serve_beside_base(
     base. Whether it computes with this adapter, and this base, is for the proof."""
     assert recipe.rounds is not None
     if not (model / ADAPTER).is_file():
-        bases = [listed for listed in client.models() if listed.get("parent") is None]
-        if len(bases) != 1:
-            raise client.mistake(f"lists {len(bases)} models that are no adapters; start it with one")
-        return Served(model, recipe.rounds, client, current.number, name=bases[0].get("id"))
+        return Served(model, recipe.rounds, client, current.number, name=client.base())
     folder = _make_link(current, model)
     if all(listed.get("id") != str(folder) for listed in client.models()):
         client.load(folder)
     opened.callback(client.unload, folder)
     return Served(folder, recipe.rounds, client, current.number)
+
+
+def _serve_whole(client: "Client", current: Round, folder: Path, rounds: RoundsSection) -> "Served":
+    """A server that has been told to load the round's weights, if it does that, or has been started with them."""
+    if not client.reloads():
+        return Served(folder, rounds, client, current.number)
+    name = client.base()
+    client.reload(folder)
+    return Served(folder, rounds, client, current.number, name=name)
 
 
 def _make_link(current: Round, model: Path) -> Path:
@@ -293,6 +331,17 @@ class Client:
             raise self.mistake("lists no model at /v1/models; it is no server of OpenAI's form")
         return models
 
+    def base(self) -> str:
+        """The name of the one model of the server that is no adapter.
+
+        Raises:
+            RecipeError: as `models`, or it has several, or none.
+        """
+        bases = [listed for listed in self.models() if listed.get("parent") is None]
+        if len(bases) != 1:
+            raise self.mistake(f"lists {len(bases)} models that are no adapters; start it with one")
+        return str(bases[0].get("id"))
+
     def ask(self, path: str, body: dict[str, Any] | None, *, seconds: float) -> Any:
         """The JSON that the server answers with.
 
@@ -314,17 +363,44 @@ class Client:
         Raises:
             RecipeError: it might fill in another one.
         """
-        status, content = self._reply("/openapi.json", None, seconds=CONNECT_SECONDS)
         fields: dict[str, Any] = {}
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # it does not describe them
-            fields = json.loads(content)["components"]["schemas"]["CompletionRequest"]["properties"] or {}
+        with contextlib.suppress(KeyError, TypeError):  # it does not describe them
+            fields = self._description()["components"]["schemas"]["CompletionRequest"]["properties"] or {}
         # A field with a default is not filled in from a model's folder.
         names = {name for name, field in fields.items() if name.endswith("_penalty") and "default" not in field}
-        if status == 200 and (unknown := sorted(names - NO_PENALTY.keys())):
+        if unknown := sorted(names - NO_PENALTY.keys()):
             raise self.mistake(
                 f"has requests with {', '.join(unknown)}, which this version does not know how to turn off, and a"
                 " penalty changes what is sampled; take a vLLM without"
             )
+
+    def _description(self) -> Any:
+        """The description that the server has of its requests; None if it has none."""
+        status, content = self._reply("/openapi.json", None, seconds=CONNECT_SECONDS)
+        with contextlib.suppress(ValueError):
+            return json.loads(content) if status == 200 else None
+        return None
+
+    def reloads(self) -> bool:
+        """Return whether the server loads weights on request; without its development mode it has no such path."""
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
+            return {CALL, EMPTY_CACHE} <= self._description()["paths"].keys()
+        return False
+
+    def reload(self, model: Path) -> None:
+        """Have the server load a model's weights in place of its own, and forget what it computed with those.
+
+        Raises:
+            RecipeError: it does not.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        self._content(CALL, body, seconds=START_SECONDS)
+        content = self._content(EMPTY_CACHE, {}, seconds=ANSWER_SECONDS)
+        is_kept = False
+        with contextlib.suppress(ValueError):  # it does not say
+            is_kept = json.loads(content) == {"success": False}
+        if is_kept:
+            raise self.mistake("keeps keys and values of the weights before, as others ask it; ask it alone")
 
     def loads_adapters(self) -> bool:
         """Return whether the server loads adapters on request; without the variable it has no such path."""
@@ -350,8 +426,12 @@ class Client:
         return content
 
     def _reply(self, path: str, body: dict[str, Any] | None, *, seconds: float) -> tuple[int, bytes]:
-        kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
-        connection = kind(self.url.netloc, timeout=CONNECT_SECONDS)
+        connection: HTTPConnection
+        if self.url.scheme == "unix":
+            connection, prefix = _SocketConnection(self.url.path), ""
+        else:
+            kind = HTTPSConnection if self.url.scheme == "https" else HTTPConnection
+            connection, prefix = kind(self.url.netloc, timeout=CONNECT_SECONDS), self.url.path
         headers = {"Content-Type": "application/json"}
         if may_have_secret(self.url) and (key := os.environ.get(KEY)):
             headers["Authorization"] = f"Bearer {key}"
@@ -362,7 +442,7 @@ class Client:
             connection.connect()
             connection.sock.settimeout(seconds)
             text = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", self.url.path + path, text, headers)
+            connection.request("GET" if body is None else "POST", prefix + path, text, headers)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, HTTPException) as error:
@@ -383,6 +463,19 @@ class Client:
         for connection in list(self._open):
             with contextlib.suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _SocketConnection(HTTPConnection):
+    """A connection to a socket of this machine that has a path."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _words(content: bytes) -> str:

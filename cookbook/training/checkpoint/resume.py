@@ -35,7 +35,7 @@ BY_CONTENT = {
 """They may change if the fingerprint of what they lead to is the same: a file that was moved, for example."""
 NEVER = ("model.new_tokens", "optim.name", "data.streaming", "data.shuffle_rows")
 """They may not change, although other keys with their prefix may."""
-FREE = ("run.skip_nonfinite_steps", "rounds.sampler")
+FREE = ("run.skip_nonfinite_steps", "rounds.sampler", "rounds.keep_server")
 """They change the curve, and a run may need them to get past the step, or rounds past the sampling, where it ended."""
 
 
