@@ -18,8 +18,8 @@ from conftest import ROOT, clean_environment
 
 from cookbook.commands.cli import main
 from cookbook.commands.report import hardware_problems
+from cookbook.commands.shared.charts import MOST_POINTS, thinned
 from cookbook.commands.shared.history import History, read_history
-from cookbook.commands.shared.html_page import MOST_POINTS, thinned
 from cookbook.system import monitor
 from tests.curves import Lab
 from tests.gpu_runs import GpuLab

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.commands.shared import html_page
+from cookbook.commands.shared import charts
+from cookbook.commands.shared.html_page import Drawing
 from cookbook.system import status
 from tests.test_report import write_run
 
@@ -34,7 +35,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
-    monkeypatch.setattr(html_page, "curves", draw_nothing)
+    monkeypatch.setattr(charts, "curves", draw_nothing)
     folder = write_run(tmp_path / "run", num_steps=12)
     record = json.loads((folder / "run.json").read_text())
     record |= {
@@ -57,12 +58,12 @@ def run(tmp_path: Path, monkeypatch) -> Path:
     return folder
 
 
-def draw_nothing(lines: Any, *_: Any) -> str:
+def draw_nothing(of: Any, lines: Any) -> Drawing:
     """What matplotlib does with the numbers of a curve, but the drawing."""
     for line in lines:
         for x, y in line.points:
             assert float(x) + float(y) is not None
-    return ""
+    return Drawing(svg="", box=(0, 0, 1, 1), x=(0, 1), y=(0, 1))
 
 
 def look(folder: Path, capsys) -> str:

@@ -1,8 +1,10 @@
-"""Protects `report` and `watch`: every number of metrics.jsonl is drawn, nothing is fetched or executed.
+"""Protects `report` and `watch`: every number of metrics.jsonl is drawn, nothing is fetched, one script is executed.
 
 python -m pytest -q tests/test_report.py -m "slow or not slow"
 """
 
+import base64
+import hashlib
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
+from cookbook.commands.shared.charts import _limits
 from cookbook.commands.shared.history import read_history
 from tests.needs import need_chromium
 
@@ -95,19 +99,42 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.words.append(data)
 
+    def charts(self) -> dict[str, dict[str, Any]]:
+        """What the script reads of each chart, by its title, with the words of the drawing."""
+        charts = {}
+        for text in re.findall(r"<figure data-chart.*?</figure>", self.text, re.DOTALL):
+            figure = re.search(r'data-chart="(.*?)"><h3>(.*?)</h3>', text)
+            assert figure is not None
+            words = [unescape(word) for word in re.findall(r"<text[^>]*>(.*?)</text>", text)]
+            charts[unescape(figure[2])] = json.loads(unescape(figure[1])) | {"words": words, "text": text}
+        return charts
+
     def curves(self) -> list[int]:
         """The number of points of each line."""
         groups = re.findall(r'<g id="c\w+-curve-\d+">\s*<path d="([^"]*)"', self.text)
         return [len(re.findall("[ML]", path)) for path in groups]
 
 
+def digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
 def offences(page: Page) -> list[str]:
-    """What would fetch or execute something."""
-    found = [tag for tag in page.tags if tag in {"script", "img", "link", "iframe", "object", "embed", "base", "form"}]
+    """What would fetch something, or execute anything but the one script that the page's policy allows."""
+    found = [tag for tag in page.tags if tag in {"img", "link", "iframe", "object", "embed", "base", "form"}]
     for name, value in page.attributes:
         is_reference = name in {"href", "src", "xlink:href", "action"} and not value.startswith("#")
         if is_reference or name.startswith("on") or "://" in value or re.search(r"url\((?!#)", value):
             found.append(f"{name}={value}")
+    scripts = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    allowed = " ".join(map(digest, scripts)) or "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    if page.tags["script"] != len(scripts) or len(scripts) > 1:
+        found.append("scripts of others")
+    if policy not in [value for name, value in page.attributes if name == "content"]:
+        found.append("no policy that forbids the rest")
+    if any(word in script for script in scripts for word in ("fetch(", "XMLHttp", "import(", "eval(", "innerHTML")):
+        found.append("a script that fetches, or executes texts")
     return found + re.findall(r"@import|url\([^#]", page.text)
 
 
@@ -159,8 +186,79 @@ def test_the_page_has_the_memory_over_the_forecast(tmp_path: Path) -> None:
 )
 def test_a_page_that_would_load_or_execute_something_is_found(evil: str, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(f"<!DOCTYPE html><html><body>{evil}</body></html>")
-    assert offences(Page(path))
+    folder = write_run(tmp_path / "run")
+    assert main(["report", str(folder)]) == 0
+    whole = (folder / "report.html").read_text()
+    path.write_text(whole.replace("</body>", f"{evil}</body>"))
+    assert offences(Page(path)) and not offences(Page(folder / "report.html"))
+    path.write_text(re.sub("<meta http-equiv.*?>", "", whole))
+    assert offences(Page(path)) == ["no policy that forbids the rest"]
+
+
+def test_what_is_under_the_pointer_is_what_was_measured_and_lies_where_it_is_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    measured = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
+    pauses = {0: 1.5, 10: 2.5}  # evaluations after these steps take so long
+    for line in measured:
+        if "loss" in line:
+            line |= {"eval_seconds": pauses.get(line["step"] - 1, 2e-5), "save_seconds": 0.5 * (line["step"] == 21)}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measured))
+    assert main(["report", str(folder)]) == 0
+    charts = Page(folder / "report.html").charts()
+    training = [line for line in measured if line.get("loss") is not None]
+    held_out = [line for line in measured if line.get("eval_set") == "chats"]
+    points = [line["points"] for line in charts["Loss"]["lines"]]
+    assert points[0] == [[line["step"], line["loss"]] for line in training]
+    assert points[1] == [[line["step"], line["eval_loss"]] for line in held_out] and len(points) == 3
+    shown = charts["Time of an evaluation before a step"]["lines"][0]["points"]
+    assert shown == [[1, 1.5], [11, 2.5], [21, 2e-5], [31, 2e-5]], "marks, and no line of zeros between them"
+    assert charts["Time that a save took before a step"]["lines"][0]["points"] == [[21, 0.5]]
+    for chart in charts.values():
+        assert chart["marks"] == {"evaluation": [0, 10, 20, 30, 40], "save": [20]} and chart["across"] == "step"
+        left, top, right, bottom = chart["box"]
+        for line in chart["lines"]:
+            drawn = re.search(rf'<g id="{line["id"]}">\s*<path d="([^"]*)"', chart["text"])
+            assert drawn is not None
+            places = [tuple(map(float, place)) for place in re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", drawn[1])]
+            for (x, y), (across, up) in zip(line["points"], places, strict=True):
+                (x0, x1), (y0, y1) = chart["x"], chart["y"]
+                assert left + (x - x0) / (x1 - x0) * (right - left) == pytest.approx(across, abs=1e-3)
+                assert bottom - (y - y0) / (y1 - y0) * (bottom - top) == pytest.approx(up, abs=1e-3)
+        for name, places in chart["marks"].items():
+            marks = re.search(rf'<g id="c\d+-mark-{name}">.*?(?=<g id="c)', chart["text"], re.DOTALL)
+            assert marks is not None
+            at = [float(x) for x in re.findall(r'<use [^>]*x="([\d.]+)"', marks[0])]
+            assert at == pytest.approx([left + (x - x0) / (x1 - x0) * (right - left) for x in places], abs=1e-3)
+    last = re.findall(r"</i>([^<]*) <b>([^<]*)</b>", charts["Loss"]["text"])
+    assert [value for _, value in last] == ["0.1", "0.12195", "0.12195"], "without the script it says the last values"
+
+
+def test_axes_have_words_and_begin_where_there_is_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rate=3e-5)
+    assert main(["report", str(folder)]) == 0
+    charts = Page(folder / "report.html").charts()
+    words = {title: chart["words"][-1] for title, chart in charts.items()}
+    assert words == {
+        "Loss": "loss",
+        "Learning rate": "learning rate",
+        "Gradient norm": "norm",
+        "Speed, all processes": "tokens/s",
+        "Time of a step": "seconds",
+        "Peak memory, largest process": "GiB",
+        "signed_reward": "signed_reward",
+    }
+    assert all("step" in chart["words"] for chart in charts.values())
+    for title in ("Learning rate", "Speed, all processes", "Time of a step", "Peak memory, largest process"):
+        assert charts[title]["y"][0] == 0, title
+    low, high = charts["signed_reward"]["y"]  # always 0.5
+    assert low < 0.5 < high and high - low == pytest.approx(0.02 * 0.5 * 1.1)
+
+
+def test_noise_does_not_fill_a_chart() -> None:
+    assert _limits([7.0, 7.0 + 1e-9], from_zero=False) == pytest.approx((7.0 - 0.077, 7.0 + 0.077))
+    assert _limits([3.0, 5.0], from_zero=False) == pytest.approx((2.9, 5.1)), "what varies fills it"
+    assert _limits([3.0, 5.0], from_zero=True) == pytest.approx((0.0, 5.25))
+    assert _limits([0.0], from_zero=False) == pytest.approx((-0.55, 0.55)) and _limits([], from_zero=True) is None
 
 
 def test_runs_lie_over_one_another_by_step_and_by_tokens(tmp_path: Path, capsys) -> None:
@@ -280,12 +378,81 @@ def test_watch_draws_a_table_on_a_terminal(tmp_path: Path, monkeypatch, capsys) 
     assert "tokens/s" in printed and "40 of 40" in printed and "\x1b[" in printed
 
 
-SCRIPT = """<script>parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth,
+SCRIPT = """parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth,
 getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('[id$=curve-0] path')).stroke,
-[...document.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 100).length]), '*')</script>"""
+[...document.querySelectorAll('svg')].filter(svg => svg.getBoundingClientRect().height > 100).length]), '*')"""
+POINT = """
+const figure = document.querySelector("figure"), svg = figure.querySelector("svg"), said = [];
+const read = () => said.push([...figure.querySelectorAll(".legend li")].map(item => item.textContent.trim()));
+const {box, x: [x0, x1]} = JSON.parse(figure.dataset.chart);
+function point(step) {
+  const at = new DOMPoint(box[0] + (step - x0) / (x1 - x0) * (box[2] - box[0]), (box[1] + box[3]) / 2);
+  const {x, y} = at.matrixTransform(svg.getScreenCTM());
+  svg.dispatchEvent(new PointerEvent("pointermove", {clientX: x, clientY: y, bubbles: true}));
+  read();
+}
+function slide(share) {
+  const slider = document.querySelector(".smoothing input");
+  slider.value = share;
+  slider.dispatchEvent(new Event("input"));
+}
+read();
+point(20);
+point(23.2);
+svg.dispatchEvent(new PointerEvent("pointerleave"));
+read();
+slide(0.5);
+point(3);
+slide(0);
+point(3);
+said.push(document.querySelector(".smoothing").hidden, window.evil === undefined);
+parent.postMessage(JSON.stringify(said), "*");
+"""
 FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.data</script>
 <iframe src="PAGE" width="WIDTH" height="2000" style="border: 0"></iframe>"""
 """A browser without a display has no window narrower than 500 pixels."""
+
+
+def in_browser(path: Path, script: str, folder: Path, *, width: int, is_dark: bool, extra: str = "") -> Any:
+    """What a script posts that runs at the end of a page whose policy allows it beside the page's own.
+
+    Args:
+        extra: HTML before it.
+    """
+    measured, frame = path.with_suffix(".measured.html"), path.with_suffix(".frame.html")
+    allowed = path.read_text().replace("script-src ", f"script-src {digest(script)} ", 1)
+    measured.write_text(allowed.replace("</body>", f"{extra}<script>{script}</script></body>"))
+    frame.write_text(FRAME.replace("PAGE", measured.as_uri()).replace("WIDTH", str(width)))
+    flags = ["--headless", "--hide-scrollbars", "--virtual-time-budget=10000", "--no-sandbox", "--disable-gpu"]
+    flags += ["--enable-logging=stderr", f"--blink-settings=preferredColorScheme={int(not is_dark)}"]
+    flags += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", frame.as_uri()]
+    done = subprocess.run([need_chromium(), *flags], capture_output=True, text=True, timeout=300)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert done.returncode == 0 and title is not None, done.stderr
+    is_refused = bool(extra) and "Content-Security-Policy" in allowed
+    assert ("CONSOLE" in done.stderr) == is_refused, done.stderr
+    return json.loads(unescape(title[1]))
+
+
+@pytest.mark.slow
+def test_a_browser_shows_what_is_under_the_pointer_and_smooths_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert main(["report", str(folder)]) == 0
+    evil = '<script>window.evil = 1</script><img src="x" onerror="window.evil = 1">'
+    end, at_mark, between, left, smooth, raw, is_hidden, is_safe = in_browser(
+        folder / "report.html", POINT, tmp_path, width=1280, is_dark=False, extra=evil
+    )
+    held_out = [f"held out: {name}" for name in ("chats", HOSTILE)]
+    assert end == left == ["at the end", "training 0.1", *(f"{name} 0.12195" for name in held_out)]
+    assert at_mark == ["step 20, evaluation, save", "training 0.2", *(f"{name} 0.2381" for name in held_out)]
+    assert between == ["step 23", "training 0.17391", *(f"{name} 0.2381 at 20" for name in held_out)]
+    # The losses 4, 2 and 4/3, of which each counts half as much as the next.
+    assert smooth[:2] == ["step 3", f"training {(4 / 4 + 2 / 2 + 4 / 3) / (1 / 4 + 1 / 2 + 1):.5g}"]
+    assert raw[:2] == ["step 3", "training 1.3333"] and smooth[2:] == raw[2:], "evaluations are not smoothed"
+    assert not is_hidden and is_safe, "what a page's policy does not allow is not executed"
+    lax = tmp_path / "lax.html"
+    lax.write_text(re.sub("<meta http-equiv.*?>", "", (folder / "report.html").read_text()))
+    assert in_browser(lax, POINT, tmp_path, width=1280, is_dark=False, extra=evil)[-1] is False, "without it, it is"
 
 
 @pytest.mark.slow
@@ -299,22 +466,11 @@ FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.da
     ],
 )
 def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark: bool, tmp_path: Path) -> None:
-    chromium = need_chromium()
     folders = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     assert main(["report", folders[0]]) == main(["report", *folders]) == 0
     for path, num_charts in ((tmp_path / "a/report.html", 7), (tmp_path / "compare.html", 18)):
-        measured = path.with_suffix(".measured.html")
-        measured.write_text(path.read_text().replace("</body>", f"{SCRIPT}</body>"))
-        frame = path.with_suffix(".frame.html")
-        frame.write_text(FRAME.replace("PAGE", measured.as_uri()).replace("WIDTH", str(width)))
-        flags = ["--headless", "--hide-scrollbars", "--virtual-time-budget=10000", "--no-sandbox", "--disable-gpu"]
-        flags += ["--enable-logging=stderr", f"--blink-settings=preferredColorScheme={int(not is_dark)}"]
-        flags += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()]
-        done = subprocess.run([chromium, *flags], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0 and "CONSOLE" not in done.stderr, done.stderr
-        title = re.search(r"<title>(.*?)</title>", done.stdout)
-        assert title is not None
-        inner, scrolled, background, stroke, drawn = json.loads(title[1])
+        shown = in_browser(path, SCRIPT, tmp_path, width=width, is_dark=is_dark)
+        inner, scrolled, background, stroke, drawn = shown
         assert (inner, scrolled) == (width, width), "something stands out to the side"
         assert background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
         assert stroke == ("rgb(68, 147, 248)" if is_dark else "rgb(9, 105, 218)")

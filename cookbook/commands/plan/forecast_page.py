@@ -232,7 +232,7 @@ def memory_drawing(bars: Sequence[Bar], prefix: str) -> str:
         axes.set_xlim(0, right / GIB)
         axes.set_ylim(len(bars) - 0.4, -0.6)
 
-    return drawing(draw, prefix, 0.7 + 0.23 * len(bars))
+    return drawing(draw, prefix, 0.7 + 0.23 * len(bars)).svg
 
 
 def _time_and_price(points: Sequence[Point], amount: str, names: str, *, is_listed: bool) -> Iterable[str]:
@@ -279,7 +279,7 @@ def price_drawing(points: Sequence[Point]) -> str:
         axes.set_xlabel("price")
         axes.set_ylabel(unit)
 
-    return drawing(draw, "p-")
+    return drawing(draw, "p-").svg
 
 
 def _of(points: Sequence[Point], number: int) -> list[Point]:

@@ -1,4 +1,4 @@
-"""A page about a run, or about several: one HTML file with curves as SVG, without scripts and without a network."""
+"""A page about a run, or about several: one HTML file that needs no network."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,48 +6,61 @@ from dataclasses import replace
 from datetime import datetime
 from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.commands.report import hardware_problems
 from cookbook.commands.report.summary import with_earlier
-from cookbook.commands.shared import html_page
+from cookbook.commands.shared.charts import MARKS, SMOOTHING, Chart, Line, chart, script
 from cookbook.commands.shared.history import History
-from cookbook.commands.shared.html_page import Line, beginning, figure, grid, legend, page_text, table
+from cookbook.commands.shared.html_page import beginning, grid, legend, page_text, side_by_side, table
 from cookbook.config.effects import effect_of
 from cookbook.system.files import flatten
 from cookbook.system.hardware import GIB
 from cookbook.system.record_files import SAMPLES
 
-TITLES = {
-    "reward": "Mean reward of a round",
-    "kl_sampler_trainer": "Divergence of the trained weights from the sampler",
-    "loss": "Loss",
-    "learning_rate": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "tokens_per_second": "Tokens per second, all processes",
-    "step_seconds": "Seconds a step",
-    "data_seconds": "Seconds that a step waited for its batch",
-    "eval_seconds": "Seconds of evaluation before a step",
-    "save_seconds": "Seconds that a save took before a step",
-    "mfu": "Model FLOPs utilization",
-    "peak_memory_gib": "Peak memory, GiB, largest process",
+
+class Quantity(NamedTuple):
+    """Title, unit and kind of a curve."""
+
+    title: str
+    word: str
+    """At its axis."""
+    from_zero: bool = True
+    """Whether its axis has the zero, where there is nothing of it."""
+
+
+QUANTITIES = {
+    "reward": Quantity("Mean reward of a round", "reward", False),
+    "kl_sampler_trainer": Quantity("Divergence of the trained weights from the sampler", "nats a token"),
+    "loss": Quantity("Loss", "loss", False),
+    "learning_rate": Quantity("Learning rate", "learning rate"),
+    "grad_norm": Quantity("Gradient norm", "norm"),
+    "tokens_per_second": Quantity("Speed, all processes", "tokens/s"),
+    "step_seconds": Quantity("Time of a step", "seconds"),
+    "data_seconds": Quantity("Time that a step waited for its batch", "seconds"),
+    "eval_seconds": Quantity("Time of an evaluation before a step", "seconds"),
+    "save_seconds": Quantity("Time that a save took before a step", "seconds"),
+    "mfu": Quantity("Model FLOPs utilization", "share"),
+    "peak_memory_gib": Quantity("Peak memory, largest process", "GiB"),
 }
-"""Titles of the curves of every run, in their order on the page; the metrics of an objective follow by their names."""
+"""Curves of every run, in their order on the page; the metrics of an objective follow by their names."""
 HARDWARE = {
-    "busy_percent": "Busy, percent of the time",
-    "memory_gib": "Memory in use, GiB",
-    "celsius": "Temperature, degrees Celsius",
-    "watts": "Power, watts",
-    "clock_mhz": "Clock, MHz",
-    "nvlink_mb_s": "Sent over NVLink, MB/s",
-    "pcie_sent_mb_s": "Sent over PCIe by the GPU, MB/s",
-    "pcie_received_mb_s": "Received over PCIe by the GPU, MB/s",
-    "disk_read_mb_s": "Read from disks, MB/s",
-    "disk_write_mb_s": "Written to disks, MB/s",
-    "network_mb_s": "Sent over the network, MB/s",
+    "busy_percent": Quantity("Busy", "percent of the time"),
+    "memory_gib": Quantity("Memory in use", "GiB"),
+    "celsius": Quantity("Temperature", "degrees Celsius"),
+    "watts": Quantity("Power", "watts"),
+    "clock_mhz": Quantity("Clock", "MHz"),
+    "nvlink_mb_s": Quantity("Sent over NVLink", "MB/s"),
+    "pcie_sent_mb_s": Quantity("Sent over PCIe by the GPU", "MB/s"),
+    "pcie_received_mb_s": Quantity("Received over PCIe by the GPU", "MB/s"),
+    "disk_read_mb_s": Quantity("Read from disks", "MB/s"),
+    "disk_write_mb_s": Quantity("Written to disks", "MB/s"),
+    "network_mb_s": Quantity("Sent over the network", "MB/s"),
 }
-"""Titles of the curves where monitor.jsonl is."""
+"""Curves where monitor.jsonl is."""
 POSITIONS = ("step", "epoch", "num_tokens", "round")
+HELD_OUT = "held out"
+"""How the names of curves of held-out rows begin."""
 MOST_SAMPLES = 12
 """Continuations of one prompt."""
 
@@ -58,16 +71,22 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     Args:
         summary: rows of name and value for its head.
     """
-    marks = [event["step"] for event in run.events if event.get("event") in ("skip", "gradient")]
+    marks = {"evaluation": _evaluated(run), "save": _saved(run)}
+    unusual = [event["step"] for event in run.events if event.get("event") in ("skip", "gradient")]
     starts = [event["step"] for event in run.events if event.get("event") == "start" and event["step"]]
     charts = []
     for i, key in enumerate(_keys([run])):
-        lines = _lines_of(run, key, _steps)
-        charts.append(_chart(key, lines, has_legend=len(lines) > 1, marks=marks, starts=starts, number=i))
-    body = [table(("", ""), [("state", run.state.words), *summary]), "<h2>Curves</h2>", grid(charts)]
-    if starts or marks:
-        red = "Red: a step was skipped, or its gradient was unusual; see the events."
-        body.append(f'<p class="soft">Dotted: the run was started again. {red}</p>')
+        if lines := _lines_of(run, key, _steps):
+            events = {"ends": _ends([run], _steps), "marks": marks, "unusual": unusual, "starts": starts}
+            charts.append(_chart(_quantity(key), lines, "step", number=i, **events))
+    signs = [f"{MARKS[name][1]} {name}" for name, places in marks.items() if places]
+    signs += ["dotted: the run was started again"] * bool(starts)
+    signs += ["red: a step was skipped, or its gradient was unusual; see the events"] * bool(unusual)
+    body = [
+        side_by_side(table(("", ""), [("state", run.state.words), *summary]) + SMOOTHING, charts[0]),
+        f'<p class="soft">{"; ".join(signs)}</p>' if signs else "",
+        grid(charts[1:]),
+    ]
     if run.monitor:
         body += ["<h2>Hardware</h2>", *_hardware(run)]
     if memory := list(_memory(run)):
@@ -78,7 +97,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     body += ["<h2>Events</h2>", table(("time", "step", "event", ""), _event_rows(run))]
     rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
     body += ["<h2>Settings</h2>", table(("key", "value", "from"), rows)]
-    return page_text("report", f"Run {run.folder}", body)
+    return page_text("report", f"Run {run.folder}", body, script())
 
 
 def _samples(lines: Sequence[dict[str, Any]]) -> str:
@@ -116,10 +135,10 @@ def _hardware(run: History) -> Iterator[str]:
     problems = hardware_problems.findings(run) or ["Nothing to complain of."]
     yield f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in problems)}</ul>"
     measured, charts = hardware_problems.series(run), []
-    for i, (key, title) in enumerate(HARDWARE.items()):
+    for i, (key, quantity) in enumerate(HARDWARE.items()):
         lines = [Line(name=who, points=of, ink=j) for j, (who, of) in enumerate(measured.get(key, {}).items())]
         if lines:
-            charts.append(_chart(f"{title}, by minutes", lines, has_legend=True, number=f"h{i}"))
+            charts.append(_chart(quantity, lines, "minutes", number=f"h{i}"))
     yield grid(charts)
 
 
@@ -133,8 +152,8 @@ def _memory(run: History) -> Iterator[str]:
         areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
         line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
         moment = run.record["forecast"].get("moment", "a step")
-        title = f"GPU memory in use, GiB, by minutes, over the forecast of {moment}"
-        yield _chart(title, [*areas, line], has_legend=True, number="m")
+        quantity = Quantity(f"GPU memory in use, over the forecast of {moment}", "GiB")
+        yield _chart(quantity, [*areas, line], "minutes", number="m")
 
 
 def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
@@ -153,26 +172,42 @@ def compare_page(runs: Sequence[History], loss_difference: str | None) -> str:
     Args:
         loss_difference: the largest one, in words.
     """
-    names = [str(run.folder) for run in runs]
-    rows = differences(runs)
-    body = [
-        legend(enumerate(names)),
-        "<h2>What differs</h2>",
-        table(("key", *names, "affects"), rows) if rows else "<p>Nothing differs.</p>",
-        f"<p>{escape(loss_difference)}</p>" if loss_difference else "",
-    ]
-    for letter, title, places in (("s", "By step", _steps), ("t", "By tokens trained on", _tokens)):
+    folders, rows, names = [str(run.folder) for run in runs], differences(runs), _short_names(runs)
+    sections = []
+    for letter, title, across, places in (
+        ("s", "By step", "step", _steps),
+        ("t", "By tokens trained on", "tokens", _tokens),
+    ):
         groups: dict[tuple[str, str], list[Line]] = {}
         for key in _keys(runs):
             for ink, run in enumerate(runs):
                 for line in _lines_of(run, key, places):
-                    of_set = line.name if line.has_dots else ""
-                    groups.setdefault((key, of_set), []).append(replace(line, ink=ink, is_dashed=ink > 0))
+                    of_set = line.name if line.name.startswith(HELD_OUT) else ""
+                    of_run = replace(line, name=names[ink], ink=ink, is_dashed=ink > 0)
+                    groups.setdefault((key, of_set), []).append(of_run)
         charts = [
-            _chart(key, lines, of_set, number=f"{letter}{i}") for i, ((key, of_set), lines) in enumerate(groups.items())
+            _chart(_quantity(key, of_set), lines, across, number=f"{letter}{i}", ends=_ends(runs, places))
+            for i, ((key, of_set), lines) in enumerate(groups.items())
         ]
+        sections.append((title, charts))
+    (first, *by_step) = sections[0][1]
+    head = [
+        legend(enumerate(folders)),
+        f"<p><strong>{escape(loss_difference)}</strong></p>" if loss_difference else "",
+        "<h2>What differs</h2>",
+        table(("key", *folders, "affects"), rows) if rows else "<p>Nothing differs.</p>",
+        SMOOTHING,
+    ]
+    body = [side_by_side("".join(head), first)]
+    for title, charts in ((sections[0][0], by_step), *sections[1:]):
         body += [f"<h2>{title}</h2>", grid(charts)]
-    return page_text("report", f"{len(runs)} runs", body)
+    return page_text("report", f"{len(runs)} runs", body, script())
+
+
+def _short_names(runs: Sequence[History]) -> list[str]:
+    """The last parts of the folders, or the whole paths if two of them are the same."""
+    names = [run.folder.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
 def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
@@ -200,7 +235,22 @@ def _keys(runs: Iterable[History]) -> list[str]:
     """Keys that have a curve: the numbers of training lines, and of rounds."""
     lines = (line for run in runs for line in (*run.rounds, *run.steps))
     keys = {key: None for line in lines for key in line if key not in POSITIONS}
-    return [key for key in TITLES if key in keys] + [key for key in keys if key not in TITLES]
+    return [key for key in QUANTITIES if key in keys] + [key for key in keys if key not in QUANTITIES]
+
+
+def _quantity(key: str, of_set: str = "") -> Quantity:
+    quantity = QUANTITIES.get(key, Quantity(key, key, False))
+    return quantity._replace(title=f"{quantity.title}, {of_set}") if of_set else quantity
+
+
+def _evaluated(run: History) -> list[int]:
+    """The steps after which the run evaluated."""
+    return list(dict.fromkeys(line["step"] for line in run.evaluations))
+
+
+def _saved(run: History) -> list[int]:
+    """The steps of its complete checkpoints."""
+    return [event["step"] for event in run.events if event.get("event") == "save"]
 
 
 def _steps(run: History) -> Callable[[dict[str, Any]], float]:
@@ -219,16 +269,29 @@ def _tokens(run: History) -> Callable[[dict[str, Any]], float]:
 Places = Callable[[History], Callable[[dict[str, Any]], float]]
 
 
+def _ends(runs: Iterable[History], places: Places) -> tuple[float, float]:
+    """The first and the last place of runs."""
+    at = [place(line) for run in runs for place in [places(run)] for line in run.lines]
+    return min(at), max(at)
+
+
 def _lines_of(run: History, key: str, places: Places) -> list[Line]:
-    """The curve of a key in training, and on each evaluation set."""
+    """The curve of a key in training, and on each evaluation set. Of the time of a pause, only the steps after one."""
     place = places(run)
-    training = [(place(line), line[key]) for line in run.lines if line.get(key) is not None]
-    lines = [Line(name="training", points=training)]
+    pauses = {"eval_seconds": ("evaluation", _evaluated), "save_seconds": ("save", _saved)}
+    name, steps_of = pauses.get(key, ("training", None))
+    after = {step + 1 for step in steps_of(run)} if steps_of else None
+    training = [
+        (place(line), line[key])
+        for line in run.lines
+        if line.get(key) is not None and (after is None or line["step"] in after)
+    ]
+    lines = [Line(name=name, points=training, has_dots=after is not None)] if training else []
     for i, of_set in enumerate(dict.fromkeys(line.get("eval_set", "") for line in run.evaluations), 1):
         chosen = [line for line in run.evaluations if line.get("eval_set", "") == of_set]
         points = [(place(line), line[f"eval_{key}"]) for line in chosen if line.get(f"eval_{key}") is not None]
         if points:
-            lines.append(Line(name=f"held out{of_set and f': {of_set}'}", points=points, has_dots=True, ink=i))
+            lines.append(Line(name=f"{HELD_OUT}{of_set and f': {of_set}'}", points=points, has_dots=True, ink=i))
     forecast = run.record.get("forecast")
     if key == "peak_memory_gib" and forecast and training:
         ends = [(training[0][0], forecast["allocated"] / GIB), (training[-1][0], forecast["allocated"] / GIB)]
@@ -236,19 +299,24 @@ def _lines_of(run: History, key: str, places: Places) -> list[Line]:
     return lines
 
 
-def _chart(
-    key: str,
-    lines: Sequence[Line],
-    of_set: str = "",
-    *,
-    has_legend: bool = False,
-    number: int | str,
-    marks: Sequence[int] = (),
-    starts: Sequence[int] = (),
-) -> str:
-    title = TITLES.get(key, key) + (f", {of_set}" if of_set else "")
-    names = legend((line.ink, line.name) for line in lines) if has_legend else ""
-    return figure(title, html_page.curves(lines, f"c{number}-", marks, starts), names)
+def _chart(quantity: Quantity, lines: Sequence[Line], across: str, *, number: int | str, **events: Any) -> str:
+    """A chart by steps, tokens or minutes.
+
+    Args:
+        events: ends of the axis, marks, unusual steps and starts.
+    """
+    title, word, from_zero = quantity
+    return chart(
+        Chart(
+            title=title,
+            lines=lines,
+            prefix=f"c{number}-",
+            across=across,
+            along=word,
+            from_zero=from_zero,
+            **events,
+        )
+    )
 
 
 BEGINNING = beginning("report")

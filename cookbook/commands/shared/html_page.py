@@ -1,18 +1,19 @@
-"""One HTML file with drawings as SVG, without scripts and without a network: its style, its parts and its curves."""
+"""One HTML file that needs no network: its style, its parts, and drawings as SVG."""
 
+import base64
+import hashlib
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_POINTS = 2000
-"""Points of a curve: more than a page has pixels."""
+POINTS_AN_INCH = 72
+"""The unit of a drawing."""
 INKS = 8
 """Colours of lines; a ninth line has the first again."""
 STYLE = """\
@@ -28,11 +29,17 @@ font: 16px/1.45 system-ui, sans-serif }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { margin: 2rem 0 .7rem; font-size: 1.15rem }
 h3 { margin: 0 0 .3rem; font-size: .95rem; overflow-wrap: anywhere }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)) }
+.head { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)) }
+.head > * { min-width: 0 }
 figure { margin: 0; padding: .8rem; background: var(--panel); border: 1px solid var(--rule); border-radius: 8px }
 svg { display: block; width: 100%; height: auto }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .3rem 0 0; padding: 0; list-style: none;
 font-size: .85rem; overflow-wrap: anywhere }
 .legend i { display: inline-block; width: 1.1em; height: .25em; margin-right: .4em; vertical-align: middle }
+.legend b { font-variant-numeric: tabular-nums; font-weight: 600 }
+figure[data-chart] svg { cursor: crosshair; touch-action: pan-y } svg .raw { opacity: .25 }
+.pointer { pointer-events: none } .pointer line { stroke: var(--soft); stroke-width: .6 }
+.smoothing label, .smoothing input { vertical-align: middle }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule) }
 td { white-space: pre-line }
@@ -40,54 +47,27 @@ thead th { color: var(--soft) } .soft { color: var(--soft) }
 .answer { overflow-x: auto; font-size: .85rem }"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One curve of a chart."""
-
-    name: str
-    points: list[tuple[float, float]]
-    has_dots: bool = False
-    """Whether its points are marked: few ones, such as evaluations."""
-    ink: int = 0
-    is_dashed: bool = False
-    floor: list[float] | None = None
-    """Lower edge of an area, whose upper edge is the points; it is filled between both."""
+def swatch(ink: int) -> str:
+    """A line's colour, before its name."""
+    return f'<i style="background: var(--line-{ink % INKS})"></i>'
 
 
 def legend(names: Iterable[tuple[int, str]]) -> str:
     """Names with the number of their colour."""
-    items = (f'<li><i style="background: var(--line-{ink % INKS})"></i>{escape(name)}</li>' for ink, name in names)
+    items = (f"<li>{swatch(ink)}{escape(name)}</li>" for ink, name in names)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def curves(lines: Sequence[Line], prefix: str, marks: Sequence[int], starts: Sequence[int]) -> str:
-    """A drawing of curves, whose ids begin with `prefix`.
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """An SVG with the place of its axes."""
 
-    Args:
-        marks: places of vertical lines.
-        starts: places of dotted ones.
-    """
-    from matplotlib.ticker import EngFormatter
-
-    def draw(axes: "Axes") -> None:
-        for step in starts:
-            axes.axvline(step, color=SOFT, linestyle=":", linewidth=1.5)
-        for step in marks:
-            axes.axvline(step, color=ink(1), linewidth=1)
-        for i, line in enumerate(lines):
-            points = thinned(line.points) if line.floor is None else line.points  # of an area both edges have as many
-            x, y = zip(*points, strict=True) if points else ((), ())
-            style = "--" if line.is_dashed else "-"
-            if line.floor is not None:
-                axes.fill_between(x, line.floor, y, color=ink(line.ink), alpha=0.35, linewidth=0)
-            (drawn,) = axes.plot(x, y, color=ink(line.ink), linestyle=style, linewidth=1.6)
-            if line.has_dots or len(x) == 1:
-                drawn.set(marker="o", markersize=3.5)
-            drawn.set_gid(f"curve-{i}")
-        if axes.get_xlim()[1] >= 1000:
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # which calls half a minute 500m
-
-    return drawing(draw, prefix)
+    svg: str
+    box: tuple[float, float, float, float]
+    """Left, top, right and bottom edge of what the axes enclose, in the units of the SVG."""
+    x: tuple[float, float]
+    """What the horizontal axis has at its ends."""
+    y: tuple[float, float]
 
 
 # One colour for each role, which CSS variables then replace; none is black, which SVG leaves out.
@@ -99,7 +79,7 @@ def ink(number: int) -> str:
     return f"#00bb{number % INKS:02x}"
 
 
-def drawing(draw: Callable[["Axes"], None], prefix: str, height: float = 3.0) -> str:
+def drawing(draw: Callable[["Axes"], None], prefix: str, height: float = 3.0) -> Drawing:
     """A drawing by `draw` with the colours of `ink`, as SVG whose colours follow the page.
 
     Args:
@@ -142,29 +122,21 @@ def drawing(draw: Callable[["Axes"], None], prefix: str, height: float = 3.0) ->
         text = text.replace(ink(i), f"var(--line-{i})")
     for colour, variable in ((SOFT, "soft"), (RULE, "rule"), (STRONG, "ink")):
         text = text.replace(colour, f"var(--{variable})")
-    return text
+    (left, bottom), (right, top) = axes.get_position().get_points()  # shares of the figure, from its lower left corner
+    width, tall = POINTS_AN_INCH * figure.get_figwidth(), POINTS_AN_INCH * figure.get_figheight()
+    box = left * width, (1 - top) * tall, right * width, (1 - bottom) * tall
+    return Drawing(svg=text, box=box, x=axes.get_xlim(), y=axes.get_ylim())
 
 
-def figure(title: str, drawn: str, names: str = "") -> str:
+def figure(title: str, drawn: str, names: str = "", data: str | None = None) -> str:
     """A drawing under its title.
 
     Args:
         names: its legend.
+        data: what the page's script reads of it.
     """
-    return f"<figure><h3>{escape(title)}</h3>{drawn}{names}</figure>"
-
-
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MOST_POINTS`: the least and the greatest of each part of a longer curve, so that no spike is lost."""
-    if len(points) <= MOST_POINTS:
-        return points
-    edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
-    kept = []
-    for begin, end in pairwise(edges):
-        part = range(begin, end)
-        ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-        kept += [points[i] for i in sorted(ends)]
-    return kept
+    for_script = "" if data is None else f' data-chart="{escape(data)}"'
+    return f"<figure{for_script}><h3>{escape(title)}</h3>{drawn}{names}</figure>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -173,6 +145,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     shown = f"<thead><tr>{top}</tr></thead>" if any(head) else ""
     return f'<div class="scroll"><table>{shown}<tbody>{lines}</tbody></table></div>'
+
+
+def side_by_side(left: str, right: str) -> str:
+    """The head of a page: two columns where there is room."""
+    return f'<div class="head"><div>{left}</div>{right}</div>'
 
 
 def grid(charts: Iterable[str]) -> str:
@@ -190,18 +167,24 @@ def beginning(command: str) -> str:
 <meta name="generator" content="cookbook {command}">"""
 
 
-def page_text(command: str, title: str, body: Iterable[str]) -> str:
-    """A whole page.
+def page_text(command: str, title: str, body: Iterable[str], script: str = "") -> str:
+    """A whole page. It may fetch nothing, and execute nothing but its script, whatever a run's names and texts are.
 
     Args:
         command: that writes it.
+        script: at its end.
     """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    executed = f"'sha256-{digest}'" if script else "'none'"
+    allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src {executed}"
     return "\n".join(
         (
             beginning(command),
+            f'<meta http-equiv="Content-Security-Policy" content="{allowed}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
             *body,
+            *([f"<script>{script}</script>"] if script else []),
             "</body>\n</html>\n",
         )
     )
