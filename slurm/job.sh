@@ -6,6 +6,7 @@
 # A sweep, whose task N adds the words of line N of a file, such as --set seed=1 --set run.output_dir=outputs/seed1,
 # without quotes:
 #   SWEEP=sweep.txt sbatch --array=1-8 slurm/job.sh RECIPE
+# cookbook sweep --to slurm writes such a script, which has the words of each task.
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@120
@@ -16,7 +17,7 @@ export COOKBOOK_STEP_FILE=$PWD/slurm-$SLURM_JOB_ID.step # the step after which t
 before=$(cat "$COOKBOOK_STEP_FILE" 2>/dev/null || echo 0)
 
 words=()
-if [ "$SLURM_ARRAY_TASK_ID" ]; then
+if [ "$SLURM_ARRAY_TASK_ID" ] && [ "$SWEEP" != - ]; then
   read -ra words <<<"$(sed -n "${SLURM_ARRAY_TASK_ID}p" "${SWEEP:-/dev/null}" | tr -d '\r')"
   if [ ${#words[@]} = 0 ]; then
     echo "task $SLURM_ARRAY_TASK_ID of an array: SWEEP=$SWEEP has no such line, with what is different in it" >&2

@@ -254,6 +254,30 @@ def test_a_sweep_is_an_array_of_jobs_each_with_a_line_of_its_own(slurm, lab, tmp
 
 
 @pytest.mark.thorough
+def test_a_sweep_in_slurm_trains_each_value_and_the_best_is_named_when_they_have_ended(
+    slurm, lab, tmp_path, monkeypatch, capsys
+):
+    script, rates = tmp_path / "script.sh", ("0.01", "0.02")
+    monkeypatch.chdir(slurm.folder)
+    words = ["sweep", str(lab.folder / "recipe.yaml"), f"optim.learning_rate={','.join(rates)}", "--strategy", "ddp"]
+    words += [
+        word for setting in (f"run.output_dir={tmp_path / 'out'}", "run.max_steps=5") for word in ("--set", setting)
+    ]
+    assert main([*words, "--to", "slurm", "--gpus", "1xcpu"]) == 0
+    script.write_text(capsys.readouterr().out)
+    job = slurm.call("sbatch", "--parsable", f"--output={tmp_path}/%a.txt", str(script)).strip()
+    until(lambda: not slurm.call("squeue", "-h", "-j", job, check=False), "the end of the array", 240)
+    for task, rate in enumerate(rates, start=1):
+        folder, log = tmp_path / f"out-sweep/optim.learning_rate={rate}", (tmp_path / f"{task}.txt").read_text()
+        assert f"learning_rate: {rate}\n" in (folder / "recipe.yaml").read_text(), log
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["state"], status["step"], status["exit_code"]) == ("finished", 5, 0), log
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("is finished") == 2 and "at the end of" in printed
+
+
+@pytest.mark.thorough
 def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, monkeypatch, capsys):
     folder, log, script = tmp_path / "submitted", tmp_path / "log.txt", tmp_path / "script.sh"
     monkeypatch.chdir(slurm.folder)

@@ -5,6 +5,7 @@ python -m pytest -q tests/test_sweep.py
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -143,6 +144,52 @@ def test_keys_are_combined_and_a_list_is_one_value(started, tmp_path):
     assert len({*started.runs}) == 4 and not (tmp_path / "out-sweep").exists()
 
 
+def jobs(script: str, tmp_path: Path) -> list[list[str]]:
+    """The words that bash gives `launch` in each job of a script."""
+    head = script.partition("export COOKBOOK_STEP_FILE")[0] + """printf '%s\\n' "$@"\n"""
+    (tmp_path / "head.sh").write_text(head)
+    number = re.search(r"^#SBATCH --array=1-(\d+)$", script, re.MULTILINE)
+    assert number is not None
+    return [
+        subprocess.run(
+            ["bash", tmp_path / "head.sh"],
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for task in range(1, int(number[1]) + 1)
+    ]
+
+
+def test_an_array_of_slurm_has_a_job_for_each_run_that_is_left(started, tmp_path, capsys):
+    swept = ("optim.betas=[0.9,0.95],[0.9, 0.99]", "--and", "optim.learning_rate=1e-3,2e-3")
+    in_slurm, out = (*swept, "--to", "slurm", "--gpus", "1xcpu"), tmp_path / "an $out"
+    assert sweep(out, *in_slurm) == 0
+    script = capsys.readouterr().out
+    written = jobs(script, tmp_path)
+    assert "#SBATCH --nodes=1\n" in script and len(written) == 4 and started.runs == []
+    assert all(words[:3] == [SUMS, "--processes", "1"] for words in written)
+    pairs = [[word for flag, word in pairwise(words) if flag == "--set"] for words in written]
+    assert [settings[:3] for settings in pairs] == [
+        ["run.resume=auto", f"optim.betas={betas}", f"optim.learning_rate={rate}"]
+        for betas in ("[0.9,0.95]", "[0.9, 0.99]")
+        for rate in ("1e-3", "2e-3")
+    ]
+    assert all(settings[-1].startswith(f"run.output_dir={tmp_path}/an $out-sweep/") for settings in pairs)
+    assert len({settings[-1] for settings in pairs}) == 4
+    assert sweep(out, swept[0], "--and", "optim.learning_rate=1e-3,4e-3") == 0
+    capsys.readouterr()
+    assert sweep(out, *in_slurm) == 0
+    left = [Path(words[-1]).name for words in jobs(capsys.readouterr().out, tmp_path)]
+    assert left == [Path(settings[-1]).name for settings in (pairs[1], pairs[3])], "what has finished is left out"
+    assert sweep(out, *swept) == 0
+    capsys.readouterr()
+    assert sweep(out, *in_slurm) == 0
+    written = capsys.readouterr()
+    assert "all runs are finished; the same command without --to" in written.err and not written.out
+
+
 @pytest.mark.parametrize(
     ("words", "mistakes"),
     [
@@ -160,6 +207,10 @@ def test_keys_are_combined_and_a_list_is_one_value(started, tmp_path):
         (["seed=1,2", "--set", "seed=3"], ["--set seed: would be ignored, as seed is swept; take it out"]),
         (["strategy=ddp,single", "--strategy", "single"], ["would be ignored with --strategy"]),
         (["seed=1,2", "--set", "run.resume=outputs/x"], ["write --set run.resume=auto"]),
+        (["seed=1,2", "--to", "slurm", "--dry-run"], ["--gpus is missing", "--dry-run: would be ignored with --to"]),
+        (["seed=1,2", "--gpus", "8xH100"], ["--gpus: would be ignored without --to slurm"]),
+        (["seed=1,2", "--to", "slurm", "--gpus", "8xH9000"], ["H9000"]),
+        (["seed=1,y", "--to", "slurm", "--gpus", "2xcpu"], ["seed is 'y'"]),
     ],
     ids=lambda value: " ".join(value) if "=" in value[0] else "",
 )

@@ -6,7 +6,7 @@ Each starts `cookbook launch` once on every machine, with the numbers that it gi
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -29,6 +29,7 @@ OUTPUTS = "/outputs"
 SECONDS_TO_SAVE = 120
 """Between the signal that asks a run to stop and the end of its time, where nobody writes another number."""
 MISTAKE = 2
+IN_A_CLONE = "--to: its jobs run the project in its folder; type it in a clone"
 NEEDS = {"slurm": (), "sky": ("--volume",)}
 NEEDS |= dict.fromkeys(("k8s", "trainjob", "dstack", "hf"), ("--image", "--volume"))
 """Flags that a system requires; SkyPilot only for several machines."""
@@ -61,6 +62,8 @@ class Task:
     image: str
     volume: str
     """Both empty where the system takes none."""
+    array: Sequence[list[str]] = ()
+    """Words in the place of `words`, for each job of an array of Slurm."""
 
     def command(self, where: str) -> str:
         """The line of bash that trains on one machine. `where`: the flags of several, from the system's variables."""
@@ -73,13 +76,18 @@ def slurm(task: Task) -> str:
     comments, _, body = JOB_SCRIPT.read_text(encoding="utf-8").partition("\n\n")
     asked = [f"--job-name={task.name}", f"--nodes={task.machines.num_machines}"]
     asked += [f"--gpus-per-node={task.machines.gpus_each}"] if task.machines.gpus_each else []
+    asked += [f"--array=1-{len(task.array)}"] if task.array else []
     options = [f"#SBATCH {words}" for words in asked]
     options += [
         re.sub(r"(--signal=B:USR1@)\d+", rf"\g<1>{task.seconds_to_save}", line)
         for line in comments.splitlines()
         if line.startswith("#SBATCH")
     ]
-    return "\n".join([*options, "", f"set -- {shlex.join(task.words)}", body])
+    lines = [f"set -- {shlex.join(task.words)}"]
+    if task.array:
+        cases = [f"  {number}) set -- {shlex.join(words)} ;;" for number, words in enumerate(task.array, start=1)]
+        lines = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac", "SWEEP=- # its words are above"]
+    return "\n".join([*options, "", *lines, body])
 
 
 def sky(task: Task) -> str:
@@ -256,7 +264,7 @@ def submit(
     if to != "slurm":  # the machines have this folder under another name
         path = Path(os.path.relpath(path))
         strategy = strategy and Path(os.path.relpath(strategy))
-    mistakes = ["submit: its jobs run the project in its folder; type it in a clone"] if IS_INSTALLED else []
+    mistakes = [IN_A_CLONE] if IS_INSTALLED else []
     with gathered(mistakes):
         machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
         flags = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
@@ -281,25 +289,58 @@ def submit(
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
     settings += ["run.resume=auto"] if to != "slurm" else []  # its script has that, from the second start on
-    words = [
-        str(path),
-        *(["--strategy", str(strategy)] if strategy else []),
-        "--processes",
-        str(count),
-    ]
-    words += [word for setting in settings for word in ("--set", setting)]
     task = Task(
         name=_name(run),
         machines=machines,
-        words=words,
+        words=_words(path, strategy, count, settings),
         seconds_to_save=seconds,
         image=image or "",
         volume=volume or "",
     )
+    print(_file(to, facts, task), end="")
+    return 0
+
+
+def slurm_array(path: Path, runs: Sequence[list[str]], gpus: str, strategy: Path | None, name: str) -> str:
+    """A script of Slurm whose job N trains a recipe with the Nth of several lists of assignments.
+
+    Raises:
+        RecipeError: all mistakes of all jobs.
+    """
+    mistakes = [IN_A_CLONE] if IS_INSTALLED else []
+    with gathered(mistakes):
+        machines = parse_machines(gpus, host_gib=None, nvme_gib=None)
+    refuse(mistakes)
+    facts: list[str] = []
+    words = []
+    for settings in runs:
+        with gathered(mistakes):
+            facts_of_run, count = _plan(*load_single(path, settings, strategy), machines, path)
+            facts += facts_of_run
+            words.append(_words(path, strategy, count, settings))
+    refuse(list(dict.fromkeys(mistakes)))
+    facts.append(f"a step and a save have {SECONDS_TO_SAVE} seconds after the signal to stop")
+    task = Task(
+        name=_name(name),
+        machines=machines,
+        words=[],
+        seconds_to_save=SECONDS_TO_SAVE,
+        image="",
+        volume="",
+        array=words,
+    )
+    return _file("slurm", [*dict.fromkeys(facts)], task)
+
+
+def _words(path: Path, strategy: Path | None, count: int, settings: Sequence[str]) -> list[str]:
+    words = [str(path), *(["--strategy", str(strategy)] if strategy else []), "--processes", str(count)]
+    return words + [word for setting in settings for word in ("--set", setting)]
+
+
+def _file(to: str, facts: Sequence[str], task: Task) -> str:
     write, start = SYSTEMS[to]
     head = ["#!/bin/bash"] if to in ("slurm", "hf") else []
-    print("\n".join([*head, *(f"# {line}" for line in (*facts, f"{start}")), write(task)]), end="")
-    return 0
+    return "\n".join([*head, *(f"# {line}" for line in (*facts, start)), write(task)])
 
 
 def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> list[str]:

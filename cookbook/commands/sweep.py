@@ -1,14 +1,17 @@
-"""`cookbook sweep`: trains a recipe once for each value of a key, one run after another, and names the best."""
+"""`cookbook sweep`: trains a recipe once for each value of a key, one run after another or as an array of jobs, and
+names the best.
+"""
 
 import hashlib
 import itertools
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from typer import Argument, Option
@@ -20,6 +23,7 @@ from cookbook.commands.shared.answer_forms import RunSummary
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.history import History, read_history, state_of
 from cookbook.commands.shared.named_file import write_named_file
+from cookbook.commands.submit import slurm_array
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.start import hosts
 from cookbook.start.run_plan import load_pair, read_pair
@@ -76,9 +80,21 @@ def sweep(
     processes: Annotated[int | None, process_count("one per GPU, or two without a GPU")] = None,
     assignments: Assignments,
     dry_run: Annotated[bool, Option("--dry-run", help="as launch --dry-run, of each run")] = False,
+    to: Annotated[
+        Literal["slurm"] | None, Option(metavar="slurm", help="print a file with a job for each run that is left")
+    ] = None,
+    gpus: Annotated[str | None, Option(metavar="2x8xH100", help="machines x GPUs x GPU of each job, with --to")] = None,
 ) -> int:
     """Train a recipe once for each value of a key; name the best."""
-    runs = _runs(path, _swept([values, *(others or [])], assignments, strategy), assignments, strategy)
+    flags = {"--processes": processes is not None, "--dry-run": dry_run} if to else {"--gpus": gpus is not None}
+    without = "with --to slurm" if to else "without --to slurm"
+    mistakes = [f"{flag}: would be ignored {without}; leave it out" for flag, is_given in flags.items() if is_given]
+    mistakes += ["--gpus is missing: --to slurm needs it"] if to and gpus is None else []
+    refuse(mistakes)
+    swept = _swept([values, *(others or [])], assignments, strategy)
+    runs = _runs(path, swept, assignments, strategy, is_local=to is None)
+    if gpus is not None:
+        return _print_array(path, runs, gpus, strategy)
     starts = _check(runs, processes, dry_run)
     if not dry_run:
         lock.hold(runs[0].folder.parent)  # two commands would each train the same values
@@ -95,6 +111,21 @@ def sweep(
     if not dry_run:
         _compare(path, runs)
     return next(filter(None, codes), 0)
+
+
+def _print_array(path: Path, runs: Sequence[Run], gpus: str, strategy: Path | None) -> int:
+    """Print the jobs of the runs that have not finished."""
+    mistakes: list[str] = []
+    left: list[Run] = []
+    for run in runs:
+        with gathered(mistakes):
+            left += [] if run.is_over else [run]
+    refuse([*dict.fromkeys(mistakes), *_changed([run for run in left if changed_settings(run.recipe)])])
+    if left:
+        print(slurm_array(path, [run.settings for run in left], gpus, strategy, left[0].folder.parent.name), end="")
+    else:
+        say("all runs are finished; the same command without --to and --gpus names the best", file=sys.stderr)
+    return 0
 
 
 def _swept(words: Sequence[str], assignments: Sequence[str], strategy: Path | None) -> dict[str, list[str]]:
@@ -149,18 +180,27 @@ def _split(key: str, text: str) -> list[str]:
     return parts
 
 
-def _runs(path: Path, swept: dict[str, list[str]], assignments: list[str], strategy: Path | None) -> list[Run]:
-    """A run for each value, or each of one key with each of the others."""
+def _runs(
+    path: Path, swept: dict[str, list[str]], assignments: list[str], strategy: Path | None, *, is_local: bool
+) -> list[Run]:
+    """A run for each value, or each of one key with each of the others.
+
+    Args:
+        is_local: whether this machine trains them.
+    """
     combinations = [
         [f"{key}={text}" for key, text in zip(swept, texts, strict=True)]
         for texts in itertools.product(*swept.values())
     ]
     pair = read_pair(path, [*assignments, *combinations[0]], strategy)
     section = pair.valid.get("run")
-    run_hosts, mistakes = hosts.read_hosts(None, None, None, None)
-    machines = max(run_hosts.count, pair.strategy.num_machines if pair.strategy is not None else 1)
-    if machines > 1:
-        mistakes.append(f"{path}: a sweep runs on one machine, and this is one of {machines}; write cookbook launch")
+    mistakes: list[str] = []
+    if is_local:
+        run_hosts, mistakes = hosts.read_hosts(None, None, None, None)
+        machines = max(run_hosts.count, pair.strategy.num_machines if pair.strategy is not None else 1)
+        if machines > 1:
+            what = f"{path}: a sweep runs on one machine, and this is one of {machines}"
+            mistakes.append(f"{what}; write --to slurm --gpus MACHINESxGPUSxGPU, or cookbook launch")
     if section is not None and section.resume not in ("never", "auto"):
         what = f"{path}: run.resume is {section.resume!r}, from which one run can go on"
         mistakes.append(f"{what}; write --set run.resume=auto")
