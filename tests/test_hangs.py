@@ -108,6 +108,11 @@ def mistakes(case: Case, done: subprocess.CompletedProcess, output: Path) -> lis
         found.append(accused)
     if report not in done.stdout:
         found.append("the report is not on stderr")
+    if case.point.startswith("step.") and case.rank == 1:  # rank 0, which waits for it, has the log
+        events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+        told = [(event["step"], event["reason"]) for event in events if event["event"] == "hang"]
+        if told != [(case.step, accused.removesuffix("."))]:
+            found.append(f"events.jsonl: {events}")
     if case.point == "phase.leaving":  # everything is done
         told = status["state"] == "finished"
     else:

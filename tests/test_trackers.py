@@ -22,6 +22,7 @@ from conftest import RECIPE
 
 from cookbook.commands.cli import main
 from cookbook.config import tracker_options
+from cookbook.run.services import _tell_of_hang
 from cookbook.start import run_plan
 from cookbook.training import trackers
 from cookbook.training.metrics import RunLog
@@ -180,6 +181,23 @@ def test_unusual_events_and_the_end_are_alerts_where_a_tracker_has_them(name: st
         ]
     else:
         assert READERS[name](folder / "trackers")["loss"] == [(1, 2.0)]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", trackers.ALERTS)
+def test_a_hang_is_an_alert_and_no_end_in_order(name: str, tmp_path: Path) -> None:
+    need_trackers()
+    folder = tmp_path / "outputs/run"
+    log = start(folder, name, options={"project": "alerted"})
+    log.write(line(1))
+    _tell_of_hang(log, "rank 1 waits", 2)
+    events = [json.loads(text) for text in (folder / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"], event["reason"]) for event in events] == [("hang", 2, "rank 1 waits")]
+    alerts = {"wandb": alerts_of_wandb, "trackio": alerts_of_trackio}[name](folder / "trackers")
+    assert alerts == [("step 2: hangs, and is ended", "reason: rank 1 waits", "error")]
+    if name == "wandb":
+        ends = [record.exit for record in records_of_wandb(folder / "trackers") if record.HasField("exit")]
+        assert [end.exit_code for end in ends] == [1]
 
 
 def test_there_is_a_test_for_each_tracker() -> None:

@@ -83,6 +83,7 @@ def start_services(
     engine, world = run.engine, run.engine.world
     flops = forecasts.flop_counter(run, notes)
     log, record, expected = _open_log(run, notes, digests)
+    watch.tell = partial(_tell_of_hang, log)
     attempt = engine.collectives.broadcast_text(uuid.uuid4().hex[:8])
     if run.recipe.run.monitor and world.local_rank == 0:  # an earlier run's folder was set aside before the broadcast
         log.monitor = Monitor(
@@ -253,6 +254,14 @@ def _header(run: Run, record: dict[str, Any], expected: "Memory | None") -> dict
         rows["memory"] = f"forecast {expected.allocated / GIB:.2f} GiB a GPU at {expected.moment}"
         rows["memory"] += f", {low:.2f} to {high:.2f} reserved"
     return rows
+
+
+def _tell_of_hang(log: metrics.RunLog, what: str, step: int) -> None:
+    """Write the event of a hang, and wait a moment for the trackers: the process ends at once. From another thread."""
+    log.event("hang", step, reason=what)
+    for follower in log.followers:
+        if isinstance(follower, trackers.Tracker):  # a callback is the main thread's, which hangs
+            follower.close(trackers.HANG_SECONDS)
 
 
 def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> Saver:

@@ -80,6 +80,8 @@ class Watch:
         self.output_dir, self.folder = output_dir, folder_of(output_dir) / attempt
         self.rank, self.num_ranks = rank, num_ranks
         self.timeout_seconds, self._claim, self._end = timeout_seconds, claim, end
+        self.tell: Callable[[str, int], Any] = lambda what, step: None
+        """Called with that summary and the step after the report, in the process that wrote it."""
         self._poll_seconds = min(1.0, timeout_seconds / 10)
         self._grace_seconds = min(GRACE_SECONDS, timeout_seconds / 4)
         self._main = threading.main_thread().ident
@@ -206,8 +208,9 @@ class Watch:
         """Prints the report, and writes it to the output folder if that is this run's."""
         text = masked(hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds))
         _say(f"\n{text}\n")
-        place = self.folder
-        if self._claim("hang: " + text.splitlines()[1].removesuffix(".")):
+        place, what = self.folder, text.splitlines()[1].removesuffix(".")
+        is_ours = self._claim(f"hang: {what}")
+        if is_ours:
             place = self.output_dir / "hang"
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
@@ -215,7 +218,9 @@ class Watch:
                     shutil.copyfile(path, place / path.name)
                 (place / "report.txt").write_text(text + "\n", encoding="utf-8")
         _say(f"Details: {place}\n")
-        self._write("report.txt", text + "\n")
+        self._write("report.txt", text + "\n")  # for which the other ranks wait
+        if is_ours:
+            self.tell(what, self._beat[1])
 
     def _patience(self) -> float:
         """Seconds, from this process's file on, within which all ranks that can still write have done so.

@@ -25,6 +25,8 @@ Options: TypeAlias = Mapping[str, Any]
 Started: TypeAlias = tuple[GeneralTracker, str]
 CLOSE_SECONDS = 30.0
 """Limit of the wait for a tracker at the end of a run."""
+HANG_SECONDS = 10.0
+"""The same of a run that hangs: launchers kill it 30 seconds after its first process has ended."""
 
 
 def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:
@@ -95,10 +97,19 @@ ALERTED = {
     "gradient": ("WARN", "unusual gradients"),
     "skip": ("WARN", "a step was skipped"),
     "out_of_memory": ("WARN", "started again after a shortage of memory"),
+    "hang": ("ERROR", "hangs, and is ended"),
     "stop": ("INFO", "stopped"),
     "finish": ("INFO", "finished"),
 }
 """Events that are alerts in such a tracker, with level and title."""
+
+
+def _fail_wandb(tracker: GeneralTracker) -> None:
+    tracker.tracker.finish(exit_code=1)
+
+
+FAILS: dict[str, Callable[[GeneralTracker], None]] = {"wandb": _fail_wandb}
+"""How a tracker that knows of it ends a run that has failed."""
 
 
 def logged_after(metrics: Path, step: int) -> dict[str, int]:
@@ -155,12 +166,13 @@ class Tracker(threading.Thread):
         if line["event"] in ALERTED and self._tracker_name in ALERTS and self.is_alive():
             self._lines.put(line)
 
-    def close(self) -> None:
+    def close(self, seconds: float | None = None) -> None:
         """Wait until everything is logged, but not for ever."""
+        seconds = CLOSE_SECONDS if seconds is None else seconds
         self._lines.put(None)
-        self.join(CLOSE_SECONDS)
+        self.join(seconds)
         if self.is_alive():
-            self._warn(f"did not end within {CLOSE_SECONDS:.0f} s, and is left")
+            self._warn(f"did not end within {seconds:.0f} s, and is left")
 
     def run(self) -> None:
         try:
@@ -181,13 +193,16 @@ class Tracker(threading.Thread):
         start, earlier = STARTS[self._tracker_name], known and known["id"]
         tracker, run_id = start(self._folder, self._run_name, earlier, self._config, self._options)
         path.write_text(json.dumps({"id": run_id, "logged": done}) + "\n", encoding="utf-8")
+        end: Callable[[GeneralTracker], None] = type(tracker).finish
         while (line := self._lines.get()) is not None:
             if "event" in line:
+                if line["event"] == "hang":
+                    end = FAILS.get(self._tracker_name, end)
                 level, words = ALERTED[line["event"]]
                 ALERTS[self._tracker_name](tracker, f"step {line['step']}: {words}", _in_words(line), level)
             elif _key(line) not in done:
                 tracker.log(_values(line), step=line["step"])
-        tracker.finish()
+        end(tracker)
 
 
 def _values(line: Mapping[str, Any]) -> dict[str, float]:
