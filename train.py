@@ -324,20 +324,18 @@ def report_skip(run: "Run", services: "Services", batch: "StepBatch") -> None:
 
 def evaluate(run: "Run", services: "Services") -> str | None:
     """Evaluate all sets, unless that was done after this step. Returns a reason to stop."""
-    from cookbook.run.measures import divided, measured
+    from cookbook.run.measures import values_of_set
 
-    progress, metrics, best = run.progress, run.metrics, run.metric_for_best
+    progress, best = run.progress, run.metric_for_best
     if progress.is_evaluated:
         return None
-    loss = measured(run.recipe.objective.compute, metrics)
     lines: list[dict[str, Any]] = []  # written together: an interrupted evaluation is repeated from its beginning
-    for set_name, batches in run.eval_sets.items():
-        means = run.engine.evaluate(loss, batches(), lambda: stop_reason(run.engine))
-        if isinstance(means, str):
-            return means
+    for set_name in run.eval_sets:
+        values = values_of_set(run, set_name, lambda: stop_reason(run.engine))
+        if isinstance(values, str):
+            return values
         label = {"eval_set": set_name} if set_name else {}
-        values = {f"eval_{key}": value for key, value in divided(means, metrics).items()}
-        lines.append({"step": progress.step, **label, **values})
+        lines.append({"step": progress.step, **label, **{f"eval_{key}": value for key, value in values.items()}})
     for line in lines:
         services.log.write(line)
     progress.is_evaluated, progress.eval_loss = True, lines[0]["eval_loss"] if lines else None

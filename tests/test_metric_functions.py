@@ -62,6 +62,28 @@ def by_transformers(curve: Curve, lab: Lab) -> dict[str, float]:
     }
 
 
+def answers_by_transformers(curve: Curve, lab: Lab) -> dict[str, float]:
+    """The metrics of sampled answers, by `generate` of the library."""
+    model = AutoModelForCausalLM.from_pretrained(curve.folder / "export", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
+    letters = whole = length = 0
+    for i, row in enumerate(map(json.loads, (lab.folder / "chats.jsonl").read_text().splitlines()[:5])):
+        encoded = tokenizer.apply_chat_template(
+            row["messages"], return_assistant_tokens_mask=True, return_dict=True, max_length=96, truncation=True
+        )
+        ids, is_label = encoded["input_ids"], encoded["assistant_masks"]
+        begin = is_label.index(1)
+        end = is_label.index(0, begin) if 0 in is_label[begin:] else len(ids)
+        prompt, most = torch.tensor([ids[:begin]]), min(8, 96 - begin)
+        made: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=most, do_sample=False)
+        answer = made[0, begin:].tolist()
+        text, reference = (tokenizer.decode(part, skip_special_tokens=True) for part in (answer, ids[begin:end]))
+        letters += sum(a == b for a, b in zip(text, reference, strict=False))
+        whole += len(text) + len(reference) + len(tokenizer.decode(ids[:begin]))
+        length += len(tokenizer.decode(answer[:4], skip_special_tokens=True)) if i < 3 else 0
+    return {"as_written": letters / whole, "length": length / 3}
+
+
 def check(lab: Lab, strategy: str) -> None:
     single, other = last_of(lab.run("single", SETTINGS)), last_of(lab.run(strategy, SETTINGS))
     for name in NAMES[:-1]:
@@ -80,6 +102,20 @@ def test_a_metric_is_that_of_plain_transformers(lab: Lab):
     assert line["eval_of_none"] is None
     without = last_of(lab.run("single", {"run.max_steps": "6"}))
     assert without["eval_loss"] == line["eval_loss"] and "eval_hits" not in without
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2_tp", marks=pytest.mark.slow)])
+def test_a_metric_of_answers_is_that_of_the_librarys_own_generation(lab: Lab, strategy: str):
+    metrics = {"run.metrics": "[as_written, hits, length]", "run.metric_for_best_model": "as_written"}
+    curve = lab.run(
+        strategy,
+        {**PLUGINS, **metrics, "run.max_steps": "20", "run.early_stopping_patience": "9", "run.eval_every_steps": "10"},
+    )
+    line, expected = last_of(curve), answers_by_transformers(curve, lab)
+    assert {name: line[f"eval_{name}"] for name in expected} == pytest.approx(expected, rel=1e-12)
+    assert 0 < expected["as_written"] < 0.5 and line["eval_hits"] > 0
+    state = json.loads((curve.folder / "checkpoints/step-00000020/state.json").read_text())
+    assert state["best_by"] == -line["eval_as_written"]
 
 
 @pytest.mark.parametrize("strategy", QUICK)
@@ -155,6 +191,7 @@ def test_a_metric_that_cannot_be_is_refused_before_the_run(lab: Lab, words: str)
 
 
 NO_METRICS = {
+    "no_number": ("returned '", "for an answer; return a number"),
     "one_number": ("returned () for ", "a number for each label"),
     "of_a_missing_name": (f"failed at {PLUGIN}:69: AttributeError: ", "no_such_thing"),
 }
@@ -181,3 +218,10 @@ def test_a_name_of_an_evaluations_own_is_taken():
 
     with pytest.raises(ValueError, match="metric 'loss' is taken"):
         metric(loss)
+
+
+def test_a_metric_of_no_token_cannot_be():
+    with pytest.raises(ValueError, match="metric 'short' has answers=3 and tokens=0; write at least 0 and 1"):
+
+        @metric(answers=3, tokens=0)
+        def short(prompt, answer, reference): ...

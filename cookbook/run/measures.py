@@ -1,18 +1,43 @@
-"""Metrics of plugins in an evaluation: sums over the labels, in the same forward as the loss, of the same chunks."""
+"""Metrics of plugins in an evaluation: sums over the labels, in the same forward as the loss, of the same chunks; and
+those of sampled answers.
+"""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cookbook.config.metric_functions import Metric
 from cookbook.config.objectives.forward import Batch, FunctionOfLogits, Logits, LossOutput
 from cookbook.config.plugins import place_of
+from cookbook.run.samples import values_of_answers
 from cookbook.system.files import RecipeError
+
+if TYPE_CHECKING:
+    from cookbook.run.stages import Run
 
 OVER = "/over"
 """Behind the name of a metric, the sum that it is divided by."""
 Loss = Callable[[Any, Batch], LossOutput]
+
+
+def values_of_set(run: "Run", name: str, stop_reason: Callable[[], str | None]) -> dict[str, float] | str:
+    """All values of an evaluation on a set of a run, or the reason to stop. Every rank must call."""
+    of_answers = [metric for metric in run.metrics if metric.num_answers]
+    of_logits = [metric for metric in run.metrics if not metric.num_answers]
+    means = run.engine.evaluate(measured(run.recipe.objective.compute, of_logits), run.eval_sets[name](), stop_reason)
+    if isinstance(means, str):
+        return means
+    answered = values_of_answers(run, of_answers, run.inputs.data.eval[name], stop_reason)
+    if isinstance(answered, str):
+        return answered
+    _refuse_taken(answered.keys() & means.keys())
+    return divided(means, of_logits) | answered
+
+
+def _refuse_taken(names: Collection[str]) -> None:
+    if names:
+        raise RecipeError(f"run.metrics: the objective reports {min(names)} itself; give the metric another name")
 
 
 def measured(loss: Loss, metrics: Sequence[Metric]) -> Loss:
@@ -25,8 +50,7 @@ def measured(loss: Loss, metrics: Sequence[Metric]) -> Loss:
     def compute(model: Any, batch: Batch) -> LossOutput:
         meter = _Meter(model, metrics)
         outcome = loss(meter, batch)
-        if taken := sorted({metric.name for metric in metrics} & outcome.metrics.keys()):
-            raise RecipeError(f"run.metrics: the objective reports {taken[0]} itself; give the metric another name")
+        _refuse_taken({metric.name for metric in metrics} & outcome.metrics.keys())
         return LossOutput(outcome.loss_sum, outcome.count, outcome.metrics | meter.sums)
 
     return compute if metrics else loss

@@ -69,6 +69,22 @@ def of_a_missing_name(logits, labels):
     return logits.no_such_thing(labels)
 
 
+@metric(answers=5, tokens=8)
+def as_written(prompt, answer, reference):
+    """Letters of an answer that are those of the held-out one, in the length of both and the prompt's."""
+    return sum(map(str.__eq__, answer, reference)), len(answer) + len(reference) + len(prompt)
+
+
+@metric(answers=3, tokens=4, greater_is_better=False)
+def length(prompt, answer, reference):
+    return len(answer)
+
+
+@metric(answers=2)
+def no_number(prompt, answer, reference):
+    return answer
+
+
 @callback
 class Notes:
     """Writes down what it gets."""

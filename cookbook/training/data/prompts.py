@@ -1,6 +1,6 @@
-"""The beginnings of held-out samples, which a run continues to show what it has learnt."""
+"""The beginnings of held-out samples, which a run continues to show what it has learnt, and what followed them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -9,17 +9,26 @@ from cookbook.training.data.tokens import TokenSet, join
 NUM_PROMPTS = 4
 
 
-def beginnings(tokens: TokenSet) -> list[list[int]]:
+def beginnings(tokens: TokenSet, most: int = NUM_PROMPTS) -> list[list[int]]:
     """The tokens of each of the first samples before the first that carries loss; where all carry it, as in a text, the
     first half. Of a pair, that of the chosen sequence.
     """
-    prompts = []
-    for sample in range(min(NUM_PROMPTS, len(tokens))):
+    return [prompt for prompt, _ in _divided(tokens, most)]
+
+
+def endings(tokens: TokenSet, most: int) -> list[list[int]]:
+    """The tokens with loss that follow each of these beginnings, up to the next without."""
+    return [ending for _, ending in _divided(tokens, most)]
+
+
+def _divided(tokens: TokenSet, most: int) -> Iterator[tuple[list[int], list[int]]]:
+    for sample in range(min(most, len(tokens))):
         first = sample * tokens.group_size
         part = slice(*tokens.offsets[first : first + 2])
-        ids, end = tokens.ids[part].tolist(), int(np.argmax(tokens.is_label[part]))
-        prompts.append(ids[: end if end > 1 else max(1, len(ids) // 2)])
-    return prompts
+        ids, is_label = tokens.ids[part].tolist(), tokens.is_label[part]
+        end = int(np.argmax(is_label))
+        end = end if end > 1 else max(1, len(ids) // 2)
+        yield ids[:end], ids[end : end + int(np.argmin([*is_label[end:], False]))]
 
 
 def awaiting(sequences: Sequence[Sequence[int]], lengths: Sequence[int], pad_id: int) -> TokenSet:
