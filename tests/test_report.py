@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
+from cookbook.commands.report.summary import best_run
+from cookbook.commands.shared.answer_forms import BestBy, HeldOut, RunSummary
 from cookbook.commands.shared.charts import _limits
 from cookbook.commands.shared.history import read_history
 from tests.needs import need_chromium
@@ -475,3 +477,28 @@ def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark
         assert background == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
         assert stroke == ("rgb(68, 147, 248)" if is_dark else "rgb(9, 105, 218)")
         assert drawn == num_charts
+
+
+@pytest.mark.parametrize(("greater", "first"), [(True, "b"), (False, "a"), (None, "b")])
+def test_the_best_of_runs_is_by_the_metric_that_their_recipes_name(greater: bool | None, first: str):
+    """`a` has the larger loss and the smaller metric. Runs that compare otherwise are compared by the loss."""
+    by = None if greater is None else BestBy(metric="hits", greater_is_better=greater)
+    runs = [
+        RunSummary.model_construct(
+            run=run,
+            best_by=by,
+            held_out=[
+                HeldOut(
+                    set="", first_loss=3, last_loss=loss, first_step=0, step=9, metrics={"loss": loss, "hits": hits}
+                )
+            ],
+        )
+        for run, loss, hits in (("a", 2.0, 0.1), ("b", 1.0, 0.4))
+    ]
+    best = best_run(runs)
+    assert best is not None and best.run == first
+    hits = {"a": "0.1000", "b": "0.4000"}[first]
+    assert best.words() == f"best held-out {'loss: 1.0000' if by is None else f'hits: {hits}'}, at the end of {first}"
+    runs[1].best_by = BestBy(metric="hits", greater_is_better=not greater)
+    best = best_run(runs)
+    assert best is not None and (best.run, best.what) == ("b", "loss")

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import prepare
 from cookbook.commands.report import pages
-from cookbook.commands.report.summary import best_in_words, best_run, measure
+from cookbook.commands.report.summary import best_run, measure
 from cookbook.commands.shared.answer_forms import RunSummary
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.history import History, read_history, state_of
@@ -282,12 +282,14 @@ def _compare(path: Path, runs: Sequence[Run]) -> None:
         if state.name == "finished":
             summaries.append(summary)
         held = [f"{of_set.last_loss:.4f} held out{of_set.set and f' of {of_set.set}'}" for of_set in summary.held_out]
+        if held and (by := summary.best_by) is not None:
+            held[0] += f", {by.metric} {summary.held_out[0].metrics[by.metric]:.4f}"
         rows.append((values, state.words, held[0] if held else f"{summary.last_loss:.4f} in training"))
     parent = runs[0].folder.parent
     say(page(f"SWEEP of {path}, in {parent}", ("values", "state", "loss"), *rows))
     best = best_run(summaries) if summaries else None
     if best is not None:
-        say(best_in_words(*best))
+        say(best.words())
     elif summaries:
         least = min(summaries, key=lambda summary: summary.last_loss)
         say(f"least training loss, as no held-out set is shared: {least.last_loss:.4f}, at the end of {least.run}")

@@ -129,6 +129,13 @@ class Padding(Form):
     padding: Number | None = None
 
 
+class BestBy(Form):
+    """The metric of `run.metric_for_best_model`."""
+
+    metric: str
+    greater_is_better: bool
+
+
 class Record(Form):
     """run.json."""
 
@@ -143,6 +150,7 @@ class Record(Form):
     forecast: OfMemory = ABSENT
     step_forecast: OfTime = ABSENT
     packing: Padding = ABSENT
+    best_by: BestBy | None = None
     resumed_from: str | None = None
 
 

@@ -42,8 +42,8 @@ def report(
         if apart is not None:
             say(apart)
         if best is not None:
-            say(numbers.best_in_words(*best))
+            say(best.words())
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs, apart)
     write_named_file(path, masked(text), pages.BEGINNING)
     say(path)
-    return answer(numbers.reported(runs, rows, best and best[0].run, farthest, str(path))) if as_json else 0
+    return answer(numbers.reported(runs, rows, best and best.run, farthest, str(path))) if as_json else 0

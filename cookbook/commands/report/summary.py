@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from cookbook.commands.shared.answer_forms import (
     HeldOut,
@@ -52,6 +52,7 @@ def measure(run: History) -> RunSummary:
         last_loss=mean(line["loss"] for line in steps[-LAST:]),
         epochs=last["epoch"],
         held_out=held_out,
+        best_by=None if record is None else record.get("best_by"),
         training_seconds=sum(line["step_seconds"] for line in steps) if is_measured else None,
         tokens_per_second=median(line["tokens_per_second"] for line in steps) if is_measured else None,
         peak_memory_gib=max(peaks, default=None),
@@ -138,20 +139,36 @@ def difference_in_words(farthest: LossDifference, num_runs: int) -> str:
     return f"largest difference of the loss{of}: {farthest.difference:.1g}, at step {farthest.step}"
 
 
-def best_run(runs: Sequence[RunSummary]) -> tuple[RunSummary, HeldOut] | None:
-    """The run whose last held-out loss is least, with that evaluation, on the first set that all runs have; None where
-    they share none.
+class Best(NamedTuple):
+    """The best of several runs by their last evaluations."""
+
+    run: str
+    set: str
+    what: str
+    """The held-out loss, or the name of a metric."""
+    value: float
+
+    def words(self) -> str:
+        return f"best held-out {self.what}{self.set and f' of {self.set}'}: {self.value:.4f}, at the end of {self.run}"
+
+
+def best_run(runs: Sequence[RunSummary]) -> Best | None:
+    """The run whose last evaluation is best, on the first set that all runs have, by the metric that all of them
+    compare by, or else the loss; None where they share no set.
     """
     held = [{evaluation.set: evaluation for evaluation in run.held_out} for run in runs]
     shared = [name for name in held[0] if all(name in of_run for of_run in held)]
     if not shared:
         return None
-    pairs = [(run, of_run[shared[0]]) for run, of_run in zip(runs, held, strict=True)]
-    return min(pairs, key=lambda pair: pair[1].last_loss)
-
-
-def best_in_words(run: RunSummary, held: HeldOut) -> str:
-    return f"best held-out loss{held.set and f' of {held.set}'}: {held.last_loss:.4f}, at the end of {run.run}"
+    by, last = runs[0].best_by, [of_run[shared[0]] for of_run in held]
+    if by is None or any(run.best_by != by for run in runs) or any(by.metric not in of_set.metrics for of_set in last):
+        by = None
+    pairs = [
+        (of_set.last_loss if by is None else of_set.metrics[by.metric], run.run)
+        for of_set, run in zip(last, runs, strict=True)
+    ]
+    value, run = (max if by is not None and by.greater_is_better else min)(pairs, key=itemgetter(0))
+    return Best(run, shared[0], "loss" if by is None else by.metric, value)
 
 
 def reported(

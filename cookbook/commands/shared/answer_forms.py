@@ -251,6 +251,11 @@ class HeldOut(Form):
     """All means of the last evaluation, as in metrics.jsonl."""
 
 
+class BestBy(Form):
+    metric: str
+    greater_is_better: bool
+
+
 class RunSummary(Form):
     run: str
     state: str
@@ -262,6 +267,8 @@ class RunSummary(Form):
     """The mean of the last steps, at most ten."""
     epochs: float
     held_out: list[HeldOut]
+    best_by: BestBy | None
+    """The metric that compares evaluations, of run.metric_for_best_model; null: the held-out loss."""
     training_seconds: float | None
     """null: not measured, as on simulated GPUs."""
     tokens_per_second: float | None
