@@ -167,6 +167,8 @@ def test_the_package_prints_by_the_one_function():
     texts = {path: path.read_text() for path in (*sources, ROOT / "train.py")}
     raws = {path.stem: found for path, text in texts.items() if (found := re.findall(r"(?<![\w.])print\((.*)", text))}
     of_no_others = {"child", "hang_guard", "nvml", "probe", "__init__", "commands_and_scripts"}
-    assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit"}, "say of system.console"
+    assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit", "sweep"}, (
+        "say of system.console"
+    )
     assert set(raws["chat"]) == {")"} and raws["generation"][0].startswith("shown(text)")
     assert raws["reopen"] == ["json.dumps(record))"]

@@ -122,7 +122,7 @@ def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPa
     """A sample of 2,048 tokens in 4 bits leaves an H100 waiting for the host; one of 4,096 does not."""
     one = "batch.micro_batch_size=1"
     said = auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1xH100", one))
-    assert said and said.startswith("batch.micro_batch_size 1: 16 fits too, and by the forecast a step takes 4.4 to ")
+    assert said and said.startswith("batch.micro_batch_size 1: 16 fits too, and by the forecast a step takes 4.5 to ")
     assert (
         auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA.with_name("sft_lora.yaml"), "1xH100", one))
         is None

@@ -125,18 +125,6 @@ def test_a_reported_failure_is_forecast_as_the_page_says(reported):
     assert reports.compared(facts["r14"] | {"machines": "4x80GB"})["verdict"] == "fits"
 
 
-def test_a_fifth_product_of_attention_slows_long_samples_alone():
-    rows = json.loads(reports.RESULTS.read_text(encoding="utf-8"))["few_gpus"]
-    with reports.FEW_GPUS.open(newline="") as file:
-        lengths = [int(row["length"]) for row in csv.DictReader(file)]
-    change = {
-        row["name"] + str(length): row["error_of_five"] - row["error"]
-        for row, length in zip(rows, lengths, strict=True)
-    }
-    assert all(-0.2 < step <= 0.001 for step in change.values())
-    assert change["MPT-7B65536"] < -0.05 < -0.01 < change["MPT-7B512"]
-
-
 def test_runs_on_few_gpus_are_none_that_the_forecast_was_held_to_before():
     rows = json.loads(reports.RESULTS.read_text(encoding="utf-8"))["few_gpus"]
     with reports.FEW_GPUS.open(newline="") as file:

@@ -207,7 +207,7 @@ def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():
     free = {key for key in leaves(Recipe) if rule_of(key) == "free" and key.split(".")[0] != "run"}
     batch = {"batch.micro_batch_size", "batch.micro_batch_tokens"}
     model = {"model.gradient_checkpointing", "model.compile", "model.liger_kernels"}
-    between_runs = {"rounds.sampler"}  # each run of rounds begins with samples that are there
+    between_runs = {"rounds.sampler", "rounds.keep_server"}  # each run of rounds begins with samples that are there
     assert free == {"strategy", "data.eval", "data.packing"} | batch | model | between_runs
 
 

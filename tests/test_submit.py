@@ -352,7 +352,10 @@ def test_all_that_the_machines_would_not_get_is_named(capsys, tmp_path, monkeypa
     words = ["submit", str(ROOT / RECIPE), "--to", "sky", "--gpus", "8xH100"]
     assert main([*words, "--strategy", str(own), "--set", f"plugins=[{plugin}]", "--set", f"data.train={rows}"]) == 2
     error = capsys.readouterr().err
-    assert all(f"{file}: not in this folder" in error for file in (plugin, own)) and "rows.jsonl" not in error
+    assert (
+        all(f"/out side/{file.name}: not in this folder" in error for file in (plugin, own))
+        and "rows.jsonl" not in error
+    )
     assert main([*words, "--set", f"data.train={rows}", "--set", "data.eval=null", "--set", "data.holdout=0.1"]) == 0
     text = capsys.readouterr().out
     assert (

@@ -205,16 +205,16 @@ class Work:
     forward: float
     backward: float
     recomputed: float
-    """What is computed twice: checkpointed layers, and the scores of attention, which its kernels do not keep."""
+    """Work that is done twice: checkpointed layers, and the scores of attention, which its kernels do not keep."""
 
     @property
     def of_model(self) -> float:
-        """What the training needs, however it is run: model FLOPs."""
+        """Model FLOPs: those that the training needs, however it is run."""
         return self.forward + self.backward
 
     @property
     def total(self) -> float:
-        """What GPUs compute."""
+        """FLOPs that GPUs compute."""
         return self.of_model + self.recomputed
 
 
