@@ -217,6 +217,21 @@ def packages(tmp_path_factory) -> Path:
     return folder / "source/dist"
 
 
+def test_what_is_no_code_in_the_package_is_named_for_the_wheel():
+    """Quick, where the test below builds it: a file that is left out is missed by whoever installs."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    held = {
+        path
+        for package, patterns in named.items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    tracked = subprocess.run(["git", "ls-files", "cookbook"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {ROOT / name for name in tracked.stdout.splitlines() if not name.endswith(".py")}
+    files = {path for path in files if not path.is_symlink()}  # those of the repository's own folders
+    assert files <= held and len(files) > 5, files - held
+
+
 @pytest.mark.slow
 def test_sdist_and_wheel_hold_recipes_strategies_and_jsons_as_they_are_here(packages):
     ours = [path for name in SHIPPED for path in sorted((ROOT / name).rglob("*")) if path.is_file()]
