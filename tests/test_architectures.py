@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from benchmarks import architectures, architectures_page, model_facts
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.export import merge_adapter
-from cookbook.facts.meshes import pipeline_problem, sequence_problem, tensor_problem
+from cookbook.facts.meshes import num_experts, pipeline_problem, sequence_problem, tensor_problem
 from cookbook.facts.model_types import TYPES
 from cookbook.facts.packing import packing_problem
 from cookbook.system.files import RecipeError
@@ -367,11 +367,16 @@ SHARDED_IN_BF16 = [name for name, row in RECORD["rows"].items() if "loss" in row
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", others_by_turn(SHARDED_IN_BF16, ["gemma4_text", "opt"]))
 def test_in_bf16_fsdp2_has_the_curve_of_autocast(lab: Lab, model_type: str):
-    """Also where a product or norm lies between the embedding and the layers, as in these two."""
+    """Also where a product or norm lies between the embedding and the layers, as in these two. A mixture may route some
+    tokens otherwise where hidden states have 16 bits; then its first loss is that of ZeRO, which has them so too.
+    """
     asked = {"model": f"{{name_or_path: {folder_of(lab, model_type)}}}", "mixed_precision": "bf16"}
     asked |= {"run.max_steps": "2", "schedule.warmup_steps": "0", "optim.learning_rate": "0.02"}
     found, expected = (lab.run(strategy, asked) for strategy in ("fsdp2", "single"))
-    assert found.losses == pytest.approx(expected.losses, abs=0.03)
+    (first, *rest), is_mixture = found.losses, num_experts(AutoConfig.from_pretrained(folder_of(lab, model_type))) > 1
+    if first != pytest.approx(expected.losses[0], abs=0.03):
+        assert is_mixture and first == pytest.approx(lab.run("zero2", asked).losses[0], abs=1e-6)
+    assert rest == pytest.approx(expected.losses[1:], abs=0.03)
     assert found.evaluations[-1][1] == pytest.approx(expected.evaluations[-1][1], abs=0.03)
 
 
