@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -36,6 +37,7 @@ class Started:
         self.runs: list[str] = []
         self.codes: dict[str, int] = {}
         self.has_held_out = True
+        self.hits: list[float | None] = []
 
     def __call__(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
         self.runs.append(folder.name)
@@ -49,6 +51,11 @@ class Started:
         rate = recipe.optim.learning_rate
         line = {"step": 1, "epoch": 0.1, "num_tokens": 8, "loss": rate, "learning_rate": rate}
         held_out = {"step": 1, "epoch": 0.1, "num_tokens": 8, "eval_loss": abs(rate - 2e-3) + 1}
+        if self.hits:
+            held_out |= {"eval_hits": self.hits[len(self.runs) - 1]}
+            record: dict[str, Any] = {"strategy": {"file": "single", "processes": 1}, "hardware": {"cores": 2}}
+            record |= {"best_by": {"metric": "hits", "greater_is_better": True}}
+            (folder / "run.json").write_text(json.dumps(record))
         lines = [line, held_out] if self.has_held_out else [line]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in lines))
         code = self.codes.get(folder.name, 0)
@@ -92,6 +99,18 @@ def test_each_value_trains_in_a_folder_of_its_own_and_the_best_is_named(started,
     ]
     assert f"best held-out loss: 1.0000, at the end of {parent / name('2e-3')}\n" in printed
     assert all(name(rate) in (parent / "compare.html").read_text() for rate in ("1e-3", "2e-3", "4e-3"))
+
+
+@pytest.mark.parametrize(
+    ("hits", "best"), [([0.1, 0.2, 0.7], "hits: 0.7000"), ([0.1, None, 0.7], "loss: 1.0000")], ids=["all", "not all"]
+)
+def test_the_metric_that_the_recipe_compares_by_is_shown_and_names_the_best(started, tmp_path, capsys, hits, best):
+    """Where a metric counted nothing in one of the runs, the loss compares them."""
+    started.hits = hits
+    assert sweep(tmp_path / "out", RATES) == 0
+    printed = capsys.readouterr().out
+    assert f"best held-out {best}, at the end of {tmp_path}" in printed
+    assert "1.0020 held out, hits 0.7000" in printed and ("hits 0.2000" in printed) == (None not in hits)
 
 
 def test_without_held_out_rows_the_training_loss_says_which_is_least(started, tmp_path, capsys):

@@ -282,8 +282,9 @@ def _compare(path: Path, runs: Sequence[Run]) -> None:
         if state.name == "finished":
             summaries.append(summary)
         held = [f"{of_set.last_loss:.4f} held out{of_set.set and f' of {of_set.set}'}" for of_set in summary.held_out]
-        if held and (by := summary.best_by) is not None:
-            held[0] += f", {by.metric} {summary.held_out[0].metrics[by.metric]:.4f}"
+        by = summary.best_by
+        if held and by is not None and (value := summary.held_out[0].metrics.get(by.metric)) is not None:
+            held[0] += f", {by.metric} {value:.4f}"  # of a metric that counted nothing there is no number
         rows.append((values, state.words, held[0] if held else f"{summary.last_loss:.4f} in training"))
     parent = runs[0].folder.parent
     say(page(f"SWEEP of {path}, in {parent}", ("values", "state", "loss"), *rows))
