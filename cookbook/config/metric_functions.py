@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cookbook.config.plugins import place_of
 from cookbook.system import registry
+from cookbook.system.files import RecipeError
 
 RESERVED = ("loss", "num_tokens", "set")
 """Names that an evaluation's line has, behind `eval_`."""
@@ -20,6 +22,21 @@ class Metric:
     """Held-out samples of which it is given a sampled answer; 0: it is given logits."""
     num_tokens: int = 0
     """The most of such an answer."""
+
+    def call(self, *arguments: Any) -> Any:
+        """The function's result.
+
+        Raises:
+            RecipeError: it fails; with its line.
+        """
+        try:
+            return self.function(*arguments)
+        except RecipeError:
+            raise
+        except Exception as error:  # any of a user's function
+            place = place_of(error, self.function.__code__.co_filename)
+            what = f"{type(error).__name__}: {error}"
+            raise RecipeError(f"run.metrics: {self.name} failed at {place}: {what}") from error
 
 
 def metric(

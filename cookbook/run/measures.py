@@ -9,7 +9,6 @@ import torch
 
 from cookbook.config.metric_functions import Metric
 from cookbook.config.objectives.forward import Batch, FunctionOfLogits, Logits, LossOutput
-from cookbook.config.plugins import place_of
 from cookbook.run.samples import values_of_answers
 from cookbook.system.files import RecipeError
 
@@ -98,13 +97,7 @@ class _Joined:
 
 def _columns(metric: Metric, logits: Logits, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A metric's values and what they are divided by, float32 (L,) each."""
-    try:
-        returned = metric.function(logits, labels.clone())  # which many a function masks in place
-    except RecipeError:
-        raise
-    except Exception as error:
-        place = place_of(error, metric.function.__code__.co_filename)
-        raise RecipeError(f"run.metrics: {metric.name} failed at {place}: {type(error).__name__}: {error}") from error
+    returned = metric.call(logits, labels.clone())  # which many a function masks in place
     columns = returned if isinstance(returned, tuple) else (returned,)
     shapes = [tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__ for column in columns]
     if len(columns) > 2 or set(shapes) != {tuple(labels.shape)}:

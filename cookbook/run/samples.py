@@ -9,7 +9,6 @@ import torch
 
 from cookbook.config.metric_functions import Metric
 from cookbook.config.objectives.forward import next_tokens
-from cookbook.config.plugins import place_of
 from cookbook.system.files import RecipeError
 from cookbook.training.data import batches
 from cookbook.training.data.prompts import awaiting, beginnings, endings
@@ -63,7 +62,7 @@ def values_of_answers(
             # Of the most probable tokens fewer are a beginning of more.
             answer = row[len(prompt) :][: metric.num_tokens]
             texts = (tokenizer.decode(part, skip_special_tokens=True) for part in (answer, reference))
-            returned = _called(metric, tokenizer.decode(prompt), *texts)
+            returned = metric.call(tokenizer.decode(prompt), *texts)
             pair = returned if isinstance(returned, tuple) else (returned, 1)
             if len(pair) != 2 or not all(isinstance(number, int | float) for number in pair):
                 what = f"run.metrics: {metric.name} returned {returned!r} for an answer"
@@ -73,14 +72,6 @@ def values_of_answers(
     # All ranks have the same answers, but a plugin may still count them otherwise in each, and a rank that then stopped
     # early would leave the others waiting.
     return json.loads(run.engine.collectives.broadcast_text(json.dumps(values)))
-
-
-def _called(metric: Metric, *texts: str) -> Any:
-    try:
-        return metric.function(*texts)
-    except Exception as error:
-        place = place_of(error, metric.function.__code__.co_filename)
-        raise RecipeError(f"run.metrics: {metric.name} failed at {place}: {type(error).__name__}: {error}") from error
 
 
 def _continued(
