@@ -289,6 +289,7 @@ def train_step(
             "tokens_per_second": batch.num_tokens / seconds,
             "peak_memory_gib": memory,
             **services.flops.mfu(batch, seconds, engine.plan.num_processes),
+            **services.meter.price(),
         }
     )
     if result.unusual is not None:

@@ -949,7 +949,8 @@ def test_every_key_of_the_metrics_is_explained():
     means = {"loss"}.union(*(keys_of_dicts(path, "metrics") for path in objectives))
     means = means.union(*(reported(path) for path in objectives))
     assert len(means) >= 5 and {"nll", "divergence"} <= means
-    keys = keys_of_dicts("train.py", "services.log.write") | keys_of_dicts("train.py", "label") | means | {"mfu"}
+    keys = keys_of_dicts("train.py", "services.log.write") | keys_of_dicts("train.py", "label") | means
+    keys |= {"mfu", "price"}
     keys |= {f"eval_{key}" for key in means | {"num_tokens"}}
     assert len(keys) >= 20 and {"step", "grad_norm", "eval_set", "eval_reward_margin"} <= keys
     assert sorted(key for key in keys if f"`{key}`" not in text_of("docs/recipes.md")) == []

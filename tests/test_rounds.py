@@ -293,6 +293,7 @@ MISTAKES = {
     "adapter.name is qlora: answers would be sampled by the model in 16": {"adapter": {"name": "qlora"}},
     "no adapter_model.safetensors in it": {"adapter": {"name": "lora", "path": "recipes"}},
     "run.stop_after_steps: would end each round": {"run__stop_after_steps": 3},
+    "run.price_per_gpu_hour: would leave out what sampling costs": {"run__price_per_gpu_hour": 2.0},
     "batch.global_batch_size is 48, but a round has 24 answers": {"batch__global_batch_size": 48},
     "data.eval or data.holdout: held-out prompts": {"data__holdout": 0.2},
     "reward_weights has 1 numbers for 2 reward_funcs": {"rounds": ROUNDS | {"reward_weights": [1.0]}},

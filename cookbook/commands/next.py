@@ -21,7 +21,7 @@ from cookbook.config.strategy import known_strategies, strategy_path
 from cookbook.system import lock, status
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, flatten
-from cookbook.system.record_files import METRICS, ROUNDS, RUN
+from cookbook.system.record_files import METRICS, ROUNDS, RUN, read_lines
 from cookbook.system.record_forms import Record, read_form
 from cookbook.system.shipped import short
 from cookbook.training.checkpoint.folder import whole_checkpoints
@@ -33,6 +33,7 @@ def next(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) -> i
         raise RecipeError(f"{folder}: is a file; {which_run(folder)}")
     step = next_step(folder)
     rows = [("run", step.run), (step.verdict, step.why)]
+    rows += [] if step.price is None else [("price so far", f"{step.price:.2f}")]
     rows += [("first", step.advice)] if step.advice else []
     rows += [("type", step.command)] if step.command else []
     say(short(page(*rows, indent=0)))
@@ -52,6 +53,7 @@ def next_step(folder: Path) -> NextStep:
         step=status.last_step(folder / METRICS),
         max_steps=record.get("max_steps"),
         checkpoint="".join(newest) or None,
+        price=status.price_so_far(folder, read_lines(folder / METRICS)),
         command=command,
         advice=advice,
     )

@@ -16,6 +16,7 @@ from cookbook.commands.shared.answer_forms import ShownAnswer, Watched, WatchedR
 from cookbook.commands.shared.arguments import positive, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
+from cookbook.system import status
 from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import METRICS, ROUNDS, RUN, parse_lines, read_json
@@ -108,6 +109,7 @@ def look(folder: Path) -> WatchedRun:
         eval_loss=evaluations[-1] if evaluations else None,
         tokens_per_second=median(speed) if speed else None,
         seconds_left=mean(seconds) * (last_step - step) if seconds and last_step and not state.has_ended else None,
+        price=status.price_so_far(folder, steps),
         round=of_rounds,
     )
 
@@ -182,7 +184,11 @@ def _with_those_of(run: Path, number: int, lines: list[dict[str, Any]]) -> list[
 def _table(looks: Sequence[WatchedRun]) -> list[tuple[str, ...]]:
     """The head and the cells of all runs; rounds have columns of their own, where all runs are rounds."""
     if not all(seen.round is not None for seen in looks):
-        return [HEAD, *map(_cells, looks)]
+        rows = [_cells(seen) for seen in looks]
+        if all(seen.price is None for seen in looks):
+            return [HEAD, *rows]
+        prices = ["" if seen.price is None else f"{seen.price:.2f}" for seen in looks]
+        return [(*HEAD, "price"), *((*row, price) for row, price in zip(rows, prices, strict=True))]
     rows = []
     for seen in looks:
         assert seen.round is not None

@@ -27,6 +27,7 @@ ONLY_THE_RUN = (
     "run.monitor",
     "run.on_out_of_memory",
     "run.output_dir",
+    "run.price_per_gpu_hour",
     "run.profile",
     "run.resume",
     "run.sample_every_steps",

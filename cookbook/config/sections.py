@@ -601,6 +601,9 @@ class RunSection(OneOf):
     """Print a line every N steps; metrics.jsonl has every step."""
     monitor: bool = True
     """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
+    price_per_gpu_hour: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
+    """What one GPU costs for an hour, in any currency: `price` in metrics.jsonl is then what the run has cost so far.
+    Without GPUs, of one process. Default: not known."""
     check_ranks_every_steps: int | None = Field(default=None, gt=0)
     """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
     a difference ends the run. Default: never."""

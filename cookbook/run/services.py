@@ -13,6 +13,7 @@ from cookbook.config.recipe import dump_recipe
 from cookbook.run import forecasts, shortage
 from cookbook.run.observers import Observer
 from cookbook.run.publish import export_folder, model_folder
+from cookbook.run.spending import Meter, meter
 from cookbook.run.stages import Run
 from cookbook.start.run_plan import describe_batch
 from cookbook.system import optional, signals, versions
@@ -49,6 +50,7 @@ class Services:
     expected: "Memory | None"
     """Forecast of a GPU's memory; None on a CPU and on ranks other than 0."""
     flops: forecasts.FlopCounter
+    meter: Meter
     status: Status
     watch: Watch
     saver: Saver
@@ -81,6 +83,8 @@ def start_services(
         digests: SHA-256 of the files that the recipe was read from.
     """
     engine, world = run.engine, run.engine.world
+    earlier = run.output_dir if engine.is_main and _is_in_its_folder(run) else None
+    of_run = meter(run.recipe.run.price_per_gpu_hour, engine.plan.num_processes, earlier)
     flops = forecasts.flop_counter(run, notes)
     log, record, expected = _open_log(run, notes, digests)
     watch.tell = partial(_tell_of_hang, log)
@@ -94,19 +98,30 @@ def start_services(
         record=record,
         expected=expected,
         flops=flops,
-        status=Status(run.output_dir, is_main=engine.is_main, step=run.progress.step, failed_after=failed_after),
+        meter=of_run,
+        status=Status(
+            run.output_dir,
+            is_main=engine.is_main,
+            step=run.progress.step,
+            failed_after=failed_after,
+            price=of_run.price,
+        ),
         watch=watch,
         saver=_start_saver(run, log, watch, attempt),
         profile=Profile(run.recipe.run.profile, run.output_dir, world.rank, engine.transformer(), log.say),
     )
 
 
+def _is_in_its_folder(run: Run) -> bool:
+    """Return whether the checkpoint that a run resumes from is its own, so that its records are continued."""
+    return run.checkpoint is not None and run.checkpoint.is_in(run.output_dir / "checkpoints")
+
+
 def _open_log(
     run: Run, notes: list[str], digests: dict[str, str]
 ) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
     """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
-    engine, checkpoint, step = run.engine, run.checkpoint, run.progress.step
-    is_own = checkpoint is not None and checkpoint.is_in(run.output_dir / "checkpoints")
+    engine, step, is_own = run.engine, run.progress.step, _is_in_its_folder(run)
     repeated = trackers.logged_after(run.output_dir / METRICS, step) if is_own else {}
     log = metrics.RunLog(
         run.output_dir,

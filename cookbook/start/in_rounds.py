@@ -153,6 +153,8 @@ def _of_run(recipe: Recipe) -> Iterator[str]:
         yield f"run.resume is {run.resume!r}; rounds know never and auto"
     if run.stop_after_steps is not None:
         yield "run.stop_after_steps: would end each round; take it out"
+    if run.price_per_gpu_hour is not None:
+        yield "run.price_per_gpu_hour: would leave out what sampling costs, which is in no run; take it out"
     size = rounds.prompts_per_round * rounds.num_generations
     if run.num_epochs is not None and size < recipe.batch.global_batch_size:
         yield (

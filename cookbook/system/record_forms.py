@@ -44,6 +44,7 @@ class Line(Form):
     eval_seconds: Number = 0.0
     save_seconds: Number = 0.0
     mfu: Number = 0.0
+    price: Number = 0.0
 
     @model_validator(mode="after")
     def _is_whole(self):
@@ -167,6 +168,7 @@ class State(Form):
     started: Time | None = None
     launch: str | None = None
     failed_after: list[Count] = []
+    price: Number = ABSENT
 
 
 class OfRank(Form):

@@ -92,6 +92,7 @@ def step_words(line: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens_per_second", "{:>7,.0f} tokens/s", "green"),
         ("peak_memory_gib", "{:.2f} GiB", ""),
         ("mfu", "{:.1%} MFU", "green"),
+        ("price", "price {:.2f}", ""),
     )
     return [(form.format(line[key]), style) for key, form, style in shown if line.get(key) is not None]
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     """The record of the folder's last run; None if there is none or it cannot be read.
 
     Keys: `state` (running, stopped, finished, failed), `step`, `exit_code`, `reason`, `checkpoint`, `pid`, `host`,
-    `started`, `launch`, `failed_after`. A run that was killed still has "running"; the folder's lock shows which it is.
+    `started`, `launch`, `failed_after`, with run.price_per_gpu_hour `price`. A run that was killed still has "running";
+    the folder's lock shows which it is.
     """
     return read_form(folder / FILE, State)[0] or None
 
@@ -129,6 +130,17 @@ def last_step(metrics: Path) -> int:
     return next((int(line["step"]) for line in reversed(read_lines(metrics)) if "loss" in line), 0)
 
 
+def price_so_far(folder: Path, lines: Iterable[Mapping[str, Any]]) -> float | None:
+    """The cost of all starts of a run with run.price_per_gpu_hour, as it last wrote it; None: it had no such key.
+
+    Args:
+        lines: of its metrics.jsonl, the last ones at least. A start that trained no step wrote only its status, and one
+            that was killed wrote its last step after that.
+    """
+    written = [(read(folder) or {}).get("price"), *(line.get("price") for line in lines)]
+    return max((price for price in written if price is not None), default=None)
+
+
 def _report(folder: Path, record: dict[str, Any], step: int) -> str:
     reason = f"\n  Last error: {record['reason']}" if record.get("reason") else ""
     hang = folder / "hang" / "report.txt"
@@ -147,14 +159,23 @@ def _report(folder: Path, record: dict[str, Any], step: int) -> str:
 class Status:
     """Writes `status.json` on the main process; does nothing on the others."""
 
-    def __init__(self, folder: Path, *, is_main: bool, step: int = 0, failed_after: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_main: bool,
+        step: int = 0,
+        failed_after: list[int] | None = None,
+        price: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         """Marks the run as running.
 
         Args:
             step: steps completed by earlier starts.
             failed_after: the result of `past_failures`.
+            price: the price so far, by its name; empty if it is not known.
         """
-        self.folder, self.is_main = folder, is_main
+        self.folder, self.is_main, self.price = folder, is_main, price
         self.record: dict[str, Any] = {
             "state": "running",
             "step": step,
@@ -190,7 +211,7 @@ class Status:
 
     def _write(self) -> None:
         if self.is_main:
-            _replace(self.folder, self.record)
+            _replace(self.folder, self.record | self.price())
 
 
 def _replace(folder: Path, record: dict[str, Any]) -> None:

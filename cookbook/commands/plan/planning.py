@@ -46,7 +46,9 @@ def plan(
     nvme_gib: Annotated[float | None, Option(help="free on the disk of each machine, for offloading")] = None,
     fabric: Annotated[float | None, Option(help="Gbit/s of each GPU's network card; default: 100 to 400")] = None,
     samples: Annotated[int | None, Option(callback=positive, help="rows of data.train, for the run's time")] = None,
-    price: Annotated[float | None, Option(callback=positive, help="of a GPU for an hour, in any currency")] = None,
+    price: Annotated[
+        float | None, Option(callback=positive, help="of a GPU for an hour; default: the recipe's")
+    ] = None,
     is_all: Annotated[bool, Option("--all", help="the table; of --gpus any, every GPU")] = False,
     html: Annotated[Path | None, Option(metavar="FILE", help="a page with memory by part, time and price")] = None,
     submit_row: Annotated[
@@ -82,6 +84,7 @@ def plan(
         are_named=strategy is not None,
         num_samples=samples,
         price=price,
+        of_recipe=None if written is None else written.run.price_per_gpu_hour,
         as_json=as_json,
         is_all=is_all,
         html=html,
@@ -108,6 +111,8 @@ class _Question:
     """Somebody wrote `--strategy`."""
     num_samples: int | None
     price: float | None
+    of_recipe: float | None
+    """The price that the recipe has, which is that of the machines on which it is to run."""
     as_json: bool
     is_all: bool
     html: Path | None
@@ -143,7 +148,8 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
 
     name, strategies, is_long = question.name, question.strategies, question.as_json or question.is_all
     others = load_known() if question.are_named else []
-    of_run: dict[str, Any] = {"num_samples": question.num_samples, "price": question.price}
+    price = question.of_recipe if question.price is None else question.price
+    of_run: dict[str, Any] = {"num_samples": question.num_samples, "price": price}
     answers: list[Answer] = []
     may_run = False
     for i, (recipe, machines) in enumerate(asked):

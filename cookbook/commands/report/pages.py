@@ -42,6 +42,7 @@ QUANTITIES = {
     "save_seconds": Quantity("Time that a save took before a step", "seconds"),
     "mfu": Quantity("Model FLOPs utilization", "share"),
     "peak_memory_gib": Quantity("Peak memory, largest process", "GiB"),
+    "price": Quantity("Price so far", "price"),
 }
 """Curves of every run, in their order on the page; the metrics of an objective follow by their names."""
 HARDWARE = {

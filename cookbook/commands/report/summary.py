@@ -14,6 +14,7 @@ from cookbook.commands.shared.answer_forms import (
     SettingThatDiffers,
 )
 from cookbook.commands.shared.history import History
+from cookbook.system import status
 from cookbook.system.console import several
 from cookbook.system.shipped import short
 
@@ -56,6 +57,7 @@ def measure(run: History) -> RunSummary:
         training_seconds=sum(line["step_seconds"] for line in steps) if is_measured else None,
         tokens_per_second=median(line["tokens_per_second"] for line in steps) if is_measured else None,
         peak_memory_gib=max(peaks, default=None),
+        price=status.price_so_far(run.folder, steps),
         strategy=record["strategy"]["file"] if record else None,
         processes=record["strategy"]["processes"] if record else None,
         model=str(export) if export.is_dir() else None,
@@ -92,6 +94,8 @@ def summarize(run: History) -> dict[str, str]:
         rows["tokens/s"] = f"{numbers.tokens_per_second:,.0f} (median step, all processes)"
     if numbers.peak_memory_gib is not None:
         rows["peak memory"] = f"{numbers.peak_memory_gib:.2f} GiB (largest process)"
+    if numbers.price is not None:
+        rows["price"] = f"{numbers.price:.2f} so far" if run.state.name != "finished" else f"{numbers.price:.2f}"
     if record:
         strategy, hardware = record["strategy"], record["hardware"]
         device = hardware.get("gpu") or f"{hardware['cores']} CPU cores"

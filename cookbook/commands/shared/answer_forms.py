@@ -228,6 +228,8 @@ class WatchedRun(Form):
     """The median of the last steps, at most ten."""
     seconds_left: float | None
     """Null in rounds, whose sampling is no part of a step."""
+    price: float | None
+    """The cost of all starts so far; null: they had no run.price_per_gpu_hour."""
     round: WatchedRound | None
     """The newest of `cookbook rounds`."""
 
@@ -275,6 +277,8 @@ class RunSummary(Form):
     """The median step's, of all processes."""
     peak_memory_gib: float | None
     """The largest process's."""
+    price: float | None
+    """The cost of all starts; null: they had no run.price_per_gpu_hour."""
     strategy: str | None
     processes: int | None
     model: str | None
@@ -443,6 +447,8 @@ class NextStep(Answer):
     max_steps: int | None
     checkpoint: str | None
     """The newest checkpoint, from which the run can resume."""
+    price: float | None
+    """The cost of all starts so far; null: they had no run.price_per_gpu_hour."""
     command: str | None
     """What to type now; null: wait, or see `advice`."""
     advice: str | None
