@@ -1378,6 +1378,46 @@ def test_axolotls_own_warm_up_is_three_percent_of_the_steps_and_at_most_100(fold
     assert recipe["schedule"]["warmup_steps"] == warmup
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt"])
+@pytest.mark.parametrize("project", ["trl", "llama-factory"])
+def test_the_rates_of_a_schedule_are_those_of_transformers(kind, project, folder):
+    """After the warm-up step by step; in it each is that of transformers' next step. `constant` has none there."""
+    import torch
+    from transformers import get_scheduler
+
+    own = {"lr_scheduler_type": kind, "warmup_steps": 4, "max_steps": 20, "learning_rate": 1.0, "warmup_ratio": 0}
+    values = yaml.safe_load({"trl": TRL, "llama-factory": LLAMA_FACTORY}[project]) | own
+    recipe = recipe_of(yaml.dump(values))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    scheduler = get_scheduler(kind, optimizer, num_warmup_steps=4, num_training_steps=20)
+    rates = []
+    for _ in range(20):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    checked, mistakes = validate(Document("r.yaml", recipe), Recipe)
+    assert checked is not None and mistakes == []
+    schedule = checked.schedule
+    steps = schedule.for_length(20).warmup_steps
+    assert steps == (0 if kind == "constant" else 4)
+    for step in range(19):
+        ours = schedule.warmed_up(step) if step < steps else schedule.factor(step, 20)
+        is_ahead = step < steps or kind == "inverse_sqrt"  # which goes on with the steps of its warm-up
+        assert ours == pytest.approx(rates[step + is_ahead])
+
+
+def test_axolotls_least_share_of_the_peak_is_that_of_a_cosine(folder, capsys):
+    text = AXOLOTL + "cosine_min_lr_ratio: 0.1\n"
+    assert recipe_of(text)["schedule"]["min_learning_rate"] == pytest.approx(2e-5)
+    assert "needs nothing" in (said := capsys.readouterr().out) and "cosine_min_lr_ratio" not in said
+    assert recipe_of(text.replace("lr_scheduler: cosine", "lr_scheduler: constant"))["schedule"] == {"name": "constant"}
+    assert recipe_of(text.replace("lr_scheduler: cosine", "lr_scheduler: linear"))["schedule"].keys() == {
+        "name",
+        "warmup_steps",
+    }
+    assert "cosine_min_lr_ratio" in capsys.readouterr().out.rpartition("needs nothing")[2]
+
+
 V1 = """\
 model: some/model
 model_class: llm

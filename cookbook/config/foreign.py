@@ -120,6 +120,8 @@ class Project:
     """Sections that may have keys of a library, beside those that the schema has."""
     classes: Mapping[str, Key] = field(default_factory=dict)
     """What stands for all keys of a class, by its name."""
+    warms_up_constant: bool = True
+    """False if a warm-up is not heeded where the rate is constant."""
     other_methods: frozenset[str] = frozenset()
     """Classes of methods that are not here: a key that only these have asks for theirs with any value."""
     compares: Mapping[str, str] = field(default_factory=dict)

@@ -30,6 +30,8 @@ class Collected:
         """By dotted key."""
         self.other: dict[str, Any] = {}
         """By `~X` and `strategy.X`: from which further keys are derived."""
+        self.written: dict[str, Any] = {}
+        """Their values behind ours that the recipe has."""
         self.places: dict[str, str] = {}
         """File, line, key and value behind each of these."""
         self.given: set[str] = set()
@@ -189,6 +191,8 @@ class Collected:
             elif key.ours is not None:
                 self.carried[dotted] = key.ours
             self._put(key.ours, translated, place)
+            if translated is not None and self.places.get(str(key.ours)) == place:
+                self.written[str(key.ours)] = value
             if left_out := key.left_out(value):
                 self.notes.append(f"{place}: {left_out}")
 

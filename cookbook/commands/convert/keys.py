@@ -46,6 +46,8 @@ class Conversion(Collected):
         self._adapter()
         self._least_rate()
         accumulation = self.other.get("~accumulation", 1)
+        if project is not None and not project.warms_up_constant:
+            self._spare_warm_up()
         self._length_and_batch()
         self._packed_by_script()
         if project is not None:
@@ -371,8 +373,11 @@ class Conversion(Collected):
 
     def _least_rate(self) -> None:
         share, peak = self.take("min_share"), self.recipe.get("optim.learning_rate")
+        is_cosine = self.recipe.get("schedule.name", "cosine") == "cosine"
         if share and peak is None:
             self.note("~min_share", "a share of a peak that the file has not; write schedule.min_learning_rate")
+        elif share and not is_cosine and _name_in(self.places["~min_share"]) == OF_COSINE:
+            self.idle.append(OF_COSINE)
         elif share:
             self.settle("schedule.min_learning_rate", float(f"{share * peak:.6g}"), "~min_share")
         if self.recipe.get("schedule.name") == "constant" and "schedule.min_learning_rate" in self.recipe:
@@ -439,6 +444,15 @@ class Conversion(Collected):
                 f"batch.global_batch_size {size} = {micro} x accumulation {accumulation or 1} x 1 process: the file has"
                 " no number of GPUs; multiply by that of your runs, or give --processes"
             )
+
+    def _spare_warm_up(self) -> None:
+        """Leave out a warm-up beside transformers' `constant`, which has none (`get_scheduler`)."""
+        if self.written.get("schedule.name") != CONSTANT:
+            return
+        for name in ("warmup", "warmup_ratio"):
+            if self.take(name):
+                self.note(f"~{name}", f"of no effect there, where the rate is {CONSTANT}: left out")
+        self.take("warmup_of_axolotl")
 
     def _steps_of_epochs(self, steps: int) -> None:
         """torchtune's limit of an epoch: a checkpoint is saved after it, and the next epoch begins anew
@@ -584,6 +598,10 @@ class Conversion(Collected):
                 )
 
 
+OF_COSINE = "cosine_min_lr_ratio"
+"""axolotl's share of the peak, which other shapes than the cosine do not have."""
+CONSTANT = "constant"
+"""transformers' name of a rate without a warm-up; with one it is constant_with_warmup."""
 NO_SUCH = "no such objective (docs/recipes.md#objective)"
 ONLINE = ("grpo", "gdpo", "ebft", "ppo", "rloo", "reinforce", "online_dpo")
 SAMPLED = (
