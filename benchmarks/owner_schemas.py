@@ -50,6 +50,8 @@ class Source:
     """The key of a section that names the function or class."""
     roots: str = ""
     """A regular expression of the classes that a file's keys are in, with those that they extend or have as types."""
+    has_methods: bool = False
+    """True if classes stand for methods, of which a file has one: what each extends is kept."""
     package: str | None = None
     """The installed package, or None if only a checkout has it."""
     repository: str = ""
@@ -74,6 +76,7 @@ SOURCES = {
             "trl/trainer/*_config.py",
             "trl/experimental/*/*_config.py",
         ),
+        has_methods=True,
         package="trl",
     ),
     "alignment-handbook": Source(("src/alignment/configs.py",), repository="alignment-handbook"),
@@ -393,7 +396,9 @@ def schema_of(name: str, root: Path, version: str) -> dict[str, Any]:
     others: dict[str, list[str]] = {}
     for section, patterns in source.others.items():
         others |= reader.read_others(section, patterns, keys)
-    return {"version": version, "classes": classes} | ({"others": others} if others else {})
+    bases = {name: list(map(ast.unparse, node.bases)) for name, node in reader.classes.items() if node.bases}
+    extends = {"extends": bases} if source.has_methods else {}
+    return {"version": version, "classes": classes} | extends | ({"others": others} if others else {})
 
 
 def dumps(schema: dict[str, Any]) -> str:
@@ -402,8 +407,10 @@ def dumps(schema: dict[str, Any]) -> str:
     for name, entry in schema["classes"].items():
         keys = ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items())
         parts.append(f"  {json.dumps(name)}: {{\n{keys}}}")
-    others = [f"  {json.dumps(key)}: {json.dumps(owners)}" for key, owners in schema.get("others", {}).items()]
-    end = ',\n "others": {\n' + ",\n".join(others) + "\n }" if others else ""
+    end = ""
+    for part in ("extends", "others"):
+        lines = [f"  {json.dumps(key)}: {json.dumps(names)}" for key, names in schema.get(part, {}).items()]
+        end += f',\n "{part}": {{\n' + ",\n".join(lines) + "\n }" if lines else ""
     return (
         f'{{\n "version": {json.dumps(schema["version"])},\n "classes": {{\n' + ",\n".join(parts) + f"\n }}{end}\n}}\n"
     )

@@ -2005,3 +2005,60 @@ def test_of_a_folder_the_files_that_can_be_converted_are_named(folder, capsys):
     assert main(["convert", "repo"]) == 2
     said = capsys.readouterr().err
     assert "one of its files at a time: repo/sub/train.yaml\n" in said and "other.yaml" not in said
+
+
+COMMANDS = {
+    "trl dpo": "dpo",
+    "accelerate launch $(which trl) kto": "kto_zero",
+    "python -m trl orpo": "orpo",
+    "accelerate launch scripts/run_orpo.py": "orpo",
+    "torchrun --nproc_per_node 2 examples/reward_modeling.py": "reward",
+    "python src/grpo.py": "grpo",
+    "python cpo.py": "cpo",
+    "trl sft": "sft",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_program_of_a_command_decides_the_method(command, folder, capsys):
+    """TRL has it nowhere else: the flags are those of all its methods."""
+    assert convert(f"{command} --model_name_or_path m --dataset_name d --num_train_epochs 1\n", name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert recipe.get("objective", {}).get("name", "sft") == COMMANDS[command]
+    assert "fit several" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["trl rloo", "accelerate launch online_dpo.py", "python async_grpo.py"])
+def test_a_command_of_a_method_that_is_not_here_is_refused(command, folder, capsys):
+    assert convert(f"{command} --model_name_or_path m --dataset_name d --num_train_epochs 1\n", name="run.sh") == 2
+    assert f"{command.split()[-1]} is " in (said := capsys.readouterr().err) and "rewards while training" in said
+
+
+def test_where_no_method_is_named_that_is_said_unless_the_keys_fit_one(folder, capsys):
+    text = "model_name_or_path: m\ndataset_name: d\nmax_length: 64\n"
+    recipe_of(text)
+    assert "taken for supervised fine-tuning; for another write objective.name: dpo," in capsys.readouterr().out
+    recipe_of(f"{text}completion_only_loss: true\n")
+    assert "taken for supervised" not in capsys.readouterr().out
+    convert("python train.py --model_name_or_path m --dataset_name d --max_length 64\n", name="run.sh")
+    assert "train.py names no method, and the keys fit several" in capsys.readouterr().out
+
+
+def test_a_folder_of_a_methods_name_names_it_where_the_keys_are_that_methods(folder, capsys):
+    for method in ("orpo", "sft"):
+        Path(f"mine/{method}").mkdir(parents=True)
+        Path(f"mine/{method}/config.yaml").write_text("model_name_or_path: m\ndataset_name: d\nbeta: 0.2\n")
+        assert main(["convert", f"mine/{method}/config.yaml", "--out", f"recipes/{method}.yaml"]) == 0
+    assert "taken for ORPO by its path, mine/orpo/config.yaml" in capsys.readouterr().out
+    objectives = [yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["objective"] for name in ("orpo", "sft")]
+    assert objectives == [{"name": "orpo", "beta": 0.2}, {"name": "dpo", "beta": 0.2}]  # SFT has no beta
+
+
+def test_a_key_of_another_method_asks_for_it_only_where_the_rest_could_be_its_too(folder, capsys):
+    """GOLD has wandb_log_unique_prompts today, and GRPO had it once."""
+    grpo = "model_name_or_path: m\ndataset_name: d\nnum_generations: 4\nreward_funcs: [a]\nepsilon_high: 0.3\n"
+    key = "wandb_log_unique_prompts: true\n"
+    assert recipe_of(grpo + key)["objective"]["name"] == "grpo"
+    assert "file.yaml:6: wandb_log_unique_prompts is true: of GOLDConfig" in capsys.readouterr().out
+    assert convert(f"model_name_or_path: m\ndataset_name: d\nnum_generations: 4\n{key}") == 2
+    assert "wandb_log_unique_prompts is true: not the same training: a teacher" in capsys.readouterr().err

@@ -12,7 +12,15 @@ from typing import Any, Literal
 import yaml
 
 from cookbook.config.effects import effect_of
-from cookbook.config.owner_schemas import Field, fields_of, others_of, read_classes, version_of
+from cookbook.config.owner_schemas import (
+    CONFIG,
+    Field,
+    fields_of,
+    methods_of,
+    others_of,
+    read_classes,
+    version_of,
+)
 from cookbook.system.files import show
 
 Cost = Literal["refuse", "changes", "decide", "idle", "sizes"]
@@ -112,6 +120,8 @@ class Project:
     """Its files describe how a run is distributed, not what it trains."""
     always: tuple[str, ...] = ()
     """Differences in any case."""
+    warms_up_constant: bool = True
+    """False if a warm-up is not heeded where the rate is constant."""
     packs_first: bool = False
     """True if a batch of packed rows counts these rows, and not the samples in them."""
     passes: Mapping[str, Any] = field(default_factory=dict)
@@ -120,8 +130,6 @@ class Project:
     """Sections that may have keys of a library, beside those that the schema has."""
     classes: Mapping[str, Key] = field(default_factory=dict)
     """What stands for all keys of a class, by its name."""
-    warms_up_constant: bool = True
-    """False if a warm-up is not heeded where the rate is constant."""
     other_methods: frozenset[str] = frozenset()
     """Classes of methods that are not here: a key that only these have asks for theirs with any value."""
     compares: Mapping[str, str] = field(default_factory=dict)
@@ -141,6 +149,59 @@ class Project:
             return self.name
         version = version_of(self.schema[-1])
         return f"{self.name} of {version}" if "-" in version else f"{self.name} {version}"
+
+    @functools.cached_property
+    def methods(self) -> dict[str, str | None]:
+        """The classes of its owner that have a method's settings, each with our objective; None where there is none."""
+        ours: dict[str, str] = {}
+        for objective, classes in self.objectives.items():
+            ours.setdefault(classes[0], objective)
+        return {name: ours.get(name) for name in methods_of(self.schema)}
+
+    def method_named(self, text: str) -> str | None:
+        """The class of the one method that a name of a program or a file has, as `scripts/run_dpo.py`; None if it has
+        none, or several."""
+        words = re.findall(r"[a-z0-9]+", text.lower())
+        names = {name.removesuffix(CONFIG).lower(): name for name in self.methods}
+        for size in (3, 2, 1):  # `online_dpo` is no `dpo`
+            runs = ("".join(words[i : i + size]) for i in range(len(words) + 1 - size))
+            if named := {names[run] for run in runs if run in names}:
+                return named.pop() if len(named) == 1 else None
+        return None
+
+    def _of_some_methods(self, keys: Collection[str]) -> frozenset[str]:
+        """The keys of a file that some methods have, and others have not."""
+        known = [*methods_of(self.schema).values()] or [frozenset[str]()]
+        of_some = frozenset.union(*known) - frozenset.intersection(*known)
+        return of_some & {path.partition(".")[0] for path in keys}
+
+    def methods_with(self, keys: Collection[str]) -> list[str]:
+        """The classes of methods that have all of the keys which some methods have."""
+        asked = self._of_some_methods(keys)
+        return [name for name, own in methods_of(self.schema).items() if asked <= own]
+
+    def asks_for_another(self, path: str, method: str | None, keys: Collection[str]) -> bool:
+        """True if a key that no method has which is converted makes a file one of a method that is not: of that which
+        its program names, else of one with as many keys of the file as any that is converted.
+
+        Args:
+            method: the class that the program names, if any.
+        """
+        methods, asked = methods_of(self.schema), self._of_some_methods(keys)
+        others = [name for name, own in methods.items() if path.partition(".")[0] in own]
+        if method is not None:
+            return method in others
+        fits = {name: len(asked & own) for name, own in methods.items()}
+        return max(fits[name] for name in others) >= max(fits[name] for name in fits if name not in self.other_methods)
+
+    def is_of_another_method(self, path: str) -> bool:
+        """True for a key that no method has which is converted."""
+        own = self.fields.get(path)
+        return (
+            own is not None
+            and own.of_class in self.other_methods
+            and self.keys.get(path) is self.classes.get(own.of_class)
+        )
 
     @functools.cached_property
     def _sections_of_fields(self) -> frozenset[str]:

@@ -10,6 +10,9 @@ from typing import Any
 
 OWNERS = Path(__file__).with_name("owners")
 MAX_DEPTH = 4
+CONFIG = "Config"
+OF_ALL_METHODS = "TrainingArguments"
+"""The class that the settings of each method extend."""
 
 Classes = Mapping[str, Mapping[str, list[Any]]]
 """By class and key: the type, and the default unless the key is required or its owner computes it."""
@@ -50,6 +53,32 @@ def others_of(owners: tuple[str, ...]) -> dict[str, list[str]]:
     """
     files = (json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8")) for owner in owners)
     return {path: names for own in files for path, names in own.get("others", {}).items()}
+
+
+@functools.cache
+def methods_of(owners: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """The classes that have the settings of a method, by name, each with its keys: its own, those of what it extends up
+    to what all methods have, and those of its script."""
+    extends: dict[str, list[str]] = {}
+    for owner in owners:
+        extends |= json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8")).get("extends", {})
+    classes = read_classes(owners)
+
+    def line_of(name: str) -> list[str]:
+        return [name, *(above for base in extends.get(name, ()) for above in line_of(base))]
+
+    methods = {name: line_of(name) for name in extends if name.endswith(CONFIG) and not name.startswith("_")}
+    methods = {name: line for name, line in methods.items() if line[-1] == OF_ALL_METHODS}
+    return {
+        name: frozenset(
+            key
+            for own in line
+            if not own.startswith("_") and own != OF_ALL_METHODS
+            for part in (own, f"{own.removesuffix(CONFIG)}ScriptArguments")
+            for key in classes.get(part, ())
+        )
+        for name, line in methods.items()
+    }
 
 
 @functools.cache

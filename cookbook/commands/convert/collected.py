@@ -60,6 +60,12 @@ class Collected:
         """Names of the files, in the order in which they were read."""
         self.reasons: dict[str, tuple[str, str]] = {}
         """Place and reason of lines that others with the same reason may stand beside."""
+        self.program = ""
+        """What a command runs, by which a project may choose the method."""
+        self.method: str | None = None
+        """The class of the method that the program names."""
+        self.objective: str | None = None
+        """Ours of that method, if it is here."""
         self.folder = Path()
         self.template: str | None = None
         """The text of a chat template in the file."""
@@ -78,6 +84,8 @@ class Collected:
         if project is tables().projects["accelerate"]:
             document, lost = indented(document)
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
+        self.method = self.method or project.method_named(self.program)
+        keys = keys_of(document.values, project)
         for path, written in leaves_of(document.values, project):
             dotted = ".".join(map(str, path))
             place = f"{document.place(*path)} is {in_short(written)}"
@@ -97,6 +105,9 @@ class Collected:
                 self.idle.append(dotted)
             elif references.is_open(value):
                 self.add(self.changes, place, "refers to what is not in this file; write the value")
+            elif project.is_of_another_method(dotted) and not project.asks_for_another(dotted, self.method, keys):
+                owner = project.fields[dotted].of_class
+                self.add(self.changes, place, f"of {owner}, which is not this file's; docs/recipes.md has all of ours")
             else:
                 self._read_key(dotted, value, place, project)
         if is_deepspeed and "zero_optimization" not in document.values:

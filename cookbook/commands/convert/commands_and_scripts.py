@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import dropwhile, islice
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ class Command:
     """The flags behind the script's name."""
     launcher: dict[str, Any]
     """The flags before it."""
+    program: str
+    """The script, as `train.py`, or the command, as `trl sft`."""
 
 
 class Settings(NamedTuple):
@@ -42,6 +44,8 @@ class Settings(NamedTuple):
     """Their number in a command."""
     unread: tuple[str, ...] = ()
     """Flags of a command's launcher that are not carried."""
+    program: str = ""
+    """What a command runs."""
 
 
 def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
@@ -68,7 +72,7 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
         documents.append(read_document(_beside(path, str(config))))
     counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
     unread = tuple(f"--{flag}" for flag in command.launcher if flag not in (*PROCESSES, "config_file"))
-    return Settings(documents, next(counts, None), unread)
+    return Settings(documents, next(counts, None), unread, command.program)
 
 
 def read_command(name: str, text: str) -> Command | None:
@@ -96,13 +100,15 @@ def read_command(name: str, text: str) -> Command | None:
         return None
     values = _flags(words[script + 1 :])
     launcher = {key: value[0] if isinstance(value, list) else value for key, value in _flags(words[:script]).items()}
+    start = script - (words[script - 1].endswith("trl") and script > 0)  # `trl sft`
+    program = " ".join(takewhile(lambda word: not word.startswith("-"), words[start:]))
     lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
     config = next((values.pop(flag) for flag in CONFIGS if str(values.get(flag, "")).endswith(SETTINGS)), None)
     config = config or next((word for word in words[script + 1 :] if word.endswith(SETTINGS)), None)
     if config is not None:
         base = read_document(_beside(Path(name), str(config)))
-        return Command(Document(base.name, base.values | values, base.lines | lines), launcher)
-    return Command(Document(name, values, lines), launcher)
+        return Command(Document(base.name, base.values | values, base.lines | lines), launcher, program)
+    return Command(Document(name, values, lines), launcher, program)
 
 
 def _script_in(words: list[str]) -> int | None:

@@ -74,6 +74,7 @@ def convert(
     if sum(not described.is_distribution for described in names) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     conversion = Conversion(processes)
+    conversion.program = next((read.program for read in settings if read.program), "")
     if unread := [flag for read in settings for flag in read.unread]:
         conversion.notes.append(
             f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"

@@ -48,6 +48,8 @@ NOT_IN_ROUNDS = (*OF_ROWS, *SAVED, "data.max_length")
 
 def asks_for_rounds(collected: Collected) -> bool:
     """Return whether the files are those of a GRPO that samples while it trains."""
+    if collected.objective is not None:
+        return collected.objective == "grpo"
     if "~rl" in collected.given or any(key.startswith("rl.") or key == "rl" for key in collected.keys_of_files):
         return bool(collected.other.get("~rl") == "grpo")
     if any(key.partition(".")[0] == "trl" for key in collected.keys_of_files):  # axolotl's, which `rl` turns on
@@ -66,7 +68,7 @@ def derive_objective(collected: Collected) -> None:
     if collected.recipe.get("objective.name") is not None and "objective.name" in collected.places:
         collected.note("objective.name", "goes with another objective; left out")
     collected.recipe["objective.name"] = "grpo"
-    if rl is None:
+    if rl is None and collected.objective is None:
         collected.notes.append("taken for GRPO by its keys; RLOO and other methods that sample are not here")
     if loss == OF_A_MICRO_BATCH:
         collected.recipe["objective.loss_type"] = "dapo"

@@ -23,6 +23,8 @@ class Conversion(Collected):
     def derive(self, project: Project | None) -> None:
         """The keys that depend on several of theirs, and their defaults."""
         self.is_of_training = project is not None
+        if project is not None:
+            self._find_objective(project)
         has_rounds = project is not None and converted_rounds.asks_for_rounds(self)
         self._strategy_files()
         self._precision()
@@ -35,7 +37,7 @@ class Conversion(Collected):
             converted_rounds.derive_objective(self)
         else:
             converted_rounds.leave_out_rounds(self)
-            self._objective()
+            self._objective(project)
         if project is not None:
             self._plugins(project)
             self._defaults(project)
@@ -60,6 +62,24 @@ class Conversion(Collected):
             name = "~beta1" if betas[0] is not None else "~beta2"
             self.settle("optim.betas", [betas[0] or 0.9, betas[1] or 0.999], name)
         self._left_open(project)
+
+    def _find_objective(self, project: Project) -> None:
+        """The objective of the method that the program names or, where that names none, the file or its folder does,
+        if it has all keys of the file."""
+        methods, file = project.methods, Path(self.files[0])
+        if self.method is None:
+            fitting = project.methods_with(self.keys_of_files)
+            named = (project.method_named(part) for part in (file.stem, file.parent.name))
+            self.method = next((name for name in named if name in fitting), None)
+            if self.method is not None and methods[self.method] is not None:
+                self.notes.append(f"taken for {self.method.removesuffix('Config')} by its path, {file}")
+        if self.method is not None:
+            self.objective = methods[self.method]
+            if self.objective is None:
+                key = project.classes.get(self.method)
+                why = key.why if key is not None else NO_SUCH
+                name = self.method.removesuffix("Config")
+                self.add(self.others, f"{file}: {self.program or 'its path'} is {name}", why)
 
     def _plugins(self, project: Project) -> None:
         """Sort axolotl's plugins, each as what stands for the class of its arguments."""
@@ -251,7 +271,12 @@ class Conversion(Collected):
         for key, value in (self.take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
 
-    def _objective(self) -> None:
+    def _other_objectives(self, project: Project) -> list[str]:
+        """Our objectives beside SFT whose methods have all keys of the files."""
+        fitting = (project.methods[name] for name in project.methods_with(self.keys_of_files))
+        return [objective for objective in fitting if objective not in (None, "sft")]
+
+    def _objective(self, project: Project | None) -> None:
         loss, preference, rl = self.take("loss_type"), self.take("pref_loss"), self.take("rl")
         loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         component = str(self.take("loss", "")).rpartition(".")[2].lower()
@@ -266,7 +291,11 @@ class Conversion(Collected):
             is_online = any(method in component for method in ONLINE)
             self.add(self.others, self.places["~loss"], SAMPLED if is_online else NO_SUCH)
         for name in (rl, loss):
-            if name == "simpo":
+            if self.objective == "cpo" and name == "sigmoid":
+                self.recipe["objective.name"] = "cpo"
+            elif self.objective == "cpo" and name in ("hinge", "ipo"):
+                self.add(self.others, self.places["~loss_type"], NO_SUCH)
+            elif name == "simpo":
                 self._simpo("pref_loss" in self.places.get("~pref_loss", self.places.get("~rl", "")))
             elif name == "sigmoid" and "objective.nll_weight" in self.recipe:
                 self.recipe["objective.name"] = "cpo"
@@ -280,7 +309,9 @@ class Conversion(Collected):
                 meanings = (meaning_of(key, str(name)) for key in ("objective.name", "objective.loss_type"))
                 why = SAMPLED if name in ONLINE else next(filter(None, meanings), NO_SUCH)
                 self.add(self.others, place, why)
-        if "objective.name" not in self.recipe:
+        if "objective.name" not in self.recipe and self.objective not in (None, "sft"):
+            self.recipe["objective.name"] = self.objective
+        elif "objective.name" not in self.recipe and self.objective is None:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
                 self.recipe["objective.name"] = "kto_zero"
             elif "objective.center_rewards_coefficient" in self.recipe:
@@ -288,6 +319,11 @@ class Conversion(Collected):
             elif "objective.beta" in self.recipe:
                 self.recipe["objective.name"] = "dpo"
                 self.note("objective.beta", "taken for DPO; for ORPO write objective.name: orpo, for KTO kto_zero")
+            elif project is not None and (others := self._other_objectives(project)):
+                self.changes.append(
+                    f"{self.program or 'the file'} names no method, and the keys fit several: taken for supervised"
+                    f" fine-tuning; for another write objective.name: {', '.join(others)}"
+                )
         name = self.recipe.get("objective.name", "sft")
         for key, names in {"objective.gamma": ("simpo",), "objective.nll_weight": ("cpo", "simpo")}.items():
             if name not in names and self.recipe.pop(key, None) is not None:
