@@ -2062,3 +2062,46 @@ def test_a_key_of_another_method_asks_for_it_only_where_the_rest_could_be_its_to
     assert "file.yaml:6: wandb_log_unique_prompts is true: of GOLDConfig" in capsys.readouterr().out
     assert convert(f"model_name_or_path: m\ndataset_name: d\nnum_generations: 4\n{key}") == 2
     assert "wandb_log_unique_prompts is true: not the same training: a teacher" in capsys.readouterr().err
+
+
+def test_a_value_of_a_flag_is_no_file_of_settings(folder, capsys):
+    """Only what stands before the flags, or behind --config, is one."""
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    flags = "--model_name_or_path m --dataset_name d --deepspeed {} --learning_rate 1e-5 --train_file=rows.json"
+    assert convert(f"deepspeed sft.py {flags.format('ds.json')}\n", name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert (recipe["strategy"], recipe["mixed_precision"]) == ("zero3", "bf16")
+    assert recipe["optim"]["learning_rate"] == 1e-5
+    assert convert(f"deepspeed sft.py {flags.format('gone.json')}\n", name="go.sh") == 0
+    assert "deepspeed is 'gone.json': no such file; give it to `convert`" in capsys.readouterr().out
+
+
+def test_what_of_a_script_is_not_read_is_named(folder, capsys):
+    lines = (
+        "LR=${LR:-2e-4}  # of the environment\nNAME=run-$1\n"
+        "python prepare.py --rows 5\n"
+        "accelerate launch --config_file gone.yaml sft.py --model_name_or_path $MODEL --dataset_name d \\\n"
+        "  --learning_rate $LR --max_steps 3 --seed ${SEED}\n"
+        "python sft.py --dataset_name other --max_steps 5\n"
+    )
+    assert convert(lines, "--from", "trl", name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert recipe["optim"]["learning_rate"] == 2e-4 and "name_or_path" not in recipe["model"] and "seed" not in recipe
+    said = capsys.readouterr().out
+    assert "run.sh:3: python prepare.py: another command, not read" in said
+    assert "run.sh:6: python sft.py: another command, not read" in said
+    assert "--config_file gone.yaml of the launcher: no such file" in said
+    assert "model_name_or_path is '${MODEL}'" in said and "seed is '${SEED}': refers to what is not in" in said
+
+
+def test_a_command_in_a_folder_of_a_repository_finds_its_files_from_the_root(folder):
+    Path("repo/scripts").mkdir(parents=True)
+    Path("repo/acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    Path("repo/scripts/run.sh").write_text(SHELL)
+    assert main(["convert", "repo/scripts/run.sh"]) == 0
+    assert yaml.safe_load(Path("recipes/run.yaml").read_text())["strategy"] == "fsdp2"
+
+
+def test_a_script_without_such_a_command_is_refused_by_name(folder, capsys):
+    assert convert('#!/bin/bash\nargs=(\n  --lr 1\n)\npython train.py "${args[@]}"\n', name="run.sh") == 2
+    assert "run.sh: no command that gives a program flags" in capsys.readouterr().err

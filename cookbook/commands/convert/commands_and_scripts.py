@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -13,6 +13,7 @@ import yaml
 from cookbook.system.files import Document, KeyPath, RecipeError, read_document
 
 SETTINGS = (".yaml", ".yml", ".json")
+SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".pbs", ".lsf")
 ARGUMENTS = (
     "a program is not run, and a pickle never opened: put `print(args.to_json_string())` before `trainer.train()`, run"
     " it, and convert what it prints, as a .json file"
@@ -34,6 +35,8 @@ class Command:
     """The flags before it."""
     program: str
     """The script, as `train.py`, or the command, as `trl sft`."""
+    others: list[tuple[int, str]]
+    """Further commands with flags, each with its line."""
 
 
 class Settings(NamedTuple):
@@ -42,8 +45,8 @@ class Settings(NamedTuple):
     documents: list[Document]
     processes: int | None = None
     """Their number in a command."""
-    unread: tuple[str, ...] = ()
-    """Flags of a command's launcher that are not carried."""
+    notes: Sequence[str] = ()
+    """What of a script is not carried."""
     program: str = ""
     """What a command runs."""
 
@@ -65,14 +68,26 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
     if path.suffix in (".py", ".ipynb") or b"\0" in start or start[:1] == b"\x80":
         raise RecipeError(f"{path}: {ARGUMENTS}")
     command = read_command(str(path), path.read_text(encoding="utf-8-sig", errors="replace"))
+    if command is None and (path.suffix in SHELL or start[:2] == b"#!"):
+        raise RecipeError(
+            f"{path}: no command that gives a program flags; convert the file that it reads, or its flags"
+        )
     if command is None:
         return Settings([read_document(path)])
-    documents = [command.document]
+    documents, notes = [command.document], []
     if (config := command.launcher.get("config_file")) is not None:
-        documents.append(read_document(_beside(path, str(config))))
+        if (beside := _beside(path, str(config))).is_file():
+            documents.append(read_document(beside))
+        else:
+            notes.append(f"--config_file {config} of the launcher: no such file; give it to `convert` beside this one")
     counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
-    unread = tuple(f"--{flag}" for flag in command.launcher if flag not in (*PROCESSES, "config_file"))
-    return Settings(documents, next(counts, None), unread, command.program)
+    if unread := [f"--{flag}" for flag in command.launcher if flag not in (*PROCESSES, "config_file")]:
+        notes.append(
+            f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
+            " of docs/several_machines.md has machines and addresses"
+        )
+    notes += [f"{path}:{line}: {other}: another command, not read" for line, other in command.others]
+    return Settings(documents, next(counts, None), notes, command.program)
 
 
 def read_command(name: str, text: str) -> Command | None:
@@ -81,9 +96,9 @@ def read_command(name: str, text: str) -> Command | None:
     commands: list[tuple[list[str], int]] = []
     line_number = 1
     for line in re.split(r"(?<!\\)\n", text):
-        if assignment := re.fullmatch(r"\s*(?:export\s+)?(\w+)=(\S*)\s*", line):
+        plain = VARIABLE.sub(lambda match: _value_of(match, variables), line.replace("\\\n", " "))
+        if assignment := re.fullmatch(r"\s*(?:export\s+)?(\w+)=(\S*)\s*(?:#.*)?", plain):
             variables[assignment[1]] = assignment[2].strip("\"'")
-        plain = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), line.replace("\\\n", " "))
         try:
             words = shlex.split(re.sub(r"\$\([^)]*?(\w+)\)", r"\1", plain), comments=True)
             words = list(dropwhile(re.compile(r"\w+=").match, words))
@@ -95,6 +110,11 @@ def read_command(name: str, text: str) -> Command | None:
     if not candidates:
         return None
     words, line = max(candidates, key=lambda candidate: len(candidate[0]))
+    others = [
+        (place, " ".join(command[: script + 1]))
+        for command, place in candidates
+        if place != line and (script := _script_in(command)) is not None
+    ]
     script = _script_in(words)
     if script is None:
         return None
@@ -104,11 +124,22 @@ def read_command(name: str, text: str) -> Command | None:
     program = " ".join(takewhile(lambda word: not word.startswith("-"), words[start:]))
     lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
     config = next((values.pop(flag) for flag in CONFIGS if str(values.get(flag, "")).endswith(SETTINGS)), None)
-    config = config or next((word for word in words[script + 1 :] if word.endswith(SETTINGS)), None)
+    positional = takewhile(lambda word: not word.startswith("-"), words[script + 1 :])
+    config = config or next((word for word in positional if word.endswith(SETTINGS)), None)
     if config is not None:
         base = read_document(_beside(Path(name), str(config)))
-        return Command(Document(base.name, base.values | values, base.lines | lines), launcher, program)
-    return Command(Document(name, values, lines), launcher, program)
+        return Command(Document(base.name, base.values | values, base.lines | lines), launcher, program, others)
+    return Command(Document(name, values, lines), launcher, program, others)
+
+
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+"""A variable of a shell, with what it is if nobody has set it."""
+
+
+def _value_of(reference: re.Match[str], variables: dict[str, str]) -> str:
+    """Its value; of one that the script does not set, the usual one or `${NAME}`, which `references` knows."""
+    name, usual = reference[1] or reference[2], reference[3]
+    return variables.get(name, f"${{{name}}}" if usual is None else usual)
 
 
 def _script_in(words: list[str]) -> int | None:
@@ -156,9 +187,9 @@ def _value(text: str) -> Any:
 
 
 def _beside(path: Path, name: str) -> Path:
-    """A path that a command names, from the folder in which it is, if it is there."""
-    beside = path.parent / name
-    return beside if beside.is_file() else Path(name)
+    """A path that a command names, from the folder in which it is or one around it, if it is there."""
+    folders = (path.parent, *path.resolve().parent.parents)
+    return next((folder / name for folder in folders if (folder / name).is_file()), Path(name))
 
 
 def _settings_in(folder: Path, is_known: Callable[[Path], bool]) -> str:

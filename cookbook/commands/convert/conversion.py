@@ -75,11 +75,7 @@ def convert(
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     conversion = Conversion(processes)
     conversion.program = next((read.program for read in settings if read.program), "")
-    if unread := [flag for read in settings for flag in read.unread]:
-        conversion.notes.append(
-            f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
-            " of docs/several_machines.md has machines and addresses"
-        )
+    conversion.notes += [note for read in settings for note in read.notes]
     # The training file first: of two files that set a key, the one that is read first has precedence.
     for document, described in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
         conversion.read(document, described)
