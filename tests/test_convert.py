@@ -2105,3 +2105,21 @@ def test_a_command_in_a_folder_of_a_repository_finds_its_files_from_the_root(fol
 def test_a_script_without_such_a_command_is_refused_by_name(folder, capsys):
     assert convert('#!/bin/bash\nargs=(\n  --lr 1\n)\npython train.py "${args[@]}"\n', name="run.sh") == 2
     assert "run.sh: no command that gives a program flags" in capsys.readouterr().err
+
+
+def test_a_program_that_is_not_the_one_of_its_keys_is_named(folder, capsys):
+    flags = "--model_name_or_path m --train_file r.jsonl --block_size 64 --num_train_epochs 1 --learning_rate 1e-4"
+    lines = {
+        "run_clm.py": "",
+        "run_reward_modeling.py": "run_reward_modeling.py is Reward by its name: write objective.name: reward",
+        "finetune.py": "finetune.py has keys of another program, for which it is taken: run_clm.py",
+    }
+    for program, line in lines.items():
+        assert convert(f"python {program} {flags}\n", "--from", "run-clm", name=f"{program[:7]}.sh") == 0
+        said = capsys.readouterr().out
+        assert line in said and ("by its name" in said or "has keys of" in said) == bool(line)
+    flags = "--learning_rate 1e-4 --num_train_epochs 1 --per_device_train_batch_size 2"
+    assert convert(f"python run_dpo.py {flags}\n", "--from", "trainer", name="d.sh") == 0
+    assert "run_dpo.py is DPO by its name: write objective.name: dpo" in capsys.readouterr().out
+    assert convert(f"python train.py {flags}\n", "--from", "trainer", name="t.sh") == 0
+    assert "train.py has keys" not in capsys.readouterr().out

@@ -114,6 +114,8 @@ class Project:
     """Values where a file is silent that its code computes, by our keys."""
     of_adapters: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ with an adapter."""
+    program: str | None = None
+    """The program that its keys are of, and that decides the method; empty where any program has them."""
     is_read: bool = True
     """False if its files are known by their keys, and not converted."""
     is_distribution: bool = False

@@ -67,6 +67,8 @@ class Conversion(Collected):
         """The objective of the method that the program names or, where that names none, the file or its folder does,
         if it has all keys of the file."""
         methods, file = project.methods, Path(self.files[0])
+        if project.program is not None and self.program:
+            self._compare_program(project.program)
         if self.method is None:
             fitting = project.methods_with(self.keys_of_files)
             named = (project.method_named(part) for part in (file.stem, file.parent.name))
@@ -80,6 +82,21 @@ class Conversion(Collected):
                 why = key.why if key is not None else NO_SUCH
                 name = self.method.removesuffix("Config")
                 self.add(self.others, f"{file}: {self.program or 'its path'} is {name}", why)
+
+    def _compare_program(self, program: str) -> None:
+        """Name a program that another one's keys are taken from: it may train otherwise.
+
+        Args:
+            program: a regular expression of the name of the program whose keys they are.
+        """
+        trl = tables().projects["trl"]
+        method = trl.method_named(self.program)
+        if method is not None:
+            name = trl.methods[method]
+            advice = f"write objective.name: {name}" if name is not None else "which is not here"
+            self.changes.append(f"{self.program} is {method.removesuffix('Config')} by its name: {advice}")
+        elif not re.search(program, self.program):
+            self.changes.append(f"{self.program} has keys of another program, for which it is taken: {program}.py")
 
     def _plugins(self, project: Project) -> None:
         """Sort axolotl's plugins, each as what stands for the class of its arguments."""
