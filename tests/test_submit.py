@@ -4,9 +4,11 @@ python -m pytest -q tests/test_submit.py
 python -m pytest -q -m slow tests/test_submit.py    as root, with iproute2: two network namespaces are the machines
 """
 
+import ast
 import importlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ FLAGS = {
     "trainjob": ["--image", "me/cookbook:1", "--volume", "runs"],
     "dstack": ["--image", "me/cookbook:1", "--volume", "runs"],
     "hf": ["--image", "me/cookbook:1", "--volume", "me/runs"],
+    "modal": ["--volume", "runs"],
 }
 KINDS = {"Service": "IoK8sApiCoreV1Service", "Job": "IoK8sApiBatchV1Job", "TrainJob": "TrainerV1alpha1TrainJob"}
 SKY_KEYS = {
@@ -55,6 +58,23 @@ DSTACK_KEYS = {
     "stop_duration": int,
 }
 """The part used here of what dstack 0.22.5 reads (core/models/configurations.py, TaskConfiguration)."""
+
+MODAL_CALLS = {
+    "modal.App": ["image"],
+    "modal.Image.debian_slim": ["python_version"],
+    "apt_install": [],
+    "workdir": [],
+    "add_local_file": ["copy"],
+    "run_commands": [],
+    "add_local_dir": ["copy", "ignore"],
+    "app.function": ["gpu", "volumes", "secrets", "timeout", "retries"],
+    "modal.Volume.from_name": ["create_if_missing"],
+    "modal.Secret.from_dict": [],
+    "modal.Retries": ["max_retries", "initial_delay"],
+    "app.local_entrypoint": [],
+    "train.remote": [],
+}
+"""The part used here of what Modal's client 1.6.4 has: methods, those of an image by their own name, and keywords."""
 
 
 def submit(capsys, to, recipe=RECIPE, gpus="2x8xH100", *words):
@@ -201,6 +221,89 @@ def test_a_file_says_what_a_save_takes_and_has_the_time_for_it(capsys):
     assert "host memory" not in roomy
 
 
+def calls_of_modal(text):
+    """The methods of Modal's client that a program calls, with the keywords that it gives them."""
+    calls = {}
+    for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        if isinstance(call.func, ast.Attribute) and name.startswith(("modal.Image", "image.")):
+            name = name if name == "modal.Image.debian_slim" else call.func.attr
+        if name.startswith(("modal.", "app.", "train.")) or name in MODAL_CALLS:
+            calls[name] = [keyword.arg for keyword in call.keywords]
+    return calls
+
+
+def test_the_program_for_modal_calls_what_its_client_has(capsys):
+    text = submit(capsys, "modal", RECIPE, "8xH100")
+    assert calls_of_modal(text) == MODAL_CALLS
+    assert calls_of_modal(text.replace("gpu=", "gpus=")) != MODAL_CALLS
+    assert "FROM ${BASE}" in (dockerfile := (ROOT / "Dockerfile").read_text())
+    assert re.findall(r'python_version="([\d.]+)"', text) == re.findall(r"python:([\d.]+)-slim", dockerfile)
+
+
+class Modal:
+    """A stand-in of Modal's client, of which every part is itself, and which keeps the function and its options."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **options):
+        return self
+
+    def function(self, **options):
+        self.options = options
+        return lambda function: function
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 1])
+def test_a_call_of_modal_trains_with_the_words_and_is_made_again_unless_it_is_done_or_a_mistake(
+    capsys, tmp_path, monkeypatch, code
+):
+    setting = """run.output_dir=outputs/it's "$gpu" ${words} {x} run"""
+    text = submit(capsys, "modal", RECIPE, "8xH100", "--set", setting)
+    client = Modal()
+    monkeypatch.setitem(sys.modules, "modal", client)
+    found = {}
+    exec(text.replace('"/cookbook"', repr(str(tmp_path))), found)
+    assert client.options["gpu"] == "H100:8" and client.options["volumes"] == {"/outputs": client}
+    assert (client.options["timeout"], set(client.options)) == (24 * 3600, set(MODAL_CALLS["app.function"]))
+    program = tmp_path / ".venv/bin/python"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > words\nexit {code}\n')
+    program.chmod(0o755)
+    if code in (0, 2):
+        assert found["train"]() == code
+    else:
+        with pytest.raises(RuntimeError, match=f"exit code {code}"):
+            found["train"]()
+    words = ["-m", "cookbook", "launch", RECIPE, "--processes", "8", "--set", setting]
+    words += ["--set", """run.output_dir=/outputs/it's "$gpu" ${words} {x} run""", "--set", "run.resume=auto"]
+    assert (tmp_path / "words").read_text().splitlines() == words
+
+
+def test_a_call_of_modal_that_is_interrupted_lets_the_run_save(capsys, tmp_path):
+    """The client raises KeyboardInterrupt in the function when Modal takes a machine back."""
+    text = submit(capsys, "modal", RECIPE, "8xH100").replace('"/cookbook"', repr(str(tmp_path)))
+    (tmp_path / "job.py").write_text(text)
+    stand_in = "import sys\nfrom unittest.mock import MagicMock\nsys.modules['modal'] = MagicMock()\n"
+    stand_in += "sys.modules['modal'].App.return_value.function = lambda **options: lambda function: function\n"
+    (tmp_path / "modal.py").write_text(stand_in)
+    program = tmp_path / ".venv/bin/python"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/bash\ntrap 'echo saved; exit 75' TERM\necho begun\nwhile :; do sleep 0.1; done\n")
+    program.chmod(0o755)
+    line = [sys.executable, "-c", "import job; job.train()"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, cwd=tmp_path, start_new_session=True, **pipes) as call:
+        assert call.stdout is not None and call.stdout.readline() == "begun\n"
+        call.send_signal(signal.SIGINT)
+        printed, error = call.communicate(timeout=60)
+    assert printed == "saved\n" and error.endswith("KeyboardInterrupt\n"), error
+
+
 def command_of(to, text):
     """The line of bash in a file of SkyPilot or Kubernetes."""
     document = list(yaml.safe_load_all(text))[-1]
@@ -315,6 +418,9 @@ def test_one_machine_needs_no_numbers(capsys):
         ("--to hf --gpus 8xH100 --image x --volume o/b", ["which Hugging Face has not; write one of 1xT4, "]),
         ("--to hf --gpus 8xH200 --image x --volume b", ["--volume is 'b'; write a bucket as OWNER/NAME"]),
         ("--to hf --gpus 8xH200 --image x --volume o/b --seconds-to-save 9", ["would be ignored by --to hf"]),
+        ("--to modal --gpus 2x8xH100 --volume runs", ["a call of Modal is one machine; --to sky starts several"]),
+        ("--to modal --gpus 8x80GB --image x", ["--volume is missing", "would be ignored", "for a GPU by its name"]),
+        ("--to modal --gpus 8xH100 --volume a/b --seconds-to-save 9", ["name of a volume", "ignored by --to modal"]),
         ("--to dstack --gpus 8xH100 --volume a/b", ["--image is missing", "write the name of a volume"]),
         ("--to sky --gpus 8xH100 --seconds-to-save 600", ["--seconds-to-save: would be ignored by --to sky"]),
         ("--to slurm --gpus 8xH9000 --set seed=x", ["H9000", "seed"]),

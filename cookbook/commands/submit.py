@@ -9,7 +9,8 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from string import Template
+from typing import Annotated, Any, cast
 
 from typer import Option
 
@@ -30,17 +31,17 @@ SECONDS_TO_SAVE = 120
 """Between the signal that asks a run to stop and the end of its time, where nobody writes another number."""
 MISTAKE = 2
 IN_A_CLONE = "--to: its jobs run the project in its folder; type it in a clone"
-NEEDS = {"slurm": (), "sky": ("--volume",)}
-NEEDS |= dict.fromkeys(("k8s", "trainjob", "dstack", "hf"), ("--image", "--volume"))
-"""Flags that a system requires; SkyPilot only for several machines."""
 HOURS = 24
-"""Until Hugging Face ends a job, in the place of its own half an hour; our choice, and a word of the file."""
+"""Until Hugging Face ends a job, in the place of its own half an hour, our choice; and the most that a call of Modal
+may take. A word of the file."""
+ATTEMPTS = 10
+"""How often Modal makes a call again that it ended, or that failed; our choice."""
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
 IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)
 """What may be a reference to an image (distribution/reference, reference.go)."""
 VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)
-"""Names of SkyPilot's and dstack's volumes."""
+"""Names of SkyPilot's, dstack's and Modal's volumes."""
 SHARED_MEMORY = "16GB"
 """Shared memory of a container of dstack, through which NCCL's processes of a machine talk; our choice."""
 BUCKET = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -65,9 +66,14 @@ class Task:
     array: Sequence[list[str]] = ()
     """Words in the place of `words`, for each job of an array of Slurm."""
 
+    @property
+    def line(self) -> list[str]:
+        """The words that train on one machine."""
+        return [".venv/bin/python", "-m", "cookbook", "launch", *self.words]
+
     def command(self, where: str) -> str:
         """The line of bash that trains on one machine. `where`: the flags of several, from the system's variables."""
-        line = shlex.join([".venv/bin/python", "-m", "cookbook", "launch", *self.words])
+        line = shlex.join(self.line)
         return f"{line} {where}" if self.machines.num_machines > 1 else line
 
 
@@ -230,23 +236,109 @@ def _flavor(machines: Machines) -> str:
     return _flavors()[machines.gpu.name, machines.gpus_each]
 
 
-SYSTEMS: dict[str, tuple[Callable[[Task], str], str]] = {
-    "slurm": (slurm, "sbatch FILE"),
-    "sky": (sky, "sky jobs launch FILE"),
-    "k8s": (k8s, "kubectl apply -f FILE"),
-    "trainjob": (trainjob, "kubectl apply -f FILE"),
-    "dstack": (dstack, "dstack apply -f FILE"),
-    "hf": (hf, "bash FILE"),
+MODAL = """import os
+import signal
+import subprocess
+import sys
+
+import modal
+
+FOLDER = "/cookbook"
+image = modal.Image.debian_slim(python_version="3.11").apt_install("make").workdir(FOLDER)
+for name in ("Makefile", "requirements.txt", "system.sh"):
+    image = image.add_local_file(name, f"{FOLDER}/{name}", copy=True)
+image = image.run_commands("make setup", "sh system.sh .venv/bin/python build")
+image = image.add_local_dir(".", FOLDER, copy=True, ignore=[".git", ".venv", ".cache", "outputs", "**/__pycache__"])
+app = modal.App($name, image=image)
+
+
+@app.function(
+    gpu=$gpu,
+    volumes={$outputs: modal.Volume.from_name($volume, create_if_missing=True)},
+    secrets=[modal.Secret.from_dict({"HF_TOKEN": os.environ.get("HF_TOKEN")})],
+    timeout=$hours * 3600,
+    retries=modal.Retries(max_retries=$attempts, initial_delay=0.0),
+)
+def train():
+    run = subprocess.Popen($words, cwd=FOLDER)
+    try:
+        code = run.wait()
+    except KeyboardInterrupt:  # Modal takes the machine back, and makes the call again
+        run.send_signal(signal.SIGTERM)
+        run.wait()
+        raise
+    if code not in (0, $mistake):  # a mistake would be one in the next attempt too
+        raise RuntimeError(f"exit code {code}: see the lines before")
+    return code
+
+
+@app.local_entrypoint()
+def main():
+    sys.exit(train.remote())
+"""
+"""With the parts of Modal's client 1.6.4."""
+
+
+def modal(task: Task) -> str:
+    """A program for Modal's client: an image of this folder, and a call of one machine."""
+    gpu = task.machines.gpu
+    assert gpu is not None
+    values = {
+        "name": task.name,
+        "gpu": f"{gpu.name}:{task.machines.gpus_each}",
+        "outputs": OUTPUTS,
+        "volume": task.volume,
+        "hours": HOURS,
+        "attempts": ATTEMPTS,
+        "words": task.line,
+        "mistake": MISTAKE,
+    }
+    return Template(MODAL).substitute({key: repr(value) for key, value in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A program or a service that starts jobs on machines."""
+
+    write: Callable[[Task], str]
+    """Writes its file."""
+    start: str
+    """The command that takes the file."""
+    needs: tuple[str, ...] = ("--image", "--volume")
+    """Flags that it requires; SkyPilot only for several machines."""
+    tells: bool = True
+    """Whether its file says how long a run has between the signal to stop and its end."""
+    is_script: bool = False
+
+
+SYSTEMS = {
+    "slurm": System(write=slurm, start="sbatch FILE", needs=(), is_script=True),
+    "sky": System(write=sky, start="sky jobs launch FILE", needs=("--volume",), tells=False),
+    "k8s": System(write=k8s, start="kubectl apply -f FILE"),
+    "trainjob": System(write=trainjob, start="kubectl apply -f FILE"),
+    "dstack": System(write=dstack, start="dstack apply -f FILE"),
+    "hf": System(write=hf, start="bash FILE", tells=False, is_script=True),
+    "modal": System(write=modal, start="modal run --detach FILE", needs=("--volume",), tells=False),
 }
-"""How each writes its file, and the command that takes it."""
+
+
+def _known(to: str) -> str:
+    if to not in SYSTEMS:
+        raise RecipeError(f"--to {to!r} is not one of {', '.join(SYSTEMS)}")
+    return to
 
 
 def submit(
     path: Annotated[Path, RECIPE],
     *,
     to: Annotated[
-        Literal["slurm", "sky", "k8s", "trainjob", "dstack", "hf"],
-        Option(metavar="slurm|sky|k8s|trainjob|dstack|hf", help="k8s: an indexed Job; trainjob: Kubeflow's; hf: a Job"),
+        str,
+        Option(
+            callback=_known,
+            autocompletion=lambda: list(SYSTEMS),
+            metavar="|".join(SYSTEMS),
+            help="k8s: an indexed Job; trainjob: Kubeflow's; hf: a Job",
+        ),
     ],
     gpus: Annotated[str, Option(metavar="2x8xH100", help="machines x GPUs x GPU")],
     strategy: StrategyFile = None,
@@ -284,7 +376,12 @@ def submit(
         facts.append(
             f"the job ends after {HOURS} hours (--timeout); with run.save_every_minutes another goes on from there"
         )
-    elif to != "sky":
+    elif to == "modal":
+        facts.append(
+            f"Modal ends a call after {HOURS} hours, may take its machine back earlier, and makes it again up to"
+            f" {ATTEMPTS} times; with run.save_every_minutes that goes on from there"
+        )
+    elif SYSTEMS[to].tells:
         facts.append(f"a step and a save have {seconds} seconds after the signal to stop (--seconds-to-save)")
     run = Path(recipe.run.output_dir).name
     settings = [*assignments, *([f"run.output_dir={OUTPUTS}/{run}"] if volume else [])]
@@ -338,15 +435,16 @@ def _words(path: Path, strategy: Path | None, count: int, settings: Sequence[str
 
 
 def _file(to: str, facts: Sequence[str], task: Task) -> str:
-    write, start = SYSTEMS[to]
-    head = ["#!/bin/bash"] if to in ("slurm", "hf") else []
-    return "\n".join([*head, *(f"# {line}" for line in (*facts, start)), write(task)])
+    system = SYSTEMS[to]
+    head = ["#!/bin/bash"] if system.is_script else []
+    return "\n".join([*head, *(f"# {line}" for line in (*facts, system.start)), system.write(task)])
 
 
 def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> list[str]:
     """List what keeps a system from running a recipe on machines. `flags`: those that only some systems read."""
-    needed = NEEDS[to] if to != "sky" or machines.num_machines > 1 else ()
-    taken = NEEDS[to] if to in ("sky", "hf") else (*NEEDS[to], "--seconds-to-save")
+    system = SYSTEMS[to]
+    needed = system.needs if to != "sky" or machines.num_machines > 1 else ()
+    taken = (*system.needs, "--seconds-to-save") if system.tells else system.needs
     mistakes = [f"{flag} is missing: --to {to} needs it" for flag in needed if not flags[flag]]
     mistakes += [
         f"{flag}: would be ignored by --to {to}; leave it out" for flag in flags if flags[flag] and flag not in taken
@@ -354,12 +452,16 @@ def _misfits(to: str, machines: Machines, path: Path, flags: dict[str, Any]) -> 
     volume, image = flags["--volume"], flags["--image"]
     if volume and to in ("k8s", "trainjob") and not CLAIM_NAME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a claim: lower case, digits, hyphens and dots")
-    if volume and to in ("sky", "dstack") and not VOLUME.fullmatch(volume):
+    if volume and to in ("sky", "dstack", "modal") and not VOLUME.fullmatch(volume):
         mistakes.append(f"--volume is {volume!r}; write the name of a volume: letters, digits, hyphens and dots")
     if image and not IMAGE.fullmatch(image):
         mistakes.append(f"--image is {image!r}; write one as in registry/name:tag")
     if to == "sky" and machines.gpus_each and machines.gpu is None:
         mistakes.append(f"--gpus is {machines.text}: SkyPilot asks for a GPU by its name; write one, as in 2x8xH100")
+    if to == "modal" and machines.num_machines > 1:
+        mistakes.append(f"--gpus is {machines.text}: a call of Modal is one machine; --to sky starts several")
+    if to == "modal" and machines.gpu is None:
+        mistakes.append(f"--gpus is {machines.text}: Modal asks for a GPU by its name; write one, as in 8xH100")
     if to == "hf":
         mistakes += _misfits_of_hugging_face(machines, volume)
     mistakes += [_outside(file) for file in (_files(path) if to != "slurm" else ()) if _is_outside(file)]
