@@ -80,6 +80,7 @@ SOURCES = {
         package="trl",
     ),
     "alignment-handbook": Source(("src/alignment/configs.py",), repository="alignment-handbook"),
+    "open-r1": Source(("src/open_r1/configs.py",), repository="open-r1"),
     "llama-factory": Source(
         (
             *(

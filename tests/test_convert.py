@@ -2055,13 +2055,13 @@ def test_a_folder_of_a_methods_name_names_it_where_the_keys_are_that_methods(fol
 
 
 def test_a_key_of_another_method_asks_for_it_only_where_the_rest_could_be_its_too(folder, capsys):
-    """GOLD has wandb_log_unique_prompts today, and GRPO had it once."""
+    """Distillation has log_completions_steps, and GRPO has not."""
     grpo = "model_name_or_path: m\ndataset_name: d\nnum_generations: 4\nreward_funcs: [a]\nepsilon_high: 0.3\n"
-    key = "wandb_log_unique_prompts: true\n"
+    key = "log_completions_steps: 50\n"
     assert recipe_of(grpo + key)["objective"]["name"] == "grpo"
-    assert "file.yaml:6: wandb_log_unique_prompts is true: of GOLDConfig" in capsys.readouterr().out
+    assert "file.yaml:6: log_completions_steps is 50: of AsyncDistillationConfig" in capsys.readouterr().out
     assert convert(f"model_name_or_path: m\ndataset_name: d\nnum_generations: 4\n{key}") == 2
-    assert "wandb_log_unique_prompts is true: not the same training: a teacher" in capsys.readouterr().err
+    assert "log_completions_steps is 50: not the same training: a teacher" in capsys.readouterr().err
 
 
 def test_a_value_of_a_flag_is_no_file_of_settings(folder, capsys):
@@ -2123,3 +2123,20 @@ def test_a_program_that_is_not_the_one_of_its_keys_is_named(folder, capsys):
     assert "run_dpo.py is DPO by its name: write objective.name: dpo" in capsys.readouterr().out
     assert convert(f"python train.py {flags}\n", "--from", "trainer", name="t.sh") == 0
     assert "train.py has keys" not in capsys.readouterr().out
+
+
+def test_a_data_set_may_have_a_long_path_as_a_key(folder):
+    path = "/scratch/project/" + "posttraining_data/" * 8 + "mix"
+    text = f"model_name_or_path: m\ndataset_mixer:\n  {path}: 1.0\nmax_length: 64\n"
+    assert recipe_of(text)["data"]["train"] == path
+
+
+def test_simpo_by_its_authors_has_their_margin_and_no_likelihood(folder, capsys):
+    """princeton-nlp/SimPO: the margin is gamma_beta_ratio x beta; TRL's own SimPO has a likelihood beside it."""
+    text = "model_name_or_path: m\ndataset_mixer: {d: 1.0}\nbeta: 10\n"
+    objective = recipe_of(f"{text}gamma_beta_ratio: 0.3\n")["objective"]
+    assert objective == {"name": "simpo", "beta": 10, "gamma": 3.0, "nll_weight": 0.0}
+    Path("simpo.yaml").write_text(text.replace("dataset_mixer: {d: 1.0}", "dataset_name: d"))
+    assert main(["convert", "simpo.yaml"]) == 0
+    objective = yaml.safe_load(Path("recipes/simpo.yaml").read_text())["objective"]
+    assert objective == {"name": "simpo", "beta": 10, "gamma": 0.5, "nll_weight": 1.0}

@@ -368,3 +368,71 @@ def test_vllm_beside_the_trainer_is_started_for_each_round(folder):
     assert convert(SUMS + "use_vllm: true\nvllm_tensor_parallel_size: 2\nvllm_max_model_length: 512\n") == 0
     assert recipe()["rounds"]["sampler"] == "vllm --tensor-parallel-size 2"
     assert recipe()["data"]["max_length"] == 512
+
+
+OPEN_R1 = """\
+model_name_or_path: m
+dataset_name: some/problems
+dataset_prompt_column: problem
+per_device_train_batch_size: 8
+max_steps: 4
+num_generations: 4
+wandb_project: mine
+report_to: [wandb]
+callbacks: [push_to_hub_revision]
+"""
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def test_a_file_of_open_r1_has_its_column_its_functions_and_its_chat(folder, capsys):
+    assert main(["convert", write("r1.yaml", OPEN_R1 + "cosine_max_len: 500\n"), "--processes", "1"]) == 0
+    recipe = yaml.safe_load(Path("recipes/r1.yaml").read_text())
+    assert recipe["data"]["columns"] == {"prompt": "problem"}
+    assert recipe["rounds"]["user_message"] == "{prompt}"
+    assert recipe["rounds"]["reward_funcs"] == ["accuracy", "format", "tag_count"]  # its own, where a file has none
+    assert recipe["run"]["trackers"] == {"wandb": {"project": "mine"}}
+    said = capsys.readouterr().out
+    assert "from r1.yaml (open-r1)" in said and "a teacher" not in said
+    made = (
+        "GRPOScriptArguments(dataset_name=\"\", reward_funcs=['accuracy', 'format', 'tag_count'], cosine_max_len=500)"
+    )
+    assert made in said and "for name, function in zip(script.reward_funcs, get_reward_funcs(script)):" in said
+
+
+def test_a_system_prompt_of_open_r1_makes_prompts_messages(folder, capsys):
+    main(["convert", write("r1.yaml", OPEN_R1 + "system_prompt: Think.\n"), "--processes", "1"])
+    assert "user_message" not in yaml.safe_load(Path("recipes/r1.yaml").read_text())["rounds"]
+    assert "write each as messages, of the system_prompt and of the user" in capsys.readouterr().out
+
+
+def test_supervised_files_of_open_r1_are_its_own_too(folder, capsys):
+    text = "model_name_or_path: m\ndataset_name: d\nmax_length: 64\npacking: true\ncallbacks: [push_to_hub_revision]\n"
+    assert main(["convert", write("sft.yaml", text)]) == 0
+    assert "from sft.yaml (open-r1)" in capsys.readouterr().out
+
+
+def test_a_batch_that_trl_refuses_tells_the_number_of_processes(folder, capsys):
+    text = OPEN_R1.replace("num_generations: 4", "num_generations: 6")
+    main(["convert", write("r1.yaml", text)])
+    assert "it ran on a multiple of 3 processes, so give --processes" in capsys.readouterr().out
+    Path("recipes/r1.yaml").unlink()
+    main(["convert", "r1.yaml", "--processes", "3"])
+    assert "ran on a multiple" not in capsys.readouterr().out
+
+
+def test_defaults_that_another_release_may_not_have_are_named(folder, capsys):
+    """TRL 1.16.0 has no vllm_device; releases that had it took beta 0.04 where a file is silent."""
+    main(["convert", write("r1.yaml", OPEN_R1)])
+    assert "another release" not in capsys.readouterr().out
+    Path("recipes/r1.yaml").unlink()
+    main(["convert", write("r1.yaml", OPEN_R1 + "vllm_device: auto\n")])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "another release" in line)
+    assert line.lstrip().startswith("vllm_device: no key of") and "beta 0.0" in line and "loss_type 'dapo'" in line
+    Path("recipes/r1.yaml").unlink()
+    main(["convert", write("r1.yaml", OPEN_R1 + "vllm_device: auto\nbeta: 0.04\n")])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "another release" in line)
+    assert "beta" not in line

@@ -164,7 +164,8 @@ class Project:
         """The class of the one method that a name of a program or a file has, as `scripts/run_dpo.py`; None if it has
         none, or several."""
         words = re.findall(r"[a-z0-9]+", text.lower())
-        names = {name.removesuffix(CONFIG).lower(): name for name in self.methods}
+        names = {objective: classes[0] for objective, classes in self.objectives.items()}
+        names |= {name.removesuffix(CONFIG).lower(): name for name in self.methods}
         for size in (3, 2, 1):  # `online_dpo` is no `dpo`
             runs = ("".join(words[i : i + size]) for i in range(len(words) + 1 - size))
             if named := {names[run] for run in runs if run in names}:
@@ -176,6 +177,12 @@ class Project:
         known = [*methods_of(self.schema).values()] or [frozenset[str]()]
         of_some = frozenset.union(*known) - frozenset.intersection(*known)
         return of_some & {path.partition(".")[0] for path in keys}
+
+    def objective_of(self, method: str, text: str) -> str | None:
+        """Our objective of a class, or the one of several that a name has: `simpo` of CPOConfig."""
+        words = re.findall(r"[a-z0-9]+", text.lower())
+        named = (name for name, classes in self.objectives.items() if name in words and classes[0] == method)
+        return next(named, self.methods[method])
 
     def methods_with(self, keys: Collection[str]) -> list[str]:
         """The classes of methods that have all of the keys which some methods have."""
@@ -305,6 +312,21 @@ class Project:
             defaults |= {path: default[0] for path, (_, *default) in own_class.items() if default}
         return defaults
 
+    def defaults_of_method(self, objective: str, given: Collection[str]) -> dict[str, Any]:
+        """The defaults of a method's own class that are settings of its loss here, where a file is silent."""
+        own = methods_of(self.schema).get(next(iter(self.objectives.get(objective, ())), ""), frozenset())
+        return {
+            path: default
+            for path, default in self.schema_defaults(objective).items()
+            if path in own - {*given}
+            and default is not None
+            and (key := self.keys.get(path)) is not None
+            and key.ours is not None
+            and key.cost == "changes"
+            and not key.ours.startswith(("~vllm", "data."))
+            and key.ours not in OF_NO_LOSS
+        }
+
     def own_defaults(self, objective: str, given: Collection[str]) -> dict[str, Any]:
         """Values that hold where a file is silent, by our keys, for one of our objectives.
 
@@ -353,6 +375,10 @@ SHARED = "shared_parameters"
 """The section of DeepSpeed's methods of compression that has their switch."""
 OF_A_DEFAULT = ("~adapter", "~cuts_packed", "~disable_dropout")
 """Derived keys that a default is taken for; others follow from these, or are nothing without a value in the file."""
+
+
+OF_NO_LOSS = ("~prompt_column", "~disable_dropout")
+"""Derived keys of a method's class that say nothing of its loss."""
 
 
 def _plain(value: Any) -> Any:
@@ -510,7 +536,8 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     **dict.fromkeys(("loss_scale.window", "loss_scale.hysteresis"), _count),
     **dict.fromkeys(("objective.gamma", "objective.nll_weight", "objective.center_rewards_coefficient"), _number),
     **dict.fromkeys(("objective.desirable_weight", "objective.undesirable_weight", "~beta1", "~beta2"), _number),
-    **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~eval_steps", "~save_steps"), _number),
+    **dict.fromkeys(("~warmup", "~warmup_ratio", "~min_share", "~gamma_over_beta"), _number),
+    **dict.fromkeys(("~eval_steps", "~save_steps"), _number),
     "~percent_held_out": _number,
     **dict.fromkeys(("adapter.alpha", "adapter.dropout", "model.neftune_alpha"), lambda value: float(_number(value))),
     **dict.fromkeys(
@@ -571,7 +598,10 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "~fsdp": _fsdp,
     "adapter.targets": _targets,
     "~lora_parameters": _names,
-    **dict.fromkeys(("~optimizer", "~dataset", "~data_files", "~text_field", "~messages_column", "~template"), _text),
+    **dict.fromkeys(
+        ("~optimizer", "~dataset", "~data_files", "~text_field", "~messages_column", "~prompt_column", "~template"),
+        _text,
+    ),
     **dict.fromkeys(("~listed", "~listed_eval"), _text),
     **dict.fromkeys(("~sources", "~test_sources", "~dataset_list", "~pretraining"), _list),
     **dict.fromkeys(("~mixture", "~mixer", "~val", "~column_map"), _section),

@@ -21,6 +21,8 @@ from pydantic import AfterValidator
 
 MAX_FILE_BYTES = 50_000
 """Far above any settings file, and parsed quickly."""
+MAX_KEY = 4096
+"""Characters of a key, which may be a path."""
 MAX_BRACKETS = 50
 """Maximum nesting of brackets; the time of PyYAML grows with its square."""
 
@@ -299,7 +301,7 @@ def _parse_new_yaml(name: str, text: str) -> Document:
                 mistakes.append(f"{name}:{line}: a key must be a plain word, found a list or mapping before the colon")
                 continue
             key = key_node.value
-            if not key.isprintable() or len(key) > 80:
+            if not key.isprintable() or len(key) > MAX_KEY:
                 mistakes.append(f"{name}:{line}: {show(key)} is not a valid key")
                 continue
             if key in values:

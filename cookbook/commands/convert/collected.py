@@ -38,6 +38,8 @@ class Collected:
         """Those that the files have, also with a value that could not be converted."""
         self.keys_of_files: set[str] = set()
         """Dotted, of all files."""
+        self.keys_of_training: list[str] = []
+        """Dotted, of the training file alone."""
         self.carried: dict[str, str] = {}
         """Those with a counterpart, each with ours."""
         self.is_of_training = False
@@ -60,6 +62,10 @@ class Collected:
         """Names of the files, in the order in which they were read."""
         self.reasons: dict[str, tuple[str, str]] = {}
         """Place and reason of lines that others with the same reason may stand beside."""
+        self.values: dict[str, Any] = {}
+        """Those of the files by dotted key, as written."""
+        self.project: Project | None = None
+        """Whose training file it is."""
         self.program = ""
         """What a command runs, by which a project may choose the method."""
         self.method: str | None = None
@@ -77,6 +83,7 @@ class Collected:
             RecipeError: they make another strategy.
         """
         self.folder = Path(document.name).parent
+        self.project = self.project or (None if project.is_distribution else project)
         self.files.append(document.name)
         if is_deepspeed := project is tables().projects["deepspeed"]:
             self.idle += empty_keys(document.values, project)  # of which `as_deepspeed_reads` leaves some out
@@ -86,12 +93,14 @@ class Collected:
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
         self.method = self.method or project.method_named(self.program)
         keys = keys_of(document.values, project)
+        self.keys_of_training += [] if project.is_distribution else keys
         for path, written in leaves_of(document.values, project):
             dotted = ".".join(map(str, path))
             place = f"{document.place(*path)} is {in_short(written)}"
             if (home := project.home(dotted)) not in (None, dotted):  # one line for all keys of such a section
                 place = document.place(*path[: str(home).count(".") + 1])
             self.keys_of_files.add(dotted)
+            self.values.setdefault(dotted, written)
             if is_deepspeed and written == "auto":
                 self._leave_open(dotted, document.place(*path), project)
                 continue

@@ -33,6 +33,7 @@ ProjectName = Literal[
     "trainer",
     "trl",
     "run-clm",
+    "open-r1",
     "alignment-handbook",
     "llama-factory",
     "llama-factory-v1",
@@ -195,8 +196,10 @@ def recognize(document: Document, name: str | None = None) -> str:
     known = tables().projects
     keys = {candidate: keys_of(document.values, project) for candidate, project in known.items()}
     fits = {candidate: sum(map(known[candidate].has, keys[candidate])) for candidate in known}
-    most = max(fits.values())
-    best = [candidate for candidate, number in fits.items() if number == most]
+    # A key of a method that is not converted speaks for the project in which it is one of those that are.
+    foreign = {name: sum(map(known[name].is_of_another_method, keys[name])) for name in known}
+    most = max((fits[name], -foreign[name]) for name in known)
+    best = [name for name in known if (fits[name], -foreign[name]) == most]
     best = [candidate for candidate in best if known[candidate].base not in best]  # the base knows them all
     is_named = name is not None and known[name].is_distribution == known[best[0]].is_distribution
     chosen = name if name is not None and is_named else best[0]

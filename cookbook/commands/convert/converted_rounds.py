@@ -30,6 +30,8 @@ MADE = {
     )
 }
 """By names of TRL's script (scripts/grpo.py), what makes a function: that one's name, and how it is made."""
+OF_REWARDS = "GRPOScriptArguments"
+"""open-r1's class of the arguments of its reward functions."""
 HELD_OUT = ("data.eval", "data.holdout", "run.eval_every_steps", "run.evals_per_epoch", "run.early_stopping_patience")
 RANKED = ("run.export", "run.keep_best")
 SAVED = ("run.save_every_steps", "run.saves_per_epoch", "run.save_first_step")
@@ -106,6 +108,7 @@ def derive_rounds(collected: Collected, accumulation: int) -> None:
     """
     _defaults_of_trl(collected)
     _rewards(collected)
+    _asked(collected)
     _sampler(collected)
     _numbers(collected, accumulation)
     _length(collected)
@@ -172,6 +175,10 @@ def _defaults_of_trl(collected: Collected) -> None:
 def _rewards(collected: Collected) -> None:
     """`rounds.reward_funcs`, and what the plugin has to have that registers them."""
     model, written = collected.take("reward_model"), collected.take("reward_funcs", [])
+    own = collected.project.fields.get("reward_funcs") if collected.project is not None else None
+    if model is None and not written and own is not None and own.default and own.default[0]:
+        written = own.default[0]
+        collected.places["~reward_funcs"] = f"not in the file: reward_funcs {show(written)}"
     if model is None and not written:
         collected.changes.append(
             "no reward functions in the file: write rounds.reward_funcs, and functions of these names in a file of"
@@ -188,7 +195,8 @@ def _rewards(collected: Collected) -> None:
         if odd := [name for name in functions if not all(part.isidentifier() for part in name.split("."))]:
             collected.change("~reward_funcs", f"{show(odd[0])} is no name of a function; write functions in {PLUGIN}")
         else:
-            lines = "".join(f"\n    {line}" for line in _plugin(functions))
+            plugin = _plugin_of_open_r1(collected, functions) if _is_open_r1(collected) else _plugin(functions)
+            lines = "".join(f"\n    {line}" for line in plugin)
             collected.note(
                 "~reward_funcs",
                 f"write {PLUGIN} beside the recipe, which makes these functions known; they are called as TRL calls"
@@ -198,6 +206,43 @@ def _rewards(collected: Collected) -> None:
         "each row has a prompt, a text or messages, and what the reward functions ask for; one with another name is"
         " data.columns: {prompt: COLUMN}"
     )
+
+
+def _is_open_r1(collected: Collected) -> bool:
+    return collected.project is not None and collected.project is tables().projects["open-r1"]
+
+
+def _plugin_of_open_r1(collected: Collected, functions: list[str]) -> list[str]:
+    """The lines of a plugin that asks open-r1 itself for its functions, with the arguments that the file has."""
+    own = collected.project.fields if collected.project is not None else {}
+    given = {
+        key: value
+        for key, value in collected.values.items()
+        if key in own and own[key].of_class == OF_REWARDS and key not in ("reward_funcs", "dataset_prompt_column")
+    }
+    arguments = "".join(f", {key}={value!r}" for key, value in given.items())
+    return [
+        "from cookbook.config.reward_functions import reward",
+        "from open_r1.configs import GRPOScriptArguments",
+        "from open_r1.rewards import get_reward_funcs",
+        f'script = GRPOScriptArguments(dataset_name="", reward_funcs={functions!r}{arguments})',
+        "for name, function in zip(script.reward_funcs, get_reward_funcs(script)):",
+        "    function.__name__ = name",
+        "    reward(function)",
+    ]
+
+
+def _asked(collected: Collected) -> None:
+    """A prompt that is a text is a user's message in open-r1, behind its system_prompt."""
+    if not collected.take("asks_user"):
+        return
+    if collected.values.get("system_prompt"):
+        collected.notes.append(
+            "a prompt is a chat there: write each as messages, of the system_prompt and of the user with the text"
+        )
+    else:
+        collected.recipe["rounds.user_message"] = "{prompt}"
+        collected.notes.append("a prompt is a user's message there: rounds.user_message '{prompt}'")
 
 
 def _plugin(functions: list[str]) -> list[str]:
@@ -279,9 +324,12 @@ def _numbers(collected: Collected, accumulation: int) -> None:
     prompts = math.ceil(answers / generations)
     recipe["rounds.prompts_per_round"] = prompts
     if prompts * generations != answers:
+        multiple = generations // math.gcd(answers, generations)
+        is_open = collected.processes is None and given is None
+        asks = f", which TRL refuses: it ran on a multiple of {multiple} processes, so give --processes" * is_open
         collected.changes.append(
-            f"{answers} answers are sampled at a time there, no multiple of num_generations {generations}: a round has"
-            f" {prompts * generations}"
+            f"{answers} answers are sampled at a time there, no multiple of num_generations {generations}{asks}: a"
+            f" round has {prompts * generations}"
         )
     if (prompts * generations) % size:
         collected.changes.append(

@@ -73,6 +73,7 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
     for i, source in enumerate([*others, *([_of_torchtune(collected, held_out, "~val")] if held_out else [])]):
         collected.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
     columns = {"text": collected.take("text_field"), "messages": collected.take("messages_column")}
+    columns["prompt"] = collected.take("prompt_column")
     columns |= source_sections.columns_of(builder, collected.take("column_map"))
     if columns := {key: column for key, column in columns.items() if column not in (None, key)}:
         collected.recipe["data.columns"] = columns

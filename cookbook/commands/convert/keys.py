@@ -13,7 +13,7 @@ from cookbook.commands.convert.converted_rows import derive_rows, read_test_spli
 from cookbook.config.foreign import OPTIMIZERS, Project, meaning_of, tables
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import known_strategies
-from cookbook.system.files import Document, read_document, show
+from cookbook.system.files import MAX_CHOICES, Document, read_document, show
 from cookbook.system.registry import Named, Section
 
 
@@ -66,17 +66,17 @@ class Conversion(Collected):
     def _find_objective(self, project: Project) -> None:
         """The objective of the method that the program names or, where that names none, the file or its folder does,
         if it has all keys of the file."""
-        methods, file = project.methods, Path(self.files[0])
+        methods, file, text = project.methods, Path(self.files[0]), ""
         if project.program is not None and self.program:
             self._compare_program(project.program)
         if self.method is None:
             fitting = project.methods_with(self.keys_of_files)
-            named = (project.method_named(part) for part in (file.stem, file.parent.name))
-            self.method = next((name for name in named if name in fitting), None)
+            named = {part: project.method_named(part) for part in (file.stem, file.parent.name)}
+            text, self.method = next((pair for pair in named.items() if pair[1] in fitting), ("", None))
             if self.method is not None and methods[self.method] is not None:
                 self.notes.append(f"taken for {self.method.removesuffix('Config')} by its path, {file}")
         if self.method is not None:
-            self.objective = methods[self.method]
+            self.objective = project.objective_of(self.method, text or self.program)
             if self.objective is None:
                 key = project.classes.get(self.method)
                 why = key.why if key is not None else NO_SUCH
@@ -185,6 +185,7 @@ class Conversion(Collected):
             and self._holds(key, has_adapter=has_adapter)
         }
         self.recipe |= added
+        self._release(project)
         for path, line in project.silent_differences(self._objective_name, self.keys_of_files):
             if "dropout" not in path or self.recipe.get("adapter.dropout"):
                 self.changes.append(line)
@@ -208,6 +209,20 @@ class Conversion(Collected):
         if self.take("no_limit") and "data.max_length" not in self.recipe:
             self.recipe["data.too_long"] = "error"
             self.notes.append("no length in the file: a row of more than data.max_length, 2048, is an error; raise it")
+
+    def _release(self, project: Project) -> None:
+        """Name the defaults of GRPO that hold where a file has keys that TRL has not: an earlier release had others, as
+        beta 0.04 in the place of 0.0."""
+        known = {path.partition(".")[0] for path in project.fields}
+        strange = [path for path in self.keys_of_training if path.partition(".")[0] not in known]
+        silent = project.defaults_of_method(self._objective_name, self.keys_of_files)
+        if strange and silent and self._objective_name == "grpo":
+            given = ", ".join(f"{path} {show(value)}" for path, value in silent.items())
+            self.changes.append(
+                f"{', '.join(strange[:MAX_CHOICES])}{', ...' * (len(strange) > MAX_CHOICES)}: no key of"
+                f" {project.known_as}, so the file may be of another release, with other defaults; where it is silent,"
+                f" those of this one hold: {given}"
+            )
 
     def _held_out_percent(self) -> None:
         """run_clm.py's part of a data set that has no validation split."""
@@ -307,6 +322,8 @@ class Conversion(Collected):
         elif component and not re.match(r"ce|.*cross_?entropy", component):
             is_online = any(method in component for method in ONLINE)
             self.add(self.others, self.places["~loss"], SAMPLED if is_online else NO_SUCH)
+        if (ratio := self.take("gamma_over_beta")) is not None:
+            self._simpo_of_its_authors(ratio)
         for name in (rl, loss):
             if self.objective == "cpo" and name == "sigmoid":
                 self.recipe["objective.name"] = "cpo"
@@ -326,7 +343,9 @@ class Conversion(Collected):
                 meanings = (meaning_of(key, str(name)) for key in ("objective.name", "objective.loss_type"))
                 why = SAMPLED if name in ONLINE else next(filter(None, meanings), NO_SUCH)
                 self.add(self.others, place, why)
-        if "objective.name" not in self.recipe and self.objective not in (None, "sft"):
+        if "objective.name" not in self.recipe and self.objective == "simpo":
+            self._simpo(is_llama_factory=False)
+        elif "objective.name" not in self.recipe and self.objective not in (None, "sft"):
             self.recipe["objective.name"] = self.objective
         elif "objective.name" not in self.recipe and self.objective is None:
             if self.recipe.keys() & {"objective.desirable_weight", "objective.undesirable_weight"}:
@@ -368,6 +387,19 @@ class Conversion(Collected):
         if added:
             given = ", ".join(f"{key} {show(value)}" for key, value in added.items())
             self.notes.append(f"not in the file, so the other project's defaults hold: {given}")
+
+    def _simpo_of_its_authors(self, ratio: float) -> None:
+        """SimPO with the keys and defaults of princeton-nlp/SimPO (scripts/simpo_config.py): the margin over beta,
+        and no likelihood beside it."""
+        beta = self.recipe.setdefault("objective.beta", 2.0)
+        self.recipe |= {
+            "objective.name": "simpo",
+            "objective.gamma": float(f"{ratio * beta:.6g}"),
+            "objective.nll_weight": 0.0,
+        }
+        self.note(
+            "~gamma_over_beta", f"SimPO by its authors' key: objective.gamma is {ratio} x beta {beta}, nll_weight 0"
+        )
 
     @property
     def _adapter_name(self) -> str | None:
