@@ -6,6 +6,7 @@ python -m pytest -q tests/test_rounds_shown.py
 import json
 import os
 import re
+import shutil
 import socket
 from html import unescape
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cookbook.commands import watch
 from cookbook.commands.cli import main
 from cookbook.commands.rounds.rounds_folder import Round, show_as_one_run
 from cookbook.config.recipe import load_recipe
@@ -114,6 +116,45 @@ def test_watch_has_the_numbers_of_the_round_that_trains(folder, capsys):
         "reward": 1.0,
     }
     assert answers[2]["answer"] == "9", "of one message, which is the policy's"
+
+
+def test_the_time_that_is_left_is_the_median_round_for_each_that_is_not_over(folder, monkeypatch):
+    """With its sampling, and without a night in which nothing ran."""
+    record = json.loads((folder / "rounds.json").read_text())
+    record["recipe"]["rounds"]["num_rounds"] = 6
+    (folder / "rounds.json").write_text(json.dumps(record))
+
+    def left(started: float, ends: list[float], now: float) -> float | None:
+        """The seconds left of six rounds, where the one after those with `ends` trains."""
+        shutil.rmtree(folder / "rounds")
+        for number in range(1, len(ends) + 2):
+            state, losses = ("finished", [0.5, 0.3]) if number <= len(ends) else ("running", [0.1])
+            write_round(folder, number, [line(number, 3, [0.0, 0.0], ["8", "9"])], losses, state)
+        for number, end in enumerate(ends, start=1):
+            event = {"event": "finish", "step": 2, "time": end}
+            (Round(folder, number).run / "events.jsonl").write_text(json.dumps(event) + "\n")
+        write_status(folder, "running", 2)
+        of_all = json.loads((folder / "status.json").read_text()) | {"started": started}
+        (folder / "status.json").write_text(json.dumps(of_all))
+        monkeypatch.setattr(watch.time, "time", lambda: now)
+        return watch.look(folder).seconds_left
+
+    assert left(1000.0, [1100.0], 1130.0) == 5 * 100 - 30
+    assert left(1000.0, [1100.0, 1160.0], 1170.0) == 4 * 60 - 10, "the first has the start in it"
+    # The third was interrupted, and ended 50 seconds after a start at 90,000; the fourth took 80.
+    assert left(90_000.0, [1100.0, 1160.0, 90_050.0, 90_130.0], 90_131.0) == 2 * 70 - 1
+    assert left(1000.0, [1100.0, 1160.0, 1220.0, 1280.0, 1340.0], 9999.0) == 0.0
+    write_status(folder, "stopped", 2)
+    assert watch.look(folder).seconds_left is None
+
+
+def test_of_one_round_before_this_start_no_time_is_known(folder):
+    event = {"event": "finish", "step": 2, "time": 1100.0}
+    (Round(folder, 1).run / "events.jsonl").write_text(json.dumps(event) + "\n")
+    state = json.loads((folder / "status.json").read_text())
+    for started, is_known in ((1000.0, True), (2000.0, False)):
+        (folder / "status.json").write_text(json.dumps(state | {"started": started}))
+        assert (watch.look(folder).seconds_left is not None) == is_known
 
 
 def test_watch_prints_three_answers_of_each_new_round_turn_by_turn(folder, capsys):

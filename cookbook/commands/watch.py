@@ -4,6 +4,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -19,14 +20,16 @@ from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system import status
 from cookbook.system.console import console, page, say, shown
 from cookbook.system.files import RecipeError
-from cookbook.system.record_files import METRICS, ROUNDS, RUN, parse_lines, read_json
-from cookbook.system.record_forms import Line, Record, damage, read_form
+from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, parse_lines, read_json, read_lines
+from cookbook.system.record_forms import Event, Line, Record, damage, read_form
 from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
 """Bytes at the end of metrics.jsonl that are read each time."""
 HEAD = ("run", "state", "step", "loss", "held out", "tokens/s", "left")
-OF_ROUNDS = ("run", "state", "step", "loss", "round", "reward", "tokens/s")
+OF_ROUNDS = ("run", "state", "step", "loss", "round", "reward", "tokens/s", "left")
+LAST_ROUNDS = 10
+"""Rounds whose median time is taken for those that are left."""
 
 
 def watch(
@@ -97,7 +100,10 @@ def look(folder: Path) -> WatchedRun:
     step, last_step = lines[-1]["step"] if lines else 0, read_form(run / RUN, Record)[0].get("max_steps")
     last_step = last_step * of_rounds.num_rounds if last_step and of_rounds is not None else last_step
     speed = [line["tokens_per_second"] for line in steps[-10:] if "tokens_per_second" in line]
-    seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line and of_rounds is None]
+    seconds = [line["step_seconds"] for line in steps[-10:] if "step_seconds" in line]
+    left = mean(seconds) * (last_step - step) if seconds and last_step else None
+    if of_rounds is not None:  # whose sampling is in no step
+        left = _seconds_of_rounds(folder, of_rounds)
     return WatchedRun(
         run=str(folder),
         state=state.name,
@@ -108,7 +114,7 @@ def look(folder: Path) -> WatchedRun:
         loss=mean(line["loss"] for line in steps[-10:]) if steps else None,
         eval_loss=evaluations[-1] if evaluations else None,
         tokens_per_second=median(speed) if speed else None,
-        seconds_left=mean(seconds) * (last_step - step) if seconds and last_step and not state.has_ended else None,
+        seconds_left=None if state.has_ended else left,
         price=status.price_so_far(folder, steps),
         round=of_rounds,
     )
@@ -137,6 +143,31 @@ def _look_at_rounds(folder: Path) -> WatchedRound | None:
         num_answers=numbers.get("num_answers"),
         answers=answers,
     )
+
+
+def _seconds_of_rounds(folder: Path, seen: WatchedRound) -> float | None:
+    """The time for the rounds that are not over, by the median of the last ones, less what the current one has taken.
+
+    A round that was interrupted counts only where there is no other, and then from the start that ended it.
+    """
+    done = seen.round - seen.is_training
+    started = (status.read(folder) or {}).get("started")
+    if not done or started is None:
+        return None
+    numbers = range(max(1, done - LAST_ROUNDS), done + 1)
+    ends = [end for number in numbers if (end := _end_of(Round(folder, number).run / EVENTS)) is not None]
+    taken = [after - before for before, after in pairwise(ends) if not before < started < after]
+    taken = taken or [end - started for end in ends if end > started][:1]
+    if not taken:
+        return None
+    since = max(started, ends[-1])
+    return max(0.0, median(taken) * (seen.num_rounds - done) - (time.time() - since))
+
+
+def _end_of(path: Path) -> float | None:
+    """The time at which a run finished; None if its events do not have it."""
+    events = [event for event in read_lines(path) if damage(event, Event) is None]
+    return next((event["time"] for event in reversed(events) if event["event"] == "finish"), None)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -192,9 +223,9 @@ def _table(looks: Sequence[WatchedRun]) -> list[tuple[str, ...]]:
     rows = []
     for seen in looks:
         assert seen.round is not None
-        run, state, step, loss, _, speed, _ = _cells(seen)
+        run, state, step, loss, _, speed, left = _cells(seen)
         reward = "" if seen.round.reward is None else f"{seen.round.reward:.3f}"
-        rows.append((run, state, step, loss, f"{seen.round.round} of {seen.round.num_rounds}", reward, speed))
+        rows.append((run, state, step, loss, f"{seen.round.round} of {seen.round.num_rounds}", reward, speed, left))
     return [OF_ROUNDS, *rows]
 
 

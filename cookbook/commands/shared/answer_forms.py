@@ -227,7 +227,7 @@ class WatchedRun(Form):
     tokens_per_second: float | None
     """The median of the last steps, at most ten."""
     seconds_left: float | None
-    """Null in rounds, whose sampling is no part of a step."""
+    """In rounds by the median of those that are over, with their sampling."""
     price: float | None
     """The cost of all starts so far; null: they had no run.price_per_gpu_hour."""
     round: WatchedRound | None
