@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import sampling
 from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.strategy import load_strategy
 from cookbook.forecast import sampler
+from cookbook.forecast.any_gpus import for_each_card
+from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler, sampler_memory
-from cookbook.system.hardware import GIB, Machines
+from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines
 
 LLAMA = {
     "vocab_size": 512,
@@ -151,3 +154,21 @@ def test_plan_has_trainer_and_sampler_side_by_side_and_no_room_for_one_is_none(c
     assert code == 1 and answer["forecasts"][0]["verdict"] != "does not fit" and not answer["sampler"]["fits"]
     assert main(["plan", GRPO, "--strategy", "single", "--gpus", "1xRTX4090"]) == 1
     assert capsys.readouterr().out.startswith("NO, on 1xRTX4090: the sampler has no room; a run has: single")
+
+
+@pytest.mark.slow
+def test_any_gpus_are_those_on_which_the_sampler_has_room_too():
+    """As a plan for each by itself has it; without rounds there is no sampler, and the smaller one does."""
+    strategies = [load_strategy(Path("accelerate_configs/single.yaml"))]
+    gpus = [find_gpu(name) for name in ("RTX4090", "A100-80GB")]
+    rounds = load_recipe(Path(GRPO))
+    report = for_each_card(rounds, strategies, GRPO, gpus, room={})
+    (card,) = report.cards
+    alone = forecast_all(rounds, strategies, card.machines, GRPO, limits=False).sampler
+    assert card.machines.text == "1xA100-80GB" and card.sampler.memory == alone.memory and alone.fits
+    (reason,) = report.refused
+    assert report.refused[reason] == ["RTX4090"] and "the sampler has no room" in reason
+    assert not forecast_all(rounds, strategies, parse_machines("1xRTX4090"), GRPO, limits=False).sampler.fits
+    smaller = load_recipe(Path(GRPO), ["rounds.generation_batch_size=8"])
+    names = {card.gpu.name for card in for_each_card(smaller, strategies, GRPO, gpus, room={}).cards}
+    assert names == {"RTX4090", "A100-80GB"}

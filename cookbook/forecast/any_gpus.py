@@ -1,8 +1,10 @@
 """For each GPU of the table the least number on which a recipe fits, as `launch` would run it with `auto`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import Checkpointing
@@ -11,6 +13,7 @@ from cookbook.forecast.fitting import Fitting, fitting
 from cookbook.forecast.mesh_sizes import sizes_of_mesh
 from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import more_gpus
+from cookbook.forecast.sampler import SamplerForecast, SamplerMemory, forecast_sampler, sampler_memory
 from cookbook.forecast.step_time import Range, no_forecast
 from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
 from cookbook.start.run_plan import even
@@ -32,6 +35,8 @@ class Card:
     """As it runs there."""
     machines: Machines
     best: Fitting
+    sampler: SamplerForecast | None
+    """What samples there; None for a recipe without rounds."""
     per_hour: float | None
     """Price of one GPU for an hour; None: not known."""
 
@@ -104,13 +109,21 @@ def for_each_card(
     if problem := not_served(config):
         raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
     traces = TraceCache(config, recipe, recipe_name)
+    # By precision, which alone differs between kinds of GPUs: the model is traced.
+    measured: dict[str, SamplerMemory] = {}
+
+    def measure(config: PreTrainedConfig, recipe: Recipe) -> SamplerMemory:
+        if (precision := recipe.compute_precision) not in measured:
+            measured[precision] = sampler_memory(config, recipe)
+        return measured[precision]
+
     cards: list[Card] = []
     refused: dict[str, list[str]] = {}
     for gpu in gpus:
         machines = parse_machines(f"1x{gpu.name}", **room)
         per_hour = PRICES.get(gpu.name) if price is None else price
         try:
-            cards.append(_least(recipe, strategies, machines, recipe_name, per_hour, is_free))
+            cards.append(_least(recipe, strategies, machines, recipe_name, per_hour, is_free, measure))
         except RecipeError as error:
             refused.setdefault("; ".join(error.mistakes), []).append(gpu.name)
     return CardReport(
@@ -146,6 +159,7 @@ def _least(
     recipe_name: str,
     per_hour: float | None,
     is_free: bool,
+    measure: Callable[[PreTrainedConfig, Recipe], SamplerMemory],
 ) -> Card:
     """Raises RecipeError where no number of these GPUs does, with the reason."""
     gpu = machines.gpu
@@ -154,7 +168,7 @@ def _least(
         if not is_free:
             raise RecipeError("no bf16; write mixed_precision: fp16")
         recipe = recipe.model_copy(update={"mixed_precision": "fp16"})
-    config = config_of(recipe)[0]
+    config, lacks_room = config_of(recipe)[0], False
     for way in (machines, *more_gpus(machines)):
         tried = _with_batch_for(recipe, way.num_gpus) if is_free else recipe
         if tried.batch.global_batch_size < way.num_gpus:
@@ -166,7 +180,15 @@ def _least(
         traces = TraceCache(config, tried.model_copy(update={"batch": batch, "model": model}), recipe_name)
         if best := best_that_fits(traces, strategies, way, ("fits", *UNKNOWN)):
             settings = _by_auto(tried, best, way, recipe_name)
-            return Card(gpu=gpu, recipe=tried, machines=way, best=settings, per_hour=per_hour)
+            memory = settings.forecast.memory
+            sampler = forecast_sampler(config, tried, way, None if memory is None else max(memory.needed), measure)
+            if sampler is None or sampler.fits:
+                return Card(gpu=gpu, recipe=tried, machines=way, best=settings, sampler=sampler, per_hour=per_hour)
+            lacks_room = True
+            if tried.rounds is None or not tried.rounds.max_staleness:  # a GPU to itself: more of them help none
+                break
+    if lacks_room:
+        raise RecipeError("the sampler has no room on one of them; rounds.generation_batch_size makes it smaller")
     raise RecipeError(f"does not fit on {way.text.rpartition('x')[0]} either")
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cookbook.forecast.any_gpus import Card, CardReport
-from cookbook.forecast.show import count_in_words, num_steps, range_in_words
+from cookbook.forecast.show import count_in_words, num_steps, range_in_words, sampler_record
 from cookbook.forecast.verdict import PRICED_TOKENS
 from cookbook.system.console import Row, page
 from cookbook.system.hardware import GIB, in_gib
@@ -34,6 +34,8 @@ def in_words(report: CardReport, recipe_name: str, next_step: str, *, num_sample
         notes.append("micro-batch and checkpointing by auto; samples of full length")
         notes.append(SOURCE if _is_listed(report) else "price: as --price")
     notes += report.no_time
+    if report.cards and (sampler := report.cards[0].sampler) is not None:
+        notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")
     if not is_all:
         notes.append("GPUs without bf16, or a price on that list: --all")
     if report.cards:
@@ -104,4 +106,5 @@ def _card_record(card: Card, steps: int | None) -> dict[str, Any]:
         "hours": card.hours(steps),
         "price_per_hour": card.per_hour,
         "price": card.price(steps),
+        "sampler": None if card.sampler is None else sampler_record(card.sampler),
     }

@@ -4,7 +4,7 @@ import gc
 import logging
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -80,18 +80,23 @@ def answers_at_a_time(rounds: RoundsSection) -> int:
 
 
 def forecast_sampler(
-    config: PreTrainedConfig, recipe: Recipe, machines: Machines, trainer_bytes: int | None
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    machines: Machines,
+    trainer_bytes: int | None,
+    measure: Callable[[PreTrainedConfig, Recipe], SamplerMemory] | None = None,
 ) -> SamplerForecast | None:
     """The memory of what samples; None for a recipe without rounds.
 
     Args:
         trainer_bytes: what the run needs on the GPU that samples too, where both run at a time.
+        measure: in the place of `sampler_memory`, for one that remembers.
     """
     rounds = recipe.rounds
     if rounds is None or rounds.round is not None:
         return None
     try:
-        memory = sampler_memory(config, recipe)
+        memory = (measure or sampler_memory)(config, recipe)
     except Exception as error:  # a model's code may fail in any way without data
         why = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
         return SamplerForecast(words=f"{rounds.sampler}: what it needs is not known ({why})", fits=True, memory=None)

@@ -440,13 +440,14 @@ def as_record(
         "sizes": [_sizes_record(mesh) for mesh in sizes],
         "by_auto": [_auto_record(setting) for setting in settings],
         "next_rung": report.suggestion,
-        "sampler": None if report.sampler is None else _sampler_record(report.sampler),
+        "sampler": None if report.sampler is None else sampler_record(report.sampler),
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
     }
 
 
-def _sampler_record(sampler: SamplerForecast) -> dict[str, Any]:
+def sampler_record(sampler: SamplerForecast) -> dict[str, Any]:
+    """Its bytes for JSON."""
     memory = {} if sampler.memory is None else asdict(sampler.memory) | {"total": sampler.memory.total}
     return {"words": sampler.words, "fits": sampler.fits, **memory}
 

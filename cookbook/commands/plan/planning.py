@@ -184,9 +184,10 @@ def _write(path: Path, text: str) -> None:
 
 def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | None]) -> int:
     """Answer for each kind of GPU."""
-    from cookbook.forecast import card_table
-    from cookbook.forecast.any_gpus import for_each_card, simple
-    from cookbook.forecast.second_process import second_process
+    with imports():
+        from cookbook.forecast import card_table
+        from cookbook.forecast.any_gpus import for_each_card, simple
+        from cookbook.forecast.second_process import second_process
 
     name, num_samples = question.name, question.num_samples
     listed = [gpu for gpu in GPUS if gpu.name in PRICES and (gpu.has_bf16 or recipe.mixed_precision != "bf16")]
