@@ -2140,3 +2140,31 @@ def test_simpo_by_its_authors_has_their_margin_and_no_likelihood(folder, capsys)
     assert main(["convert", "simpo.yaml"]) == 0
     objective = yaml.safe_load(Path("recipes/simpo.yaml").read_text())["objective"]
     assert objective == {"name": "simpo", "beta": 10, "gamma": 0.5, "nll_weight": 1.0}
+
+
+def test_a_component_that_torchtune_has_in_several_modules_is_the_same(folder):
+    text = TORCHTUNE + "lr_scheduler: {_component_: torchtune.PLACE.get_cosine_schedule_with_warmup}\n"
+    values = [
+        yaml.safe_load(text.replace("PLACE", place)) for place in ("training.lr_schedulers", "training", "modules")
+    ]
+    schedules = [recipe_of(yaml.dump(value))["schedule"] for value in values]
+    assert schedules == [{"name": "cosine"}] * 3
+    assert convert(text.replace("torchtune.PLACE", "mine"), name="other.yaml") == 2
+
+
+def test_a_module_of_the_files_own_is_named(folder, capsys):
+    text = TORCHTUNE.replace("torchtune.models.llama3.llama3_tokenizer", "mine.Tokenizer")
+    recipe_of(text.replace("torchtune.models.llama3_1.lora_llama3_1_8b", "mine.lora_llama"))
+    said = capsys.readouterr().out.partition("to know")[0]
+    assert "tokenizer._component_ is 'mine.Tokenizer'" in said and "model._component_ is 'mine.lora_llama'" in said
+    recipe_of(TORCHTUNE)
+    assert "a module of the file's own" not in capsys.readouterr().out
+
+
+def test_the_arguments_of_torchtunes_logger_are_wandbs(folder, capsys):
+    logger = "metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: p, mode: offline}\n"
+    values = yaml.safe_load(TORCHTUNE) | yaml.safe_load(logger)
+    assert recipe_of(yaml.dump(values))["run"]["trackers"] == {"wandb": {"project": "p", "mode": "offline"}}
+    values |= yaml.safe_load(logger.replace("WandBLogger", "StdoutLogger"))
+    assert "trackers" not in recipe_of(yaml.dump(values))["run"]
+    assert "metric_logger.project is 'p': of a tracker that the recipe has not" in capsys.readouterr().out

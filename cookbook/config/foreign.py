@@ -70,6 +70,8 @@ class Key:
         if values is None or callable(values):
             return value if values is None else values(value)
         value = value.lower() if isinstance(value, str) else value
+        if isinstance(value, str) and value not in values:
+            value = next((known for known in values if is_same_component(value, known)), value)
         if isinstance(value, list | dict) or value not in values:
             if (meaning := meaning_of(self.ours, str(value))) is not None:
                 raise NoCounterpart(meaning)
@@ -379,6 +381,14 @@ OF_A_DEFAULT = ("~adapter", "~cuts_packed", "~disable_dropout")
 
 OF_NO_LOSS = ("~prompt_column", "~disable_dropout")
 """Derived keys of a method's class that say nothing of its loss."""
+
+
+def is_same_component(path: str, known: Any) -> bool:
+    """True for two dotted paths of one name in one package, which may have it in several modules."""
+    if not isinstance(known, str) or "." not in path or "." not in known:
+        return False
+    ends = [(name.partition(".")[0], name.rpartition(".")[2]) for name in (path, known)]
+    return ends[0] == ends[1]
 
 
 def _plain(value: Any) -> Any:

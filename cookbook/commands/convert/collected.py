@@ -14,6 +14,10 @@ from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, k
 
 SEVERAL = ("run.trackers", "adapter.targets")
 """Our lists that several of their keys fill together."""
+COMPONENT = "._component_"
+MODEL = "model._component_"
+PACKAGES = ("torchtune", "torch", "bitsandbytes", "torchao")
+"""Whose components torchtune's own files have; all others are the user's modules."""
 MAX_SHOWN = 3
 """Items of a list that a line shows."""
 SILENT = " where the file is silent"
@@ -107,6 +111,10 @@ class Collected:
             if path in document.assumed:
                 place += SILENT
             value = references.resolve(written, document.values)
+            if _is_own_module(dotted, value) and (project.is_idle(dotted) or dotted == MODEL):
+                self.add(self.changes, place, "a module of the file's own, with which it may train otherwise")
+                if dotted != MODEL:
+                    continue
             is_null = value is None and not project.is_in_open_section(dotted)
             if is_null or (is_deepspeed and dotted.startswith(COMMENT)):
                 self.idle += [dotted] if dotted not in self.idle else []
@@ -293,6 +301,10 @@ def _add_to(lines: list[str], place: str, advice: str) -> None:
         lines[-1] += f"; {advice}"
     else:
         lines.append(f"{place}: {advice}")
+
+
+def _is_own_module(path: str, value: Any) -> bool:
+    return path.endswith(COMPONENT) and isinstance(value, str) and value.partition(".")[0] not in PACKAGES
 
 
 def in_short(value: Any) -> str:

@@ -27,6 +27,7 @@ class Conversion(Collected):
             self._find_objective(project)
         has_rounds = project is not None and converted_rounds.asks_for_rounds(self)
         self._strategy_files()
+        self._logger()
         self._precision()
         self._optimizer()
         self._template()
@@ -112,6 +113,18 @@ class Conversion(Collected):
                 self.notes.append(f"{place}: {project.keys['plugins'].why}")
             else:
                 self.add(self.others if key.cost == "refuse" else self._lines(key), place, key.why)
+
+    def _logger(self) -> None:
+        """The arguments of torchtune's logger, which are wandb's where it is that."""
+        for option in ("project", "entity", "group", "mode"):
+            if (value := self.take(f"logger.{option}")) is None:
+                continue
+            place = self.places[f"~logger.{option}"]
+            if "wandb" in self.recipe.get("run.trackers", []):
+                self.recipe[f"run.trackers.wandb.{option}"] = value
+                self.places[f"run.trackers.wandb.{option}"] = place
+            else:
+                self.notes.append(f"{place}: of a tracker that the recipe has not; left out")
 
     def _optimizer(self) -> None:
         """An optimizer that a class names. Adam without a decay is AdamW without one."""
