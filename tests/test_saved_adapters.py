@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.sections import AdapterSection
@@ -52,7 +52,7 @@ OTHERS: dict[str, list[Any]] = {
     "alpha_pattern": [{"q_proj": 16}],
     "megatron_config": [{"hidden_size": 8}],
     "megatron_core": ["another.core"],
-    "trainable_token_indices": [[5, 6]],
+    "trainable_token_indices": [[5, 6], [9, 5, 6], {"embed_tokens": [5, 30], "lm_head": [30, 7]}],
     "loftq_config": [{"loftq_bits": 8}],
     "eva_config": [{"rho": 1.0}],
     "corda_config": [{"corda_method": "kpm"}],
@@ -145,6 +145,29 @@ def test_an_adapter_is_refused_or_computes_what_it_was_trained_to(tmp_path: Path
             continue
         opened(ours := base())
         assert torch.allclose(logits(ours), wanted, atol=1e-5), way
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        LoHaConfig(r=4, target_modules=["q_proj"]),
+        OFTConfig(r=0, oft_block_size=8, target_modules=["q_proj"]),
+    ],
+    ids=lambda settings: settings.peft_type.value,
+)
+def test_an_adapter_of_another_kind_than_lora_is_evaluated_as_peft_computes_it(tmp_path: Path, settings: PeftConfig):
+    theirs = get_peft_model(base(), settings)
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=chance))
+    theirs.save_pretrained(tmp_path)
+    adapter_files.check_fits(tmp_path, config())
+    insertion.open_adapter(ours := base(), tmp_path)
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-5)
+    assert (logits(base()) - logits(theirs)).abs().max() > 1e-3, "the adapter does something"
 
 
 def refused(check: Callable[[], object]) -> str | None:

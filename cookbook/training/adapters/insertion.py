@@ -57,7 +57,7 @@ def inject(model: PreTrainedModel, settings: AdapterSection, new_rows: range = N
 
 def _multiply_experts(model: torch.nn.Module, config: Any) -> None:
     """Have stacked experts multiplied by `stacked`, which is imported for models with such adapters only."""
-    if config.target_parameters:
+    if getattr(config, "target_parameters", None):  # only LoRA has such keys
         from cookbook.training.adapters.stacked import multiply_low_rank
 
         multiply_low_rank(model, ADAPTER_NAME)
@@ -72,7 +72,7 @@ def _rows_without_values(config: Any) -> contextlib.AbstractContextManager[None]
 
 
 def _compute_rows_apart(model: PreTrainedModel, config: Any) -> None:
-    if config.trainable_token_indices:
+    if getattr(config, "trainable_token_indices", None):
         from cookbook.training.adapters.token_rows import compute_apart
 
         compute_apart(model)

@@ -64,6 +64,7 @@ def compute_apart(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if isinstance(module, TrainableTokensWrapper):
+            _fill_gaps(module.token_adapter)
             forward = _embed if isinstance(module.original_module, Embedding) else _score
             own = {"forward": forward, "weight": _FROZEN, "__setattr__": _set}
             module.__class__ = type("RowsApart", (type(module),), own)
@@ -78,6 +79,21 @@ def _set(self: Any, name: str, value: Any) -> None:
     """Set an attribute; `weight` is that of the wrapped module, so that transformers can tie weights again that
     accelerate has moved (modeling_utils.py, tie_weights)."""
     torch.nn.Module.__setattr__(self.token_adapter.base_layer if name == "weight" else self, name, value)
+
+
+@torch.no_grad()
+def _fill_gaps(layer: Any) -> None:
+    """Give a layer whose trained rows have gaps, or another order, as peft's own adapters may, all rows from the first
+    to the last, in order: those between are the frozen matrix's. Tied layers share them."""
+    (name,) = layer.trainable_tokens_delta
+    ids, own = layer.token_indices[name], layer.trainable_tokens_delta[name]
+    first, end = min(ids), max(ids) + 1
+    if ids == [*range(first, end)]:
+        return
+    rows = layer.base_layer.weight[first:end].detach().to(own.dtype, copy=True)
+    rows[torch.tensor(ids) - first] = own.detach()
+    layer.trainable_tokens_delta[name] = torch.nn.Parameter(rows, requires_grad=own.requires_grad)
+    layer.token_indices[name] = [*range(first, end)]
 
 
 def _rows_of(layer: Any) -> tuple[int, torch.Tensor]:
