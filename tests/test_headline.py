@@ -4,7 +4,9 @@ python -m pytest -q tests/test_headline.py
 """
 
 import re
+import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,38 @@ def test_a_long_step_of_a_pipeline_holds_what_all_its_turns_do():
 def test_micro_batches_of_a_huge_batch_are_found_at_once():
     assert even(12) == [1, 2, 3, 4, 6, 12]
     assert even(10**10)[-1] == max(size for size in range(1, MOST_SAMPLES + 1) if 10**10 % size == 0)
+
+
+def test_the_next_command_is_of_the_run_that_was_asked(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(console, "WIDTH", 80)
+    asked = ["adapter={name: lora, rank: 3}", "data.max_length=24", "batch.micro_batch_size=25"]
+    sets = [word for assignment in asked for word in ("--set", assignment)]
+
+    def following(*words: str) -> list[str]:
+        lines = answer(capsys, *words)
+        (first,) = (i for i, line in enumerate(lines) if re.match(r" +next:? ", line))
+        return shlex.split("\n".join(lines[first:]).replace("\\\n", "").partition("cookbook ")[2])
+
+    _, recipe, *options = following(SMALL, *sets, "--gpus", "1xH100", "--strategy", "single")
+    by_auto = ["batch.micro_batch_size=auto", "model.gradient_checkpointing=auto"]
+    obeyed = [word for name, word in pairwise(options) if name == "--set"]
+    assert load_recipe(Path(recipe), obeyed) == load_recipe(Path(SMALL), [*asked[:2], *by_auto])
+    assert load_recipe(Path(recipe), obeyed) != load_recipe(Path(SMALL), by_auto), "the control: without what was asked"
+
+    own = tmp_path / "own.yaml"
+    own.write_text((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
+    options = following(SMALL, "--gpus", "1xH100", "--strategy", str(own))
+    assert options[options.index("--strategy") + 1] == str(own)
+
+    cards = following(SMALL, *sets[:4], "--gpus", "any", "--strategy", "zero3")
+    assert cards[:-1] == ["plan", SMALL, *sets[:4], "--strategy", "zero3", "--gpus"]
+
+
+def test_what_was_asked_of_a_model_is_said_beside_init_which_chooses_for_itself(capsys):
+    words = ("recipes/sums/model", "--gpus", "1xH100", "--strategy", "single")
+    assert "then" not in " ".join(answer(capsys, *words)).split()
+    said = " ".join(" ".join(answer(capsys, *words, "--method", "full", "--length", "32")).split())
+    assert said.endswith("write into its recipe --method full --length 32")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from typing import Any
 
 from cookbook.forecast.any_gpus import Card, CardReport
+from cookbook.forecast.headline import command
 from cookbook.forecast.show import count_in_words, num_steps, range_in_words, sampler_record
 from cookbook.forecast.verdict import PRICED_TOKENS
 from cookbook.system.console import Row, page
@@ -10,11 +11,13 @@ from cookbook.system.hardware import GIB, in_gib
 from cookbook.system.prices import SOURCE
 
 
-def in_words(report: CardReport, recipe_name: str, next_step: str, *, num_samples: int | None, is_all: bool) -> str:
+def in_words(
+    report: CardReport, recipe_name: str, next_step: list[str], *, num_samples: int | None, is_all: bool
+) -> str:
     """A row for each kind of GPU, the cheapest first.
 
     Args:
-        next_step: a command, with `{}` in the place of the GPUs.
+        next_step: a command in words, without its last one, the GPUs.
         num_samples: rows of the training data, for the length of the run.
         is_all: every GPU of the table was asked.
     """
@@ -39,7 +42,7 @@ def in_words(report: CardReport, recipe_name: str, next_step: str, *, num_sample
     if not is_all:
         notes.append("GPUs without bf16, or a price on that list: --all")
     if report.cards:
-        notes.append(f"next: {next_step.format(report.cards[0].machines.text)}")
+        notes.append(f"next: {command([*next_step, report.cards[0].machines.text])}")
     return "\n".join([*lines, *(page((note,)) for note in notes)])
 
 

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cookbook.config.strategy import Strategy, strategy_path
 from cookbook.forecast.changes import small_batch
 from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
@@ -60,6 +61,7 @@ def in_words(
     *,
     next_step: list[str],
     is_recipe: bool,
+    asked: Sequence[str] = (),
     num_samples: int | None,
     price: float | None,
 ) -> str:
@@ -69,6 +71,8 @@ def in_words(
         settings: strategies as `launch` runs them with `auto`.
         next_step: the command that follows if something fits, without its options.
         is_recipe: a recipe was asked for, and the options make it that run.
+        asked: the words of the user that make the run another than recipe or model alone: `--set`, and of a model
+            `--method` and `--length`.
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
     """
@@ -90,9 +94,10 @@ def in_words(
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
         rows.append(("or", f"{'on the GPUs alone ' * (best.verdict in MAY_RUN)}{_first(report.suggestion)}"))
     is_short = run.forecast.verdict == "tight" and report.suggestion is not None
-    rows.append(
-        ("next", str(_first(report.suggestion)) if is_short else _command([*next_step, *run.options * is_recipe]))
-    )
+    options = [*_unchanged(asked, run.options), *run.options] if is_recipe else []
+    rows.append(("next", str(_first(report.suggestion)) if is_short else command([*next_step, *options])))
+    if asked and not is_recipe and not is_short:
+        rows.append(("then", f"init chooses by the rows and the machine: write into its recipe {shlex.join(asked)}"))
     answer = f"{_answer(run.forecast)} on {where}: {run.settings}"
     if report.sampler is not None and not report.sampler.fits:
         answer = f"NO, on {where}: the sampler has no room; a run has: {run.settings}"
@@ -115,14 +120,14 @@ def _run(report: PlanReport, settings: Sequence[ByAuto]) -> _Run | None:
         assert memory is not None
         words = f"{setting.strategy.name}, micro-batch {fitting.batch.micro_batch_size}, checkpointing"
         words += f" {str(fitting.checkpointing).lower()}"
-        options = [] if setting.strategy.path == own else ["--strategy", setting.strategy.name]
+        options = [] if setting.strategy.path == own else _named(setting.strategy)
         for key in [] if autos(report.recipe) else [MICRO_BATCH, CHECKPOINTING]:
             options += ["--set", f"{key}=auto"]
         return _Run(fitting.forecast, memory, fitting.time, setting.compiled, words, options)
     best = report.forecasts[0]
     if best.memory is None:
         return None
-    options = [] if best.strategy.path == own else ["--strategy", best.strategy.name]
+    options = [] if best.strategy.path == own else _named(best.strategy)
     return _Run(best, best.memory, best.time, None, f"{best.strategy.name} with the recipe's own settings", options)
 
 
@@ -174,7 +179,22 @@ def hours_in_words(low: float, high: float) -> str:
     return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
 
 
-def _command(words: list[str]) -> str:
+def _named(strategy: Strategy) -> list[str]:
+    """The option for a strategy: a shipped one by its name, another by its path."""
+    is_shipped = str(strategy_path(strategy.name)) == strategy.path
+    return ["--strategy", strategy.name if is_shipped else strategy.path]
+
+
+def _unchanged(asked: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Pairs of `--set` and an assignment, without those of keys that the options set, or that exclude one of them."""
+    changed = {word.partition("=")[0] for word in options}
+    if MICRO_BATCH in changed:
+        changed.add("batch.micro_batch_tokens")
+    pairs = zip(asked[::2], asked[1::2], strict=True)
+    return [word for pair in pairs if pair[1].partition("=")[0] not in changed for word in pair]
+
+
+def command(words: list[str]) -> str:
     """A command for a shell, in lines that a terminal does not break; an option and its value stay together."""
     lines = [""]
     for i, word in enumerate(words):

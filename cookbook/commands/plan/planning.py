@@ -1,6 +1,5 @@
 """`cookbook plan`: what is asked, of which machines, and the answer."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +79,13 @@ def plan(
         what=what,
         name=what if of_model else str(path),
         of_model=of_model,
+        asked=[
+            *(["--method", method] if method is not None else []),
+            *(["--length", str(length)] if length is not None else []),
+            *(word for assignment in assignments for word in ("--set", assignment)),
+        ],
         strategies=[load_strategy(path) for path in paths],
-        are_named=strategy is not None,
+        named=[word for name in strategy or () for word in ("--strategy", name)],
         num_samples=samples,
         price=price,
         of_recipe=None if written is None else written.run.price_per_gpu_hour,
@@ -106,9 +110,11 @@ class _Question:
     what: str
     name: str
     of_model: bool
+    asked: list[str]
+    """Words that make the run another than recipe or model alone."""
     strategies: list[Strategy]
-    are_named: bool
-    """Somebody wrote `--strategy`."""
+    named: list[str]
+    """The user's `--strategy`, in words of a command line."""
     num_samples: int | None
     price: float | None
     of_recipe: float | None
@@ -147,7 +153,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             from cookbook.commands.plan.forecast_page import Answer, page_of_machines
 
     name, strategies, is_long = question.name, question.strategies, question.as_json or question.is_all
-    others = load_known() if question.are_named else []
+    others = load_known() if question.named else []
     price = question.of_recipe if question.price is None else question.price
     of_run: dict[str, Any] = {"num_samples": question.num_samples, "price": price}
     answers: list[Answer] = []
@@ -157,13 +163,14 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
-            settings = by_auto(outlook, name, all_of_them=question.are_named or question.html is not None)
+            settings = by_auto(outlook, name, all_of_them=bool(question.named) or question.html is not None)
         trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
         may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
         follows = ["init", question.what, "ROWS", "--gpus", machines.text]
         verb = "launch" if recipe.rounds is None else "rounds"
         next_step = ["cookbook", *(follows if question.of_model else [verb, question.what])]
-        lines = headline.in_words(outlook, settings, next_step=next_step, is_recipe=not question.of_model, **of_run)
+        said = of_run | {"asked": question.asked}
+        lines = headline.in_words(outlook, settings, next_step=next_step, is_recipe=not question.of_model, **said)
         if question.html is not None:
             answers.append(Answer(outlook=outlook, settings=settings, text=short(lines)))
         if question.as_json:
@@ -194,15 +201,17 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
     with second_process():
         report = for_each_card(
             recipe,
-            question.strategies if question.are_named else simple(load_known()),
+            question.strategies if question.named else simple(load_known()),
             name,
             GPUS if question.is_all or question.as_json else listed,
             price=question.price,
             is_free=question.of_model,
             room=room,
         )
-    verb, rows = ("init", " ROWS") if question.of_model else ("plan", "")
-    next_step = f"cookbook {verb} {shlex.quote(question.what)}{rows} --gpus {{}}"
+    follows = ["init", question.what, "ROWS"]
+    if question.asked or not question.of_model:
+        follows = ["plan", question.what, *question.asked, *question.named]
+    next_step = ["cookbook", *follows, "--gpus"]
     text = short(card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=question.is_all))
     if question.as_json:
         page = str(question.html) if question.html else None
