@@ -355,10 +355,10 @@ def test_watch_prints_a_line_for_each_step_until_all_runs_have_ended(tmp_path: P
     assert main(["watch", str(ended), str(other), "--every", "0.05"]) == 0
     assert time.monotonic() - started >= 1.0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"run {ended}, state failed: <script>") and "step 40 of 40, loss 0.11" in first
-    numbers = "loss 1.8267, held out 5.0000, tokens/s 500, left 0:00:00"
+    assert first.startswith(f"run {ended}, state failed: <script>") and "step 40 of 40, mean loss 0.11" in first
+    numbers = "mean loss 1.8267, held out 5.0000, tokens/s 500, left 0:00:00"
     assert second == f"run {other}, state running, step 5 of 5, {numbers}"
-    assert third.startswith(f"run {other}, state finished, step 5 of 5, loss 1.8267")
+    assert third.startswith(f"run {other}, state finished, step 5 of 5, mean loss 1.8267")
 
 
 def test_watch_ends_with_a_run_that_was_killed(tmp_path: Path, capsys) -> None:

@@ -161,7 +161,7 @@ def test_watch_prints_three_answers_of_each_new_round_turn_by_turn(folder, capsy
     write_status(folder, "finished", 3)
     assert main(["watch", str(folder)]) == 0
     first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"run {folder}, state finished, step 3 of 6, loss 0.3") and "round 2 of 3" in first
+    assert first.startswith(f"run {folder}, state finished, step 3 of 6, mean loss 0.3") and "round 2 of 3" in first
     assert "reward 0.438  7 tokens an answer  1.5 turns  50% ended  staleness 1" in others[0]
     cells = [re.split(" {2,}", text.strip())[-1] for text in others[1:]]
     assert cells[:4] == ["user: 3 + 4 = ?", "assistant: calc 3 + 4", "tool (not trained): 7", "assistant: 7"]

@@ -26,8 +26,8 @@ from cookbook.system.screen import step_words
 
 TAIL_BYTES = 65536
 """Bytes at the end of metrics.jsonl that are read each time."""
-HEAD = ("run", "state", "step", "loss", "held out", "tokens/s", "left")
-OF_ROUNDS = ("run", "state", "step", "loss", "round", "reward", "tokens/s", "left")
+HEAD = ("run", "state", "step", "mean loss", "held out", "tokens/s", "left")
+OF_ROUNDS = ("run", "state", "step", "mean loss", "round", "reward", "tokens/s", "left")
 LAST_ROUNDS = 10
 """Rounds whose median time is taken for those that are left."""
 
