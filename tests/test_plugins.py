@@ -29,7 +29,7 @@ from cookbook.training.checkpoint.resume import changes
 from cookbook.training.data.rows import BadRows, read_rows
 from cookbook.training.data.tokens import tokenize
 from tests.curves import WORDS, Curve, Lab, distance
-from tests.needs import need_simulated_gpus
+from tests.needs import need_simulated_gpus, need_torchao
 
 PLUGIN = ROOT / "tests/plugins/margin.py"
 SETTINGS = {
@@ -332,3 +332,17 @@ def test_a_rehearsal_takes_it(recipe, capsys, monkeypatch):
     code = rehearsal.rehearse(path, assignments=settings, strategy=find_strategy("fsdp2"), processes=None)
     assert code == 0, capsys.readouterr().err
     assert "objective margin on rows of duel" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_plugin_that_imports_torchao_brings_none_of_its_warnings(tmp_path):
+    """A warning of its own is printed: it is not that all are hidden."""
+    need_torchao()
+    plugin = tmp_path / "own.py"
+    text = "import logging\nimport torchao\nfrom cookbook.config.metric_functions import metric\n"
+    text += "logging.getLogger('own').warning('of the plugin')\n\n@metric\ndef hits(logits, labels): ...\n"
+    plugin.write_text(text)
+    line = [sys.executable, "-m", "cookbook", "check", "recipes/quickstart.yaml", "--set", f"plugins=[{plugin}]"]
+    done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("recipes/quickstart.yaml: fine")
+    assert done.stderr == "of the plugin\n"

@@ -648,7 +648,7 @@ def _notes(
         notes["adapter"] = f"no shipped recipe is an example of {request.task} with all weights"
     elif "adapter" in values:
         without = "all weights do not fit on these GPUs without offloading"
-        notes["adapter"] = without if on_gpus else "the smallest, as there is no GPU"
+        notes["adapter"] = without if on_gpus else "trains few weights, as there is no GPU"
     if values["batch"]["global_batch_size"] != (example_batch := like["batch"]["global_batch_size"]):
         gpus = f" and {request.machines.num_gpus} GPUs" if request.machines.num_gpus > 1 else ""
         notes["batch.global_batch_size"] = f"for {data.num_samples:,} samples{gpus}; {example_batch} in the example"

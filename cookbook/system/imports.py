@@ -37,6 +37,10 @@ def quiet_libraries() -> None:
     # does not find it either, until `show_torchao`; plugins do.
     sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
     optional.hide()
+    # A plugin imports torchao where it imports torch's parts that look for it, and this warns of kernels for other GPUs
+    # and Pythons, and torch of how torchao uses it.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Imported by peft and transformers, it warns in each process without a GPU that a kernel could not be fetched.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
