@@ -1,8 +1,10 @@
 """Input in the place of a file of settings: a command, a program, pickled arguments, a folder."""
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
@@ -95,25 +97,26 @@ def read_command(name: str, text: str) -> Command | None:
     variables: dict[str, str] = {}
     commands: list[tuple[list[str], int]] = []
     line_number = 1
-    for line in re.split(r"(?<!\\)\n", text):
-        plain = VARIABLE.sub(lambda match: _value_of(match, variables), line.replace("\\\n", " "))
+    for whole in joined_lines(text):
+        plain = VARIABLE.sub(lambda match: _value_of(match, variables), whole.replace("\\\n", " "))
+        plain = ARITHMETIC.sub(lambda match: _computed(match[1], match[0], variables), plain)
         if assignment := re.fullmatch(r"\s*(?:export\s+)?(\w+)=(\S*)\s*(?:#.*)?", plain):
             variables[assignment[1]] = assignment[2].strip("\"'")
         try:
-            words = shlex.split(re.sub(r"\$\([^)]*?(\w+)\)", r"\1", plain), comments=True)
+            words = shlex.split(re.sub(r"\$\([^)]*\)+", OF_ANOTHER, re.sub(WHICH, r"\1", plain)), comments=True)
             words = list(dropwhile(re.compile(r"\w+=").match, words))
         except ValueError:  # an open quotation
             words = []
-        commands.append((words, line_number))
-        line_number += line.count("\n") + 1
+        commands += [(part, line_number) for part in _parts(words)]
+        line_number += whole.count("\n") + 1
     candidates = [(words, line) for words, line in commands if any(word.startswith("--") for word in words)]
     if not candidates:
         return None
     words, line = max(candidates, key=lambda candidate: len(candidate[0]))
     others = [
-        (place, " ".join(command[: script + 1]))
+        (place, " ".join(command[: 2 if (end := _script_in(command)) is None else end + 1]))
         for command, place in candidates
-        if place != line and (script := _script_in(command)) is not None
+        if command is not words
     ]
     script = _script_in(words)
     if script is None:
@@ -130,6 +133,77 @@ def read_command(name: str, text: str) -> Command | None:
         base = read_document(_beside(Path(name), str(config)))
         return Command(Document(base.name, base.values | values, base.lines | lines), launcher, program, others)
     return Command(Document(name, values, lines), launcher, program, others)
+
+
+ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+REDIRECTION = re.compile(r"(?:\d|&)?[<>]+&?")
+WHICH = r"\$\((?:which|command -v) (\w+)\)"
+OF_ANOTHER = "${command}"
+"""What another command prints, as a reference that is open."""
+COMMENT_IN_QUOTES = re.compile(r"`\s*#[^`]*`")
+"""How a comment is written between the lines of one command."""
+OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+
+
+def joined_lines(text: str) -> Iterator[str]:
+    """The lines of a script, each with those that a backslash adds to it. A comment ends its line and the command, with
+    a backslash at its end too."""
+    line = ""
+    for physical in COMMENT_IN_QUOTES.sub("", text).split("\n"):
+        line += (bare := _without_comment(physical))
+        if bare.endswith("\\"):
+            line += "\n"
+        else:
+            yield line
+            line = ""
+    yield line
+
+
+def _parts(words: list[str]) -> Iterator[list[str]]:
+    """The commands in one line, each without where its output goes."""
+    part: list[str] = []
+    before = ""
+    for word in words:
+        if word in ("|", "||", "&&", ";", "&"):
+            yield part
+            part = []
+        elif re.fullmatch("<.*>", word) or not (REDIRECTION.match(word) or REDIRECTION.fullmatch(before)):
+            part.append(word)  # `<model>` is to be replaced
+        before = word
+    yield part
+
+
+def _without_comment(line: str) -> str:
+    quote = ""
+    for i, letter in enumerate(line):
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif letter == "#" and not quote and (i == 0 or line[i - 1].isspace()):
+            return line[:i]
+    return line
+
+
+def _computed(text: str, written: str, variables: dict[str, str]) -> str:
+    """A sum or product of whole numbers in a shell; as written if it is more than that."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.Name):
+            return int(variables[node.id])
+        if isinstance(node, ast.BinOp):
+            return int(OPERATIONS[type(node.op)](value(node.left), value(node.right)))
+        raise ValueError
+
+    try:
+        return str(value(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
+        return written
 
 
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
