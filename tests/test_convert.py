@@ -2168,3 +2168,45 @@ def test_the_arguments_of_torchtunes_logger_are_wandbs(folder, capsys):
     values |= yaml.safe_load(logger.replace("WandBLogger", "StdoutLogger"))
     assert "trackers" not in recipe_of(yaml.dump(values))["run"]
     assert "metric_logger.project is 'p': of a tracker that the recipe has not" in capsys.readouterr().out
+
+
+def test_a_comment_between_the_lines_of_a_command_loses_no_flag(folder, capsys):
+    lines = (
+        "GPUS=2\nSIZE=64\nSTEPS=$(( SIZE / $GPUS / 4 ))\n"
+        "accelerate launch --num_processes $GPUS sft.py --model_name_or_path m --dataset_name d \\\n"
+        "  `# of the adapter` \\\n"
+        "  --use_peft --lora_r 4 --gradient_accumulation_steps $STEPS --per_device_train_batch_size 4 \\\n"
+        "  --seed $(date +%s) --max_steps 5\n"
+    )
+    assert convert(lines, name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert recipe["adapter"]["rank"] == 4 and recipe["batch"]["global_batch_size"] == 64
+    assert "seed is '${command}': refers to what is not in this file" in capsys.readouterr().out
+    lines = "python sft.py --model_name_or_path m --dataset_name d \\\n  # --seed 1 \\\n  --max_steps 5\n"
+    assert convert(lines, name="cut.sh") == 0  # a shell ends the command at the comment
+    assert "max_steps" not in yaml.safe_load(Path("recipes/cut.yaml").read_text())["run"]
+    assert "cut.sh:3: --max_steps 5: another command, not read" in capsys.readouterr().out
+
+
+def test_the_scheduler_and_optimizer_of_a_json_are_those_of_the_trainer(folder, capsys):
+    """transformers' deepspeed_optim_sched: where the JSON has one, the Trainer makes none."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "scheduler": scheduler}))
+    assert recipe_of(TRL + "deepspeed: ds.json\n")["schedule"] == {
+        "name": "linear",
+        "warmup_steps": 0.05,
+        "warmup": "log",
+    }
+    said = capsys.readouterr().out
+    assert (
+        "lr_scheduler_type is 'cosine': left out; the Trainer takes the JSON's own, so schedule.name is 'linear'"
+        in said
+    )
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    assert recipe_of(TRL + "deepspeed: ds.json\n")["schedule"] == {"name": "cosine", "warmup_steps": 0.05}
+
+
+def test_seed_comes_before_data_seed(folder, capsys):
+    assert recipe_of(TRL + "data_seed: 7\nseed: 3\n")["seed"] == 3
+    assert "data_seed is 7: seed is 3, which is that of the order of rows too" in capsys.readouterr().out
+    assert recipe_of(TRL + "data_seed: 7\n")["seed"] == 7

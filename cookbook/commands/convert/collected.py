@@ -12,6 +12,10 @@ from cookbook.config.recipe import answer_to
 from cookbook.config.strategy_keys import COMMENT, is_same
 from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, kind_in_words, show
 
+ENGINE = ("scheduler", "optimizer")
+"""Sections of a DeepSpeed JSON that transformers' Trainer takes in the place of its own settings (integrations/
+deepspeed.py, deepspeed_optim_sched)."""
+OF_ENGINE = ("schedule.name", "optim.name")
 SEVERAL = ("run.trackers", "adapter.targets")
 """Our lists that several of their keys fill together."""
 COMPONENT = "._component_"
@@ -234,6 +238,13 @@ class Collected:
             is_of_two = place.partition(":")[0] != self.places[ours].partition(":")[0]
             if is_of_two and ours.startswith("strategy."):
                 raise RecipeError(f"{place}, but {self.places[ours]}: these are two strategies; convert one at a time")
+            if is_of_two and ours in OF_ENGINE and any(f": {name}.type is " in place for name in ENGINE):
+                self.changes.append(
+                    f"{self.places[ours]}: left out; the Trainer takes the JSON's own, so {ours} is {show(value)}, from"
+                    f" {place}"
+                )
+                home[ours], self.places[ours] = value, place
+                return
             self.changes.append(f"{place}: {ours.lstrip('~')} is {show(home[ours])} already, from {self.places[ours]}")
             return
         home[ours], self.places[ours] = value, place

@@ -27,6 +27,10 @@ class Conversion(Collected):
             self._find_objective(project)
         has_rounds = project is not None and converted_rounds.asks_for_rounds(self)
         self._strategy_files()
+        if (seed := self.take("data_seed")) is not None and self.recipe.setdefault("seed", seed) != seed:
+            self.change(
+                "~data_seed", f"seed is {self.recipe['seed']}, which is that of the order of rows too: left out"
+            )
         self._logger()
         self._precision()
         self._optimizer()
