@@ -233,3 +233,30 @@ def test_a_changed_key_is_refused_by_a_resume_or_changes_no_curve(key: str):
         others = MADE_FROM | {owner: "other"}
         assert resume.changes(state, was, others)[0] and resume.changes(state, now, others)[0]
     assert resume.changes(state, was, MADE_FROM) == ([], [])
+
+
+def test_noise_on_the_embeddings_is_no_part_of_a_models_content():
+    """A model's digest is the same with it, and the curve is not."""
+    state = {"recipe": {"model": {"name_or_path": "a", "neftune_alpha": 0.0}}, "made_from": MADE_FROM}
+    now = Given({"model.name_or_path": "b", "model.neftune_alpha": 5.0})
+    (mistake, *_), _ = resume.changes(state, now, MADE_FROM)
+    assert mistake == "model.neftune_alpha was 0.0 when the checkpoint was made, and is 5.0"
+    assert resume.changes(state, Given({"model.name_or_path": "b", "model.neftune_alpha": 0.0}), MADE_FROM) == ([], [])
+
+
+@pytest.mark.parametrize("compares", [{"keep_best": 1}, {"early_stopping_patience": 2}, {}])
+def test_losses_of_two_held_out_sets_are_not_compared_in_silence(compares: dict[str, int]):
+    before, after = MADE_FROM | {"eval": "6"}, MADE_FROM | {"eval": "7"}
+    now = Given({})
+    now.run = type("run", (), {"keep_best": 0, "early_stopping_patience": None, "allow_changes": [], "resume": "x"})
+    for key, value in compares.items():
+        setattr(now.run, key, value)
+    state = {"recipe": {}, "made_from": before}
+    mistakes, notes = resume.changes(state, now, after)
+    said = "the held-out rows are not those of the checkpoint"
+    assert [line.startswith(said) for line in (*mistakes[:1], *notes)] == [True]
+    assert bool(mistakes) == bool(compares)
+    now.run.allow_changes = ["data.eval"]
+    assert resume.changes(state, now, after)[0] == [] and resume.changes(state, now, after)[1]
+    assert resume.changes(state, now, before) == ([], [])
+    assert resume.changes({"recipe": {}, "made_from": MADE_FROM}, now, after) == ([], []), "of a version without it"

@@ -4,6 +4,7 @@ Imports torch, which takes seconds, so `train.py` checks files and rows before i
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import time
@@ -365,8 +366,8 @@ def _check_auto(recipe: Recipe, engine: Engine) -> None:
 
 
 def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: Path) -> dict[str, str]:
-    """SHA-256 of "data", "model", and what there is of "teacher", "adapter", "plugins" and "kernels". Rank 0 reads
-    the files, which may be large.
+    """SHA-256 of "data", "model", and what there is of "eval", "teacher", "adapter", "plugins" and "kernels". Rank 0
+    reads the files, which may be large.
 
     Raises:
         RecipeError: on every rank: an adapter to begin with that was trained on another model.
@@ -375,6 +376,9 @@ def take_fingerprints(recipe: Recipe, inputs: Inputs, engine: Engine, *, cache: 
     if engine.is_main:
         digests["data"] = inputs.data.fingerprint(cache)
         digests["model"] = model_source.weights_digest(Path(inputs.base), cache=cache)
+        if inputs.data.eval:
+            held_out = [[name, tokens.fingerprint] for name, tokens in inputs.data.eval.items()]
+            digests["eval"] = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
         if inputs.teacher is not None:
             digests["teacher"] = model_source.weights_digest(Path(inputs.teacher.folder), cache=cache)
         if recipe.adapter is not None and recipe.adapter.path is not None:

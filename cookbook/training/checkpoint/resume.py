@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 # Keys, or prefixes of keys, by what a change means for a resumed run. Of all others those may change that leave the
 # curve as it is (see `effect_of`).
 LENGTH = ("run.max_steps", "run.num_epochs", "run.early_stopping_", "rounds.num_rounds")
-KERNELS = "model.kernels"
+KERNELS, HELD_OUT = "model.kernels", "data.eval"
 WITH_CONSENT = ("optim.", "schedule.", "mixed_precision", "loss_scale.", KERNELS, *LENGTH)
 """They change the curve from here on, so `run.allow_changes` must list them."""
 BY_CONTENT = {
     "data.": "data",
-    "model.": "model",
+    **dict.fromkeys(("model.name_or_path", "model.revision", "model.from_scratch"), "model"),
     "objective.teacher": "teacher",
     "adapter.path": "adapter",
     "plugins": "plugins",
@@ -45,7 +45,7 @@ def choose(
     """The checkpoint to resume from; None to start from step 0. Every rank must call.
 
     Args:
-        made_from: fingerprints of "data", "model", "teacher", "adapter", "plugins" and "kernels", see
+        made_from: fingerprints of "data", "model", "teacher", "adapter", "plugins", "kernels" and "eval", see
             `stages.take_fingerprints`.
         collectives: a `cookbook.training.engine.collectives.Collectives`.
         is_restarted: the launcher restarted the run after a failure; it then resumes, whatever `run.resume` is. Rank 0
@@ -164,7 +164,7 @@ def changes(
     mistakes = [
         f"the {what} {verbs.get(what, 'is')} not what the checkpoint was made with"
         for what in same
-        if not same[what] and what != "kernels"
+        if not same[what] and what not in ("kernels", "eval")
     ]
     to_consent: list[str] = []
     notes: list[str] = []
@@ -178,6 +178,13 @@ def changes(
 
     if "kernels" in state["made_from"] and not same.get("kernels", True):
         ask_consent(KERNELS, f"{KERNELS} has packages of other versions or contents than when the checkpoint was made")
+    if "eval" in state["made_from"] and not same.get("eval", True):
+        change = "the held-out rows are not those of the checkpoint, so that losses before it and after do not compare"
+        run = recipe.run
+        if run.keep_best or run.early_stopping_patience is not None:  # which compare them
+            ask_consent(HELD_OUT, change)
+        else:
+            notes.append(change)
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key), now.get(key)
         rule = rule_of(key)
