@@ -356,7 +356,7 @@ def test_a_run_is_not_resumed_with_other_tokens():
     was = load_recipe(ROOT / "recipes/quickstart.yaml", []).model_dump(mode="json", exclude_none=True)
     made = {"data": "d", "model": "m"}
     (mistake, *_), _ = changes({"recipe": was, "made_from": made}, recipe, made)
-    assert mistake.startswith("model.new_tokens was None when the checkpoint was made, and is ['<a>']")
+    assert mistake.startswith("model.new_tokens was not set when the checkpoint was made, and is ['<a>']")
 
 
 REFUSED = {

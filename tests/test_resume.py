@@ -401,7 +401,7 @@ CHANGES = {
     "optimizer": ({"optim.name": "adamw"}, "optim.name was 'sgd' .* and is 'adamw'\n"),
     "learning rate": ({"optim.learning_rate": "0.05"}, r"--set 'run.allow_changes=\[optim.learning_rate\]' to go on"),
     "steps": ({"run.max_steps": "5"}, r"--set 'run.allow_changes=\[run.max_steps\]' to go on"),
-    "adapter": ({"adapter.name": "lora"}, "adapter.name was None .* and is 'lora'"),
+    "adapter": ({"adapter.name": "lora"}, "adapter.name was not set .* and is 'lora'"),
 }
 
 
@@ -477,10 +477,11 @@ def test_a_run_that_resumes_does_not_change_its_length_without_consent():
         longer = recipe.run.model_copy(update={key: (was or 1) + 1})
         state = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": {}}
         (mistake, *ways), _ = resume.changes(state, recipe.model_copy(update={"run": longer}), {})
-        assert mistake.startswith(f"run.{key} was {was} ") and f"run.allow_changes=[run.{key}]" in "".join(ways)
+        assert mistake.startswith(f"run.{key} was {was or 'not set'} when ")
+        assert f"run.allow_changes=[run.{key}]" in "".join(ways)
         consented = longer.model_copy(update={"allow_changes": [f"run.{key}"]})
         mistakes, (note,) = resume.changes(state, recipe.model_copy(update={"run": consented}), {})
-        assert not mistakes and note.startswith(f"run.{key} was {was} ")
+        assert not mistakes and note.startswith(f"run.{key} was {was or 'not set'} when ")
 
 
 @pytest.mark.slow

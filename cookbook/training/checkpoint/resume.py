@@ -192,7 +192,7 @@ def changes(
         may_differ = rule == "free" or (rule == "by_content" and (made_from is None or is_same_content))
         if before == after or may_differ:
             continue
-        change = f"{key} was {before!r} when the checkpoint was made, and is {after!r}"
+        change = f"{key} was {_shown(before)} when the checkpoint was made, and is {_shown(after)}"
         if rule != "with_consent":
             mistakes.append(change)
         else:
@@ -200,6 +200,13 @@ def changes(
     if mistakes:
         mistakes += _intentions(recipe, to_consent if len(to_consent) == len(mistakes) else [])
     return mistakes, notes
+
+
+def _shown(value: Any) -> str:
+    """A value as a user writes it."""
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _intentions(recipe: Recipe, to_consent: list[str]) -> list[str]:
