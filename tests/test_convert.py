@@ -2210,3 +2210,25 @@ def test_seed_comes_before_data_seed(folder, capsys):
     assert recipe_of(TRL + "data_seed: 7\nseed: 3\n")["seed"] == 3
     assert "data_seed is 7: seed is 3, which is that of the order of rows too" in capsys.readouterr().out
     assert recipe_of(TRL + "data_seed: 7\n")["seed"] == 7
+
+
+def test_where_a_command_writes_is_no_value_of_its_last_flag(folder, capsys):
+    """Nor is what follows in the same line."""
+    flags = "--model_name_or_path m --dataset_name d --max_steps 5 --seed 3"
+    line = f"python sft.py {flags} 2>&1 | tee > log.txt && python dpo.py --dataset_name e\n"
+    assert convert(line, name="run.sh") == 0
+    assert yaml.safe_load(Path("recipes/run.yaml").read_text())["seed"] == 3
+    assert "run.sh:1: python dpo.py: another command, not read" in capsys.readouterr().out
+    assert convert("trl sft --model_name_or_path <model> --dataset_name d --max_steps 5\n", name="a.sh") == 0
+    assert yaml.safe_load(Path("recipes/a.yaml").read_text())["model"]["name_or_path"] == "<model>"
+
+
+def test_a_mixer_of_rows_has_numbers_of_rows(folder):
+    text = "model_name_or_path: m\ndataset_mixer: {a: 5000, b: 0.5, c: 1.0}\nmax_length: 64\n"
+    assert recipe_of(text)["data"]["train"] == [
+        {"path": "a", "max_rows": 5000},
+        {"path": "b", "weight": 0.5},
+        {"path": "c"},
+    ]
+    one = "model_name_or_path: m\ndataset_name: d\ndataset_configs: [main]\nmax_length: 64\n"
+    assert recipe_of(one)["data"]["train"] == {"path": "d", "name": "main"}

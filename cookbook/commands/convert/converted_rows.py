@@ -47,6 +47,7 @@ def read_test_split(collected: Collected, project: Project | None) -> None:
 def derive_rows(collected: Collected, project: Project | None) -> None:
     """`data.train`, `data.eval`, `data.holdout` and `data.columns`."""
     path, config, split = collected.take("dataset"), collected.take("dataset_config"), collected.take("train_split")
+    config = config[0] if isinstance(config, list) and len(config) == 1 else config
     test, rows, held_out = collected.take("test_split"), collected.take("max_rows"), collected.take("val")
     part = source_sections.share_held_out(split, (held_out or {}).get("split"))
     if part is not None:
@@ -205,11 +206,12 @@ def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str]) ->
         collected.recipe["data.eval"] = {
             f"{path.replace('/', '-')}-{split}": {"path": path, "split": split} for path in mixer for split in test
         }
-    if any(_number_of(part) != 1 for part in mixer.values()):
+    if any(_number_of(part) < 1 for part in mixer.values()):
         collected.change("~mixer", FRACTION)
     sources = []
     for path, part in mixer.items():
-        weight = {"weight": part} if _number_of(part) != 1 else {}
+        number = _number_of(part)  # above 1 that of rows, as open-instruct has it
+        weight = {"weight": part} if number < 1 else {"max_rows": int(number)} if number > 1 else {}
         sources += [{"path": path, **({"split": split} if split != "train" else {}), **weight} for split in train]
     return sources
 
@@ -237,7 +239,7 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
             if value is None or (key_there == "split" and value == "train") or (key_there == "weight" and value == 1):
                 continue
             if ours is not None and not (key_there == "path" and source.get("data_files")):  # then a format: json, csv
-                converted[ours] = value
+                converted[ours] = value[0] if isinstance(value, list) and len(value) == 1 else value
             elif (key_there, value) in USUAL:
                 continue
             elif key_there == "columns" and isinstance(value, list) and _are_of_one_kind(value):
