@@ -8,6 +8,7 @@ takes a small vocabulary once.
 """
 
 import argparse
+import copy
 import os
 import re
 import time
@@ -52,6 +53,7 @@ def steps(dtype: torch.dtype, count: int, vocab: int, width: int) -> dict[str, C
     own = torch.nn.Linear(width, vocab, bias=False, dtype=dtype)
     own.weight = head.weight
     own.__class__ = LossHead
+    frozen = copy.deepcopy(own).requires_grad_(False)
     hidden = torch.randn(count, width).to(dtype).requires_grad_()
     batch = {
         "targets": torch.randint(vocab, (count,)),
@@ -69,6 +71,7 @@ def steps(dtype: torch.dtype, count: int, vocab: int, width: int) -> dict[str, C
     losses = {
         "plain": whole,
         "sft": lambda: own(hidden, batch["targets"]).sum(),
+        "sft, frozen head": lambda: frozen(hidden, batch["targets"]).sum(),
         "sft, smoothed": by_function(name="sft", label_smoothing=0.1),
         "distill": by_function(name="distill", teacher="teacher", loss_top_k=TOP_K, temperature=2.0),
     }

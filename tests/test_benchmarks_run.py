@@ -102,7 +102,8 @@ def test_a_page_comes_out_as_it_is_here(lab: Lab, copy: Path, program: str):
 def test_each_loss_is_measured_in_both_dtypes(lab: Lab, copy: Path):
     said = run(lab, copy, "loss_of_logits.py", "--quick")
     rows = re.findall(r"(?m)^\| (float32|bfloat16) \| (\w[^|]*) \| \d+\.\d\d \| [\d,]+ \|$", said)
-    assert len(rows) == 8 and {loss for _, loss in rows} == {"plain", "sft", "sft, smoothed", "distill"}
+    losses = {"plain", "sft", "sft, frozen head", "sft, smoothed", "distill"}
+    assert len(rows) == 10 and {loss for _, loss in rows} == losses
 
 
 def test_dropout_is_measured_beside_torch_s(lab: Lab, copy: Path):

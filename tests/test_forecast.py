@@ -314,10 +314,10 @@ def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
     small = llama.model_copy(update={"batch": llama.batch.model_copy(update={"micro_batch_size": 1})})
     adapted = small.model_copy(update={"adapter": AdapterSection(name="lora")})
     fsdp2 = load_strategy(Path("accelerate_configs/fsdp2.yaml"))
-    found = forecast_all(adapted, [fsdp2], parse_machines("1x14GB", **ROOM), "recipe", suggests="all")
+    found = forecast_all(adapted, [fsdp2], parse_machines("1x12GB", **ROOM), "recipe", suggests="all")
     assert found.forecasts[0].verdict == "does not fit"
-    assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 4x8x14GB, fsdp2 on 1x32GB", found.suggestion)
-    assert only(adapted, "4x8x14GB", "fsdp2").verdict == "fits" and only(adapted, "2x8x14GB", "fsdp2").verdict != "fits"
+    assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 8x12GB, fsdp2 on 1x32GB", found.suggestion)
+    assert only(adapted, "8x12GB", "fsdp2").verdict == "fits" and only(adapted, "4x12GB", "fsdp2").verdict != "fits"
     assert only(adapted, "1x32GB", "fsdp2").verdict == "fits" and only(adapted, "1x24GB", "fsdp2").verdict != "fits"
 
 

@@ -411,7 +411,7 @@ def test_large_micro_batches_of_compiled_layers_follow_from_two_traces_to_the_by
     traces.work(SINGLE, 64)
     assert calls == [3, 6], "others have graphs of their own, which take seconds"
     # Of less than a chunk the logits grow too, and two such traces tell of more than there are.
-    monkeypatch.setattr(losses, "LOGITS_BUDGET", VOCAB * LENGTH * 2)
+    monkeypatch.setattr(losses, "LOGITS_BUDGET", losses.OF_FROZEN * VOCAB * LENGTH * 2)
     short = exact(plain, 1).towards(exact(plain, 2), 6)
     peaks = [next(one.peak for one in work.phases if one.name == "head") for work in (short, exact(plain, 7))]
     assert peaks[0] > 1.1 * peaks[1]

@@ -189,6 +189,46 @@ def test_a_frozen_head_gets_no_gradient_and_no_work_for_one(monkeypatch: pytest.
     assert most_rows_of_hidden_size(frozen=True) < SIZES["vocab_size"]
 
 
+class ProductsOfHead(TorchDispatchMode):
+    """The sizes of matrix products that make or take logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten.mm.default:
+            left, right = args
+            if SIZES["vocab_size"] in (left.shape[1], right.shape[1]):
+                self.sizes.append((left.shape[0], right.shape[1]))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", [None, Objective.of(name="sft", label_smoothing=0.1)], ids=["sft", "smoothed"])
+def test_a_frozen_head_makes_no_product_twice_and_the_same_gradient(function, monkeypatch: pytest.MonkeyPatch):
+    """17 targets in chunks of 4, each with a weight of its own; a head that is trained makes logits twice."""
+    inputs = batch([9, 5, 12])
+    if function is not None:
+        inputs |= {"function": function.function(inputs)}
+    gradients, sizes = [], []
+    for frozen in (False, True):
+        model = tiny(tie_word_embeddings=False)
+        model.lm_head.requires_grad_(not frozen)
+        add_loss(model)
+        monkeypatch.setattr(loss, "LOGITS_BUDGET", (4 * loss.OF_FROZEN if frozen else 4) * SIZES["vocab_size"])
+        with ProductsOfHead() as products:
+            result = model(**inputs)
+            losses = result if function is None else result[0]
+            (losses * torch.linspace(-1, 2, len(losses))).sum().backward()
+        gradients.append(model.model.layers[0].mlp.up_proj.weight.grad)
+        sizes.append(products.sizes)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+    vocab, hidden = SIZES["vocab_size"], SIZES["hidden_size"]
+    rows = [4, 4, 4, 4, 1]
+    assert sizes[1] == [size for count in rows for size in ((count, vocab), (count, hidden))]
+    assert sum(size[1] == vocab for size in sizes[0]) == 2 * len(rows)
+
+
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("transform", [None, LogitTransform(scale=1.5, cap=40.0)], ids=["", "scaled and capped"])

@@ -38,6 +38,8 @@ LOGITS_BUDGET = 2**27
 take 1.25 GiB in bf16. Below it, a single product is fastest."""
 OF_BACKWARD = 2
 """Times as many in the backward of the likelihood in bf16."""
+OF_FROZEN = 4
+"""Times fewer of a head that is not trained, where smaller chunks repeat no product."""
 
 
 class LossHead(torch.nn.Linear):
@@ -191,7 +193,8 @@ class _LossOfHead(torch.autograd.Function):
 
     Above the budget, logits exist for one chunk of rows at a time, and the backward computes them again. Each position
     may have a gradient of its own: it scales what is small, the hidden states before the product for the weight's
-    gradient and those after the other product, and not the logits.
+    gradient and those after the other product, and not the logits. A head that is not trained has the other product
+    alone, so the forward makes it at once, as Liger does.
     """
 
     @staticmethod
@@ -204,24 +207,37 @@ class _LossOfHead(torch.autograd.Function):
         reading: Reading,
         has_backward: bool,
     ) -> tuple[torch.Tensor, ...]:
-        cast, chunks = weight.to(hidden.dtype), _chunks(len(hidden), reading.part.width or len(weight))
-        # Not of several chunks: as Liger, it would have to multiply them with the weight before positions are weighed.
-        is_kept = has_backward and len(chunks) == 1
-        parts = [
-            _evaluate(function, _logits(hidden[rows], cast, bias), rows, reading, with_gradient=is_kept)
-            for rows in chunks
-        ]
+        cast, width = weight.to(hidden.dtype), reading.part.width or len(weight)
+        # A gradient in float16 is not rounded before the loss scale.
+        is_frozen = not any(ctx.needs_input_grad[1:3]) and hidden.dtype != torch.float16
+        chunks = _chunks(len(hidden), width, LOGITS_BUDGET // OF_FROZEN if is_frozen else LOGITS_BUDGET)
+        # The gradient of the logits is kept of one chunk, and of none where the hidden states' follows at once.
+        with_gradient = has_backward and (is_frozen or len(chunks) == 1)
+        parts, of_hidden = [], []
+        for rows in chunks:
+            part = _evaluate(function, _logits(hidden[rows], cast, bias), rows, reading, with_gradient=with_gradient)
+            if is_frozen and part.gradient is not None:
+                of_hidden.append(part.gradient @ cast)
+                part = part._replace(known=[], gradient=None)
+            parts.append(part)
         results = tuple(map(torch.cat, zip(*(part.results for part in parts), strict=True)))
+        ctx.function, ctx.reading = function, reading
+        ctx.mark_non_differentiable(*results[1:])
+        if of_hidden:
+            ctx.save_for_backward(torch.cat(of_hidden))
+            return results
         known = parts[0].known
         if len(parts) > 1:
             known = [torch.cat(values, 1) for values in zip(*(part.known for part in parts), strict=True)]
         ctx.save_for_backward(hidden, weight, bias, parts[0].gradient, *known)
-        ctx.function, ctx.reading = function, reading
-        ctx.mark_non_differentiable(*results[1:])
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if len(ctx.saved_tensors) == 1:
+            (unweighed,) = ctx.saved_tensors
+            weighed = (unweighed * gradients[0].unsqueeze(1)).to(unweighed.dtype)
+            return _of_all_parts([weighed], ctx.reading.part), *[None] * 5
         hidden, weight, bias, kept, *known = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         cast, reading = weight.to(hidden.dtype), ctx.reading
@@ -230,7 +246,8 @@ class _LossOfHead(torch.autograd.Function):
         is_small = hidden.dtype == torch.bfloat16 and reading.transform is None and type(ctx.function) is _Likelihood
         of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
-        for rows in _chunks(len(hidden), reading.part.width or len(weight), OF_BACKWARD if is_small else 1):
+        budget = LOGITS_BUDGET * OF_BACKWARD if is_small else LOGITS_BUDGET
+        for rows in _chunks(len(hidden), reading.part.width or len(weight), budget):
             part, scale, gradient = hidden[rows], gradients[0][rows].unsqueeze(1), kept
             if gradient is None:
                 gradient = _evaluate(
@@ -258,13 +275,13 @@ class _LossOfHead(torch.autograd.Function):
         )
 
 
-def _chunks(count: int, width: int, factor: int = 1) -> list[slice]:
+def _chunks(count: int, width: int, budget: int) -> list[slice]:
     """Rows whose logits exist at a time, one chunk at least.
 
     Args:
         width: of the logits; of parts of the vocabulary that of the largest, as all ranks need the same chunks.
     """
-    rows = max(1, LOGITS_BUDGET // width) * factor
+    rows = max(1, budget // width)
     return [slice(start, min(start + rows, count)) for start in range(0, max(count, 1), rows)]
 
 
