@@ -1,7 +1,9 @@
-"""Loss and gradients of a head of 11 tokens over two ranks, against those of the whole one.
+"""Loss and gradients of a head of 11 tokens over two ranks, trained and frozen, against those of the whole one.
 
 One process of a run of tests/warm_parent.py. Prints the largest difference, for each number of rows at a time.
 """
+
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,8 @@ def of_all_methods(logits: Logits, batch: Batch) -> tuple[torch.Tensor, torch.Te
     return columns @ WEIGHTS, columns
 
 
-def largest_difference(mesh: DeviceMesh, rows: int) -> float:
-    loss.LOGITS_BUDGET = rows * 6  # of the first shard
+def largest_difference(mesh: DeviceMesh, rows: int, *, is_frozen: bool) -> float:
+    loss.LOGITS_BUDGET = rows * 6 * (loss.OF_FROZEN if is_frozen else 1)  # of the first shard
     torch.manual_seed(3)
     whole, hidden, targets = torch.nn.Linear(8, 11), torch.randn(5, 8), torch.tensor([0, 5, 6, 10, 6])
     scale = torch.linspace(0.5, 1.5, 5)
@@ -35,6 +37,7 @@ def largest_difference(mesh: DeviceMesh, rows: int) -> float:
     for name, parameter in whole.named_parameters():
         head.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
     head.__class__ = loss.ShardedLossHead
+    head.requires_grad_(not is_frozen)
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
     pairs = []
     for transform in (None, LogitTransform(scale=3.0, cap=1.5)):
@@ -60,12 +63,14 @@ def largest_difference(mesh: DeviceMesh, rows: int) -> float:
             (losses * scale).sum().backward()
         pairs += [(found[0], expected @ WEIGHTS), (found[1], expected)]
     pairs.append((inputs[0].grad, inputs[1].grad))
-    pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
+    if not is_frozen:
+        pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
     return max((left - right).abs().max().item() for left, right in pairs)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    print("DIFFERENCES", *(largest_difference(shards, rows) for rows in ROWS_AT_ONCE), flush=True)
+    cases = product(ROWS_AT_ONCE, (False, True))
+    print("DIFFERENCES", *(largest_difference(shards, rows, is_frozen=frozen) for rows, frozen in cases), flush=True)
     dist.destroy_process_group()

@@ -50,13 +50,13 @@ def test_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
 
 @pytest.mark.core
 def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whole(lab: Lab, tmp_path: Path):
-    """In parts of two rows, and at once."""
+    """In parts of two rows, and at once; a head that is trained, and a frozen one."""
     done = lab.parent.run(tmp_path, ["tests/divided_head.py"], processes=2, limit=60)
     said = [(tmp_path / f"log_{rank}").read_text() for rank in range(2)]
     assert done["codes"] == [0, 0], said
     for text in said:
         _, *found = next(line for line in text.splitlines() if line.startswith("DIFFERENCES")).split()
-        assert len(found) == 2 and all(float(one) < 1e-6 for one in found), found
+        assert len(found) == 4 and all(float(one) < 1e-6 for one in found), found
 
 
 def test_a_loss_of_a_shard_alone_leaves_the_curve(lab: Lab):
