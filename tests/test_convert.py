@@ -2047,7 +2047,8 @@ def test_where_no_method_is_named_that_is_said_unless_the_keys_fit_one(folder, c
 def test_a_folder_of_a_methods_name_names_it_where_the_keys_are_that_methods(folder, capsys):
     for method in ("orpo", "sft"):
         Path(f"mine/{method}").mkdir(parents=True)
-        Path(f"mine/{method}/config.yaml").write_text("model_name_or_path: m\ndataset_name: d\nbeta: 0.2\n")
+        lines = "model_name_or_path: m\ndataset_name: d\nbeta: 0.2\nlogging_steps: 7\nlr_scheduler_type: cosine\n"
+        Path(f"mine/{method}/config.yaml").write_text(lines)  # the last two are of all, and have defaults of some
         assert main(["convert", f"mine/{method}/config.yaml", "--out", f"recipes/{method}.yaml"]) == 0
     assert "taken for ORPO by its path, mine/orpo/config.yaml" in capsys.readouterr().out
     objectives = [yaml.safe_load(Path(f"recipes/{name}.yaml").read_text())["objective"] for name in ("orpo", "sft")]
@@ -2232,3 +2233,11 @@ def test_a_mixer_of_rows_has_numbers_of_rows(folder):
     ]
     one = "model_name_or_path: m\ndataset_name: d\ndataset_configs: [main]\nmax_length: 64\n"
     assert recipe_of(one)["data"]["train"] == {"path": "d", "name": "main"}
+
+
+def test_a_program_that_is_named_after_what_is_not_here_says_so(folder, capsys):
+    flags = "--model_name_or_path m --dataset_name d --completion_only_loss true --max_steps 5"
+    for program, line in {"prm.py": "prm.py has prm in its name: a reward model of steps", "finetune.py": ""}.items():
+        assert convert(f"python {program} {flags}\n", name=f"{program[:3]}.sh") == 0
+        said = capsys.readouterr().out
+        assert line in said and ("in its name" in said) == bool(line)

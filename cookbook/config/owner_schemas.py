@@ -69,6 +69,8 @@ def methods_of(owners: tuple[str, ...]) -> dict[str, frozenset[str]]:
 
     methods = {name: line_of(name) for name in extends if name.endswith(CONFIG) and not name.startswith("_")}
     methods = {name: line for name, line in methods.items() if line[-1] == OF_ALL_METHODS}
+    of_all = {key for line in methods.values() for own in line if own[0] == "_" for key in classes.get(own, ())}
+    of_all |= classes.get(OF_ALL_METHODS, {}).keys()  # also those whose default a method has changed
     return {
         name: frozenset(
             key
@@ -76,6 +78,7 @@ def methods_of(owners: tuple[str, ...]) -> dict[str, frozenset[str]]:
             if not own.startswith("_") and own != OF_ALL_METHODS
             for part in (own, f"{own.removesuffix(CONFIG)}ScriptArguments")
             for key in classes.get(part, ())
+            if key not in of_all
         )
         for name, line in methods.items()
     }

@@ -80,6 +80,8 @@ class Conversion(Collected):
             text, self.method = next((pair for pair in named.items() if pair[1] in fitting), ("", None))
             if self.method is not None and methods[self.method] is not None:
                 self.notes.append(f"taken for {self.method.removesuffix('Config')} by its path, {file}")
+        if self.method is None and (methods or project.program is not None):
+            self._name_meaning()
         if self.method is not None:
             self.objective = project.objective_of(self.method, text or self.program)
             if self.objective is None:
@@ -87,6 +89,12 @@ class Conversion(Collected):
                 why = key.why if key is not None else NO_SUCH
                 name = self.method.removesuffix("Config")
                 self.add(self.others, f"{file}: {self.program or 'its path'} is {name}", why)
+
+    def _name_meaning(self) -> None:
+        """Name what a word of a program means as an objective, as in `prm.py`, unless that is SFT."""
+        for word in re.findall(r"[a-z0-9]+", self.program.lower()):
+            if (meaning := meaning_of("objective.name", word)) is not None and "write sft" not in meaning:
+                self.changes.append(f"{self.program} has {word} in its name: {meaning}")
 
     def _compare_program(self, program: str) -> None:
         """Name a program that another one's keys are taken from: it may train otherwise.
