@@ -179,6 +179,27 @@ def test_a_begin_token_that_the_tokenizer_has_and_does_not_write_is_not_added():
     assert marked(tokens, 0, tokenizer) == "ab[cd<|im_end|>]"
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_what_the_tokenizer_puts_before_a_text_is_there_whatever_it_is_called(train_on):
+    """GLM-4's puts two tokens there, and has no begin token; the control is one that puts none."""
+    plain, glm = (make_tokenizer(specials=["[gMASK]", "<sop>"]) for _ in range(2))
+    marks = [(token, glm.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
+    glm.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=marks
+    )
+    row = {"prompt": "ab", "completion": "cd"}
+    asked = glm("ab")["input_ids"]  # as at inference
+    for tokenizer, before in ((plain, ""), (glm, "[gMASK]<sop>")):
+        tokens, _ = run_tokenize(rows_of("completion", [row]), tokenizer, train_on=train_on)
+        assert (tokens.ids[: len(asked)].tolist() == asked) == (tokenizer is glm)
+        assert tokenizer.decode(tokens.ids) == f"{before}abcd<|im_end|>" and not tokens.remarks
+        for text in ("ab", f"{before}ab"):
+            tokens, _ = run_tokenize(rows_of("text", [{"text": text}]), tokenizer, train_on=train_on)
+            assert tokenizer.decode(tokens.ids) == f"{before}ab<|im_end|>"
+    tokens, _ = run_tokenize(rows_of("text", [{"text": "ab"}]), glm, train_on=train_on)
+    assert tokens.num_targets.tolist() == [3], "a, b and the end, not what is always there"
+
+
 def test_a_completion_has_no_space_that_the_tokenizer_puts_before_a_text():
     tokenizer = tiny_tokenizer("llama2")
     tokens, _ = run_tokenize(rows_of("completion", [{"prompt": "ab", "completion": "cd"}]), tokenizer)

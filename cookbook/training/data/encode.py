@@ -154,8 +154,10 @@ def _encode_plain_rows(
             sequences, remarks = [], []
             for ids in islice(answers, len(texts)):
                 answer = ids if ids[-1:] == [end] or not is_ended else [*ids, end]
-                answer = answer if prompts is not None else _start_with(answer, start)
-                sequences.append((prompt + answer, [prompt_label] * len(prompt) + [1] * len(answer)))
+                begun = answer if prompts is not None else _start_with(answer, start)
+                # Of several tokens before a text all but the first would be targets.
+                added = [1, *[0] * (len(start) - 1)] if begun is not answer else []
+                sequences.append((prompt + begun, [prompt_label] * len(prompt) + added + [1] * len(answer)))
             # The end token of a text is the one that would be added.
             written = [asked or "", *(text.removesuffix(tokenizer.eos_token or "") for text in texts)]
             if any(map(pieces.special_texts.search, written)):
@@ -166,7 +168,7 @@ def _encode_plain_rows(
             elif _is_compared(num_seen):
                 seen = [pieces.decode(ids) for ids, _ in sequences]
                 said = [(asked or "") + text for text in texts]
-                if [_bare(pieces, text) for text in seen] != [_bare(pieces, text) for text in said]:
+                if [_bare(pieces, text, start) for text in seen] != [_bare(pieces, text, start) for text in said]:
                     remarks.append(OTHER_TEXT)
             yield EncodedRow(sequences, tuple(remarks))
 
@@ -188,9 +190,10 @@ def _is_compared(num_seen: int) -> bool:
     return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
 
 
-def _bare(pieces: Pieces, text: str) -> list[str]:
+def _bare(pieces: Pieces, text: str, start: list[int]) -> list[str]:
     """The stretches of a text between its special tokens, without the tokens that may be added around it."""
-    for token in filter(None, (pieces.tokenizer.bos_token, pieces.tokenizer.eos_token)):
+    tokenizer = pieces.tokenizer
+    for token in filter(None, (tokenizer.bos_token, tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(start))):
         text = text.replace(token, "")
     return pieces.stretches(text)
 
@@ -202,17 +205,20 @@ def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
     return any(i == unknown and label for i, label in zip(ids, labels, strict=True))
 
 
-def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[int | None, int]:
-    """The begin-of-sequence id, if this tokenizer adds one, and the end-of-sequence id."""
+def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[list[int], int]:
+    """The ids that this tokenizer puts before a text, and the end-of-sequence id.
+
+    Most put the begin-of-sequence token or nothing there; GLM-4's has two tokens, and names none of them as its begin.
+    """
     if tokenizer.eos_token_id is None:
         raise RecipeError(f"{place}: the tokenizer has no end-of-sequence token; the model would never learn to stop")
-    bos = tokenizer.bos_token_id
-    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
-    return bos if adds_bos else None, tokenizer.eos_token_id
+    whole, own = (tokenizer("a", add_special_tokens=is_whole)["input_ids"] for is_whole in (True, False))
+    place_of_own = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
+    return whole[:place_of_own], tokenizer.eos_token_id
 
 
-def _start_with(ids: list[int], start: int | None) -> list[int]:
-    return ids if start is None or ids[:1] == [start] else [start, *ids]
+def _start_with(ids: list[int], start: list[int]) -> list[int]:
+    return ids if ids[: len(start)] == start else [*start, *ids]
 
 
 def _batches(items: Iterator[Any]) -> Iterator[list[Any]]:
