@@ -3,8 +3,10 @@
 python -m pytest -q tests/test_profile.py -m "slow or not slow"
 """
 
+import base64
 import gzip
 import json
+import pickletools
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from cookbook.commands.cli import main
 from cookbook.commands.shared.history import History, read_history, read_ranks
 from cookbook.commands.why_slow import GROUPS, advice, beside_forecast, shares
 from cookbook.config.sections import ProfileSection
+from cookbook.system.record_forms import OfRank
 from cookbook.system.step_phases import PARTS, Event, divide, in_words
 from cookbook.training.profiling import Profile
 from tests.curves import ROOT, Lab
@@ -69,6 +72,34 @@ def test_time_is_divided_as_by_hand():
     assert divide(BY_HAND, num_steps=2)["seconds"] == pytest.approx(0.05)
 
 
+def sizes_of_page(page: Path) -> set[int]:
+    """The numbers in the snapshot of a page of torch's memory viewer, which is read without being unpickled."""
+    (encoded,) = re.findall('"base64": "([^"]+)"', page.read_text())
+    snapshot = base64.b64decode(encoded)
+    return {value for _, value, _ in pickletools.genops(snapshot) if isinstance(value, int)}
+
+
+@pytest.mark.parametrize("asked", [{}, {"record_shapes": True}, {"with_stack": True}, {"memory": True}], ids=str)
+def test_shapes_stacks_and_memory_are_recorded_if_they_are_asked_for(asked: dict[str, bool], tmp_path: Path):
+    """A product of 6 by 5 by 7 numbers, whose result of 6 x 7 has 168 bytes, and the table has neither."""
+    profile = Profile(ProfileSection(steps=[1, 1], **asked), tmp_path, 0, torch.nn.Identity(), lambda line: None)
+    profile.begin_step(1)
+    product = torch.ones(6, 5) @ torch.ones(5, 7)
+    profile.end_step(1)
+    assert product.nbytes == 168
+    folder = tmp_path / "profile"
+    trace = json.loads(gzip.decompress((folder / "rank_0.pt.trace.json.gz").read_bytes()))["traceEvents"]
+    (shapes,) = (event["args"].get("Input Dims") for event in trace if event["name"] == "aten::mm")
+    assert (shapes == [[6, 5], [5, 7]]) == bool(asked.keys() & {"record_shapes", "memory"})
+    has_lines = any("test_profile.py" in event["name"] for event in trace if event.get("cat") == "python_function")
+    assert has_lines == bool(asked.keys() & {"with_stack", "memory"})
+    page = folder / "rank_0.memory.html"
+    assert page.exists() == ("memory" in asked)
+    if page.exists():
+        assert {168, 6 * 5 * 4} <= sizes_of_page(page)
+    assert not [name for name in json.loads((folder / "rank_0.json").read_text())["operations"] if ".py" in name]
+
+
 def test_with_a_gpu_its_own_events_are_the_work():
     """A kernel has the phase of its launch: the last of the forward runs while the host is in the backward, whose own
     are launched by autograd's thread. While there is none, the host's phase counts."""
@@ -100,7 +131,7 @@ def test_the_table_has_shares_of_a_step():
 
 def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
     """That of a run with PROFILED, its trace read as Perfetto and TensorBoard do."""
-    records = read_ranks(folder / "profile", "phases")
+    records = read_ranks(folder / "profile", OfRank)
     assert [(record["rank"], record["steps"]) for record in records] == [(0, 2), (1, 2)]
     for record in records:
         trace = json.loads(gzip.decompress((folder / f"profile/rank_{record['rank']}.pt.trace.json.gz").read_bytes()))

@@ -60,7 +60,7 @@ MEANINGS = {
     "run.fp16.enabled=true": "mixed_precision: fp16",
     "optimizer.params.lr=1e-5": "optim.learning_rate",
     "run.profile.wait=1": "which steps to trace",
-    "run.profile.with_stack=true": "which steps to trace",
+    "run.profile.active=3": "which steps to trace",
 }
 SHAPES = {
     "objective=dpo": "--set objective.name=dpo",

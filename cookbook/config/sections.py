@@ -502,6 +502,12 @@ class ProfileSection(Section):
     """The first and the last one. The first steps of a start are slower than the others."""
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
     """Ranks that are recorded; with all of them, the slowest is known."""
+    record_shapes: bool = False
+    """Add the shapes of an operation's inputs to the trace."""
+    with_stack: bool = False
+    """Add the lines of Python that called an operation to the trace; slower."""
+    memory: bool = False
+    """Write each tensor's place in memory over these steps too, as a page of torch's memory viewer; slower."""
 
     @model_validator(mode="after")
     def _in_order(self):

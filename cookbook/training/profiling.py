@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda._memory_viz import profile_plot
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cookbook.config.sections import ProfileSection
@@ -74,7 +75,15 @@ class Profile:
         for name, module in self._model.named_modules():
             if _LAYER_NAME.search(name):
                 self._hooks += _annotate(module, name)
-        self._profiler = profile(activities=activities)
+        assert self._settings is not None
+        # The page of memory is made of all three (torch/profiler/profiler.py, `_memory_profile`).
+        memory = self._settings.memory
+        self._profiler = profile(
+            activities=activities,
+            profile_memory=memory,
+            record_shapes=memory or self._settings.record_shapes,
+            with_stack=memory or self._settings.with_stack,
+        )
         self._profiler.start()
 
     def close(self) -> None:
@@ -90,14 +99,20 @@ class Profile:
         record = {"rank": self._rank, "first_step": self._first, "last_step": self._last}
         record |= divide(_events(profiler), self._last - self._first + 1)
         trace = self._folder / f"rank_{self._rank}.pt.trace.json.gz"
+        assert self._settings is not None
+        memory = self._folder / f"rank_{self._rank}.memory.html" if self._settings.memory else None
         try:
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(trace))
             (self._folder / f"rank_{self._rank}.json").write_text(json.dumps(record, indent=1) + "\n")
+            if memory is not None:
+                memory.write_text(profile_plot(profiler), encoding="utf-8")
         except (OSError, RuntimeError) as error:
             self._say(f"run.profile: {trace} could not be written: {error}; the run continues")
         self._say(in_words(record, f"PROFILE of steps {self._first} to {self._last}, rank {self._rank}"))
         self._say(f"  trace for Perfetto (ui.perfetto.dev) and TensorBoard: {trace}")
+        if memory is not None:
+            self._say(f"  memory, in a browser that is online: {memory}")
 
 
 def _annotate(module: torch.nn.Module, name: str) -> list[Any]:
