@@ -546,9 +546,9 @@ def draws_without_a_step() -> None:
 
 def every_model_is_served() -> None:
     """Whatever its attention and its loss."""
-    from cookbook.training.models import language_model
+    from cookbook.training.models import structure
 
-    language_model.not_served = lambda config: None
+    structure.not_served = lambda config: None
 
 
 def four_bits_repacked() -> None:

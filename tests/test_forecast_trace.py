@@ -436,7 +436,8 @@ def test_layers_with_a_state_have_a_second_rate_for_kernels_of_their_own(tmp_pat
         tiny_config(model_type).save_pretrained(tmp_path / model_type)
         settings = recipe(precision="bf16")
         model = settings.model.model_copy(update={"name_or_path": str(tmp_path / model_type)})
-        settings = settings.model_copy(update={"model": model})
+        data = settings.data.model_copy(update={"max_length": 128})
+        settings = settings.model_copy(update={"model": model, "data": data})
         report = forecast_all(settings, [SINGLE], parse_machines("1xH100"), "recipe.yaml", limits=False)
         said = in_words(report, "recipe.yaml", num_samples=None, price=None)
         rates[model_type] = report.forecasts[0].time, report.forecasts[0].time_of_kernels, "causal-conv1d" in said

@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_headline.py
 """
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -29,6 +30,7 @@ from cookbook.start.run_plan import MOST_SAMPLES, even
 from cookbook.system import console
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import parse_machines
+from cookbook.training.models.language_model import load_config
 from cookbook.training.models.structure import config_of
 
 SMALL = "recipes/sums/sft.yaml"
@@ -204,6 +206,20 @@ def test_the_next_command_is_of_the_run_that_was_asked(capsys, monkeypatch, tmp_
 
     cards = following(SMALL, *sets[:4], "--gpus", "any", "--strategy", "zero3")
     assert cards[:-1] == ["plan", SMALL, *sets[:4], "--strategy", "zero3", "--gpus"]
+
+
+def test_a_length_beyond_the_models_positions_is_refused_as_a_run_refuses_it(capsys, tmp_path: Path):
+    """A model's own length, which nobody wrote, is within them; the control is the largest length that it has."""
+    words = ("--gpus", "1xH100", "--strategy", "single")
+    with pytest.raises(RecipeError) as of_run:
+        load_config("recipes/sums/model", 2049)
+    for asked in ((SMALL, "--set", "data.max_length=2049"), ("recipes/sums/model", "--length", "2049")):
+        assert main(["plan", *asked, *words]) == 2
+        assert capsys.readouterr().err.strip() == str(of_run.value)
+    assert answer(capsys, SMALL, "--set", "data.max_length=2048", *words)
+    short = json.loads(Path("recipes/sums/model/config.json").read_text()) | {"max_position_embeddings": 40}
+    (tmp_path / "config.json").write_text(json.dumps(short))
+    assert answer(capsys, str(tmp_path), *words)
 
 
 def test_what_was_asked_of_a_model_is_said_beside_init_which_chooses_for_itself(capsys):

@@ -17,10 +17,10 @@ from cookbook.forecast.sampler import SamplerForecast, SamplerMemory, forecast_s
 from cookbook.forecast.step_time import Range, no_forecast
 from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
 from cookbook.start.run_plan import even
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Gpu, Machines, parse_machines
 from cookbook.system.prices import PRICES
-from cookbook.training.models.structure import config_of, not_served
+from cookbook.training.models.structure import config_of, why_not_trained
 
 KINDS: tuple[Checkpointing, ...] = (False, True)
 """Kinds of checkpointing; without the selective one, which takes as many traces again for a few percent."""
@@ -106,8 +106,7 @@ def for_each_card(
         RecipeError: the model's structure is not available, or the model is not supported.
     """
     config, origin = config_of(recipe)
-    if problem := not_served(config):
-        raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
+    refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
     traces = TraceCache(config, recipe, recipe_name)
     # By precision, which alone differs between kinds of GPUs: the model is traced.
     measured: dict[str, SamplerMemory] = {}

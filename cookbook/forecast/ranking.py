@@ -18,9 +18,9 @@ from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import caveat, no_forecast, share_of_peak
 from cookbook.forecast.trace import scores_in_words
 from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines, in_gib
-from cookbook.training.models.structure import config_of, find_config, not_served
+from cookbook.training.models.structure import config_of, find_config, why_not_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,7 @@ def forecast_all(
         RecipeError: the model's structure is not available, or the model is not supported.
     """
     config, origin = config_of(recipe)
-    if problem := not_served(config):
-        raise RecipeError(f"model.name_or_path is {recipe.model.name_or_path!r}: {problem}")
+    refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
     if not machines.gpus_each:  # what goes to host memory on GPUs stays where it is
         model = recipe.model.model_copy(update={"gradient_checkpointing": recipe.model.recompute})
         recipe = recipe.model_copy(update={"model": model})

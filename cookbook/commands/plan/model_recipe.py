@@ -34,7 +34,7 @@ def recipe_of_model(
 
     Args:
         method: default: lora.
-        length: tokens of a sample; default: as in that shipped recipe.
+        length: tokens of a sample; default: as in that shipped recipe, or what the model has positions for.
         machines: None: any.
 
     Raises:
@@ -45,14 +45,15 @@ def recipe_of_model(
     if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
         raise RecipeError(f"{name}: no such file; write a recipe, a model's folder or its config.json, or a name")
     adapter = None if (method or "lora") == "full" else (method or "lora")
-    example = example_for("sft", adapter, _billions(folder))
-    like = read_recipe(example.path).values
+    billions, positions = _size(folder)
+    like = read_recipe(example_for("sft", adapter, billions).path).values
+    usual = like["data"]["max_length"]
     num_samples = max(like["batch"]["global_batch_size"], machines.num_gpus if machines is not None else 1)
     values: dict[str, Any] = {
         "strategy": "single" if machines is not None and machines.num_gpus == 1 else "fsdp2",
         "mixed_precision": "fp16" if machines and machines.gpu and not machines.gpu.has_bf16 else "bf16",
         "model": {"name_or_path": folder, "gradient_checkpointing": "auto"},
-        "data": {"train": BUILTIN_SOURCE, "max_length": length or like["data"]["max_length"]},
+        "data": {"train": BUILTIN_SOURCE, "max_length": length or min(usual, positions or usual)},
         **({"adapter": like["adapter"] | {"name": adapter}} if adapter else {}),
         "batch": {"global_batch_size": num_samples, "micro_batch_size": "auto"},
         "optim": like["optim"],
@@ -61,12 +62,14 @@ def recipe_of_model(
     return parse_recipe(Draft(name, values, assignments=assignments, file=NO_FILE))
 
 
-def _billions(folder: str) -> float:
-    """Parameters of a model, for which a recipe with any settings serves."""
+def _size(folder: str) -> tuple[float, int | None]:
+    """Billions of parameters of a model, for which a recipe with any settings serves, and its positions."""
     from cookbook.forecast.verdict import TraceCache
     from cookbook.training.models.structure import config_of
 
     values = {"strategy": "single", "model": {"name_or_path": folder}, "data": {"train": BUILTIN_SOURCE}}
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
     recipe = parse_recipe(Draft(folder, values | {"run": {"num_epochs": 1}}, file=NO_FILE))
-    return TraceCache(config_of(recipe)[0], recipe).sizes.num_parameters / 1e9
+    config = config_of(recipe)[0]
+    billions = TraceCache(config, recipe).sizes.num_parameters / 1e9
+    return billions, getattr(config, "max_position_embeddings", None)

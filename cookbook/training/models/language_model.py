@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import open_config, open_options
-from cookbook.facts.meshes import num_experts
 from cookbook.facts.model_files import why_not
 from cookbook.facts.packing import packing_problem, short_window
 from cookbook.facts.score_head import auto_class, head_of, is_scored
@@ -29,7 +28,7 @@ from cookbook.training.models.loss import add_loss, compile_loss
 from cookbook.training.models.mixers import keep_apart
 from cookbook.training.models.model_source import refuse_adapter
 from cookbook.training.models.stateful_layers import stateful_layers
-from cookbook.training.models.structure import not_served
+from cookbook.training.models.structure import why_not_trained
 
 
 def load_config(name: str, max_length: int, *, key: str = "model.name_or_path") -> PreTrainedConfig:
@@ -46,32 +45,8 @@ def load_config(name: str, max_length: int, *, key: str = "model.name_or_path") 
         config = open_config(name)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{key} is {name!r}: {why_not('model', error)}") from None
-    problem = not_served(config)
-    if problem is not None:
-        raise RecipeError(f"{key} is {name!r}: {problem}")
-    refuse([*_check_positions(config, max_length), *_check_router(config, f"{key} is {name!r}")])
+    refuse(why_not_trained(config, max_length, f"{key} is {name!r}"))
     return config
-
-
-def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
-    positions = getattr(config, "max_position_embeddings", None) or max_length
-    if max_length > positions:
-        return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
-    if kind in ("dynamic", "longrope") and max_length > original:
-        return [
-            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
-            f" depends on the longest sample of a micro-batch; use at most {original}"
-        ]
-    return []
-
-
-def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
-    count, taken = num_experts(config), getattr(config, "num_experts_per_tok", None)
-    if count > 1 and isinstance(taken, int) and taken > count:
-        return [f"{place}: config.json has num_experts_per_tok {taken}, of {count} experts; correct it"]
-    return []
 
 
 def config_in(folder: str) -> PreTrainedConfig:

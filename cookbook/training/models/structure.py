@@ -18,6 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
 from cookbook.facts.language_part import changes_of_logits, has_tower, language_config, why_whole
+from cookbook.facts.meshes import num_experts
 from cookbook.facts.model_files import read_config, read_tokenizer
 from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import hub_answers, known_model, nearest_models
@@ -146,6 +147,38 @@ def comparison_notes(config: PreTrainedConfig) -> list[str]:
         " transformers' under every kind of strategy: compare its first steps with those of single"
         + how_to_measure(config.model_type)
     ]
+
+
+def why_not_trained(config: PreTrainedConfig, max_length: int, place: str) -> list[str]:
+    """The reasons for which a model of this configuration cannot be trained on samples of that length.
+
+    Args:
+        place: where the model is named, for messages.
+    """
+    if (problem := not_served(config)) is not None:
+        return [f"{place}: {problem}"]
+    return [*_check_positions(config, max_length), *_check_router(config, place)]
+
+
+def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
+    positions = getattr(config, "max_position_embeddings", None) or max_length
+    if max_length > positions:
+        return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
+    if kind in ("dynamic", "longrope") and max_length > original:
+        return [
+            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
+            f" depends on the longest sample of a micro-batch; use at most {original}"
+        ]
+    return []
+
+
+def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
+    count, taken = num_experts(config), getattr(config, "num_experts_per_tok", None)
+    if count > 1 and isinstance(taken, int) and taken > count:
+        return [f"{place}: config.json has num_experts_per_tok {taken}, of {count} experts; correct it"]
+    return []
 
 
 def not_served(config: PreTrainedConfig) -> str | None:
