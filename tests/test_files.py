@@ -211,6 +211,26 @@ def test_a_value_that_yaml_reads_whole_is_taken(text, value):
     assert not apply_overrides(document, [f"a={text}"]).mistakes and document.values == {"a": value}
 
 
+@pytest.mark.parametrize(
+    ("assignments", "notes"),
+    [
+        (["data={train: b}"], ["--set data={train: b}: replaces the whole of data, without length: 64, eval.path: 'e'"]),
+        (["data.length=8", "data={eval: {path: f}}"], ["replaces the whole of data, without train: 'a', length: 8"]),
+        (["seed=1", "seed=2"], ["--set seed=2: replaces 1 of an earlier --set"]),
+        (["seed=1", "seed=1", "data={train: b, length: 2, eval: {path: f}}"], []),
+        (["data=null", "data={train: b}"], []),
+        (["data.length=8", "other={train: b}"], []),
+    ],
+)
+def test_what_an_assignment_replaces_beside_its_own_key_is_named(assignments: list[str], notes: list[str]):
+    """The file's own value of the key is what it is there to replace."""
+    values = {"seed": 0, "data": {"train": "a", "length": 64, "eval": {"path": "e"}}}
+    document = apply_overrides(Document("file", values), assignments)
+    assert len(document.notes) == len(notes) and not document.mistakes
+    for note, words in zip(document.notes, notes, strict=True):
+        assert note.endswith(words), note
+
+
 @pytest.mark.parametrize("text", ["$HOME/x", "${HOME}/x", "/data/$USER/x", "~/x"])
 def test_what_a_shell_would_expand_is_refused_in_a_path(text):
     assert re.fullmatch(r"is '.*', and (~|\$HOME|\$\{HOME\}|\$USER) is not expanded here; .*", path_problem(text))

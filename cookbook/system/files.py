@@ -387,6 +387,13 @@ def apply_overrides(document: Document, assignments: Iterable[str]) -> Document:
                 )
                 break
         else:
+            before = target.get(path[-1])
+            if isinstance(before, dict) and isinstance(value, dict):
+                lost = [f"{name}: {show(was)}" for name, was in flatten(before).items() if name not in flatten(value)]
+                if lost:
+                    document.notes.append(f"--set {assignment}: replaces the whole of {key}, without {', '.join(lost)}")
+            elif path in document.overrides and before not in (None, value):
+                document.notes.append(f"--set {assignment}: replaces {show(before)} of an earlier --set")
             target[path[-1]] = value
             document.overrides.add(path)
     return document

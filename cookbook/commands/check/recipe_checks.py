@@ -89,7 +89,7 @@ def _check_recipe(
     assert recipe is not None and strategy is not None and plan is not None
     batch = run_plan.describe_batch(recipe, plan)
     say(short(f"{path}: fine under {strategy.path}; {batch}"))
-    notes = list(strategy.notes)
+    notes = [*pair.notes, *strategy.notes]
     for host in sampler_hosts(recipe):
         notes.append(f"rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else ""))
     for note in notes:
