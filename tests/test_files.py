@@ -214,7 +214,10 @@ def test_a_value_that_yaml_reads_whole_is_taken(text, value):
 @pytest.mark.parametrize(
     ("assignments", "notes"),
     [
-        (["data={train: b}"], ["--set data={train: b}: replaces the whole of data, without length: 64, eval.path: 'e'"]),
+        (
+            ["data={train: b}"],
+            ["--set data={train: b}: replaces the whole of data, without length: 64, eval.path: 'e'"],
+        ),
         (["data.length=8", "data={eval: {path: f}}"], ["replaces the whole of data, without train: 'a', length: 8"]),
         (["seed=1", "seed=2"], ["--set seed=2: replaces 1 of an earlier --set"]),
         (["seed=1", "seed=1", "data={train: b, length: 2, eval: {path: f}}"], []),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import known_strategies, load_strategy
@@ -50,6 +51,19 @@ def strategies(*names: str):
 def answer(capsys, *words: str, code: int = 0) -> list[str]:
     assert main(["plan", *words]) == code, capsys.readouterr().err
     return capsys.readouterr().out.splitlines()
+
+
+def test_weights_that_no_run_can_train_are_named_beside_the_answer(capsys, tmp_path):
+    """The model's size is all that the answer is of, and 16 bits of it may be had; in JSON too."""
+    values = tiny_config("llama").to_dict() | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}
+    for name, given in (("fp8", values), ("plain", {k: v for k, v in values.items() if k != "quantization_config"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(given))
+        ways = [("--gpus", "1xH100"), ("--gpus", "1xH100", "--json"), ("--gpus", "any")]
+        for words in ways if name == "fp8" else ways[:1]:
+            said = " ".join(" ".join(answer(capsys, str(tmp_path / name), "--length", "64", *words)).split())
+            assert ("its weights are quantized (fp8), which cannot be trained; name" in said) == (name == "fp8")
+            assert "YES" in said or "--json" in words
 
 
 def test_the_answer_is_four_lines_and_fits_a_terminal(capsys, monkeypatch):

@@ -20,7 +20,7 @@ from cookbook.start.run_plan import even
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Gpu, Machines, parse_machines
 from cookbook.system.prices import PRICES
-from cookbook.training.models.structure import config_of, why_not_trained
+from cookbook.training.models.structure import config_of, quantized_weights, why_not_trained
 
 KINDS: tuple[Checkpointing, ...] = (False, True)
 """Kinds of checkpointing; without the selective one, which takes as many traces again for a few percent."""
@@ -83,6 +83,8 @@ class CardReport:
     no_time: list[str]
     """Why there is no forecast of time, where there is none."""
     notes: tuple[str, ...]
+    quantized: str | None
+    """As of a `PlanReport`."""
 
 
 def for_each_card(
@@ -107,7 +109,7 @@ def for_each_card(
     """
     config, origin = config_of(recipe)
     refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
-    traces = TraceCache(config, recipe, recipe_name)
+    quantized, traces = quantized_weights(config), TraceCache(config, recipe, recipe_name)
     # By precision, which alone differs between kinds of GPUs: the model is traced.
     measured: dict[str, SamplerMemory] = {}
 
@@ -136,7 +138,8 @@ def for_each_card(
         no_time=list(
             dict.fromkeys(filter(None, (no_forecast(card.machines, card.recipe.mixed_precision) for card in cards)))
         ),
-        notes=traces.skeleton.notes,
+        notes=(*traces.skeleton.notes, *filter(None, [quantized])),
+        quantized=quantized,
     )
 
 

@@ -36,7 +36,7 @@ def in_words(
     if any(card.price(steps) for card in report.cards):
         notes.append("micro-batch and checkpointing by auto; samples of full length")
         notes.append(SOURCE if _is_listed(report) else "price: as --price")
-    notes += report.no_time
+    notes += [*filter(None, [report.quantized]), *report.no_time]
     if report.cards and (sampler := report.cards[0].sampler) is not None:
         notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")
     if not is_all:

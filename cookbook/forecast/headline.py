@@ -89,7 +89,11 @@ def in_words(
     rows.append(("time", _time(report, run, num_samples, price)))
     of_batch = small_batch(report.recipe, report.machines)
     rows += [
-        ("note", note) for note in (*overridden(report.recipe, num_samples), *filter(None, [of_batch, report.scores]))
+        ("note", note)
+        for note in (
+            *overridden(report.recipe, num_samples),
+            *filter(None, [of_batch, report.quantized, report.scores]),
+        )
     ]
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
         rows.append(("or", f"{'on the GPUs alone ' * (best.verdict in MAY_RUN)}{_first(report.suggestion)}"))

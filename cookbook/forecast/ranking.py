@@ -20,7 +20,7 @@ from cookbook.forecast.trace import scores_in_words
 from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines, in_gib
-from cookbook.training.models.structure import config_of, find_config, why_not_trained
+from cookbook.training.models.structure import config_of, find_config, quantized_weights, why_not_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class PlanReport:
     num_trained: int
     notes: tuple[str, ...] = ()
     """On the recipe."""
+    quantized: str | None = None
+    """Why the weights that are named cannot be trained, though the model can."""
     scores: str | None = None
     """What attention without a kernel takes, if the model has such."""
     sampler: SamplerForecast | None = None
@@ -95,11 +97,12 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
+        quantized=(quantized := quantized_weights(config)),
         scores=scores_in_words(config, traces.recipe),
         sampler=sampler,
         notes=(
             *traces.skeleton.notes,
-            *filter(None, [scores_in_words(config, traces.recipe)]),
+            *filter(None, [quantized, scores_in_words(config, traces.recipe)]),
             *_teacher_notes(recipe, machines),
             *([] if sampler is None else [f"sampler: {sampler.words}"]),
             *filter(None, [small_batch(recipe, machines)]),

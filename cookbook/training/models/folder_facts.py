@@ -28,7 +28,7 @@ from cookbook.facts.score_head import class_of
 from cookbook.system.files import first_line, refuse
 from cookbook.system.tensor_files import BadHeader, read_header, weight_files
 from cookbook.training.models.new_tokens import grown_rows
-from cookbook.training.models.structure import part_in_words
+from cookbook.training.models.structure import NOT_QUANTIZED, part_in_words, quantized_weights
 
 NUM_NAMED = 5
 """Tensors that a mistake names."""
@@ -39,7 +39,6 @@ PACKED = re.compile(
     r"|\.weight_(scale\w*|packed|shape|zero_point|g_idx)$|_(blocks|scales|scale_inv)$"
 )
 """Names of tensors beside a quantized weight: of GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt, fp8, MXFP4."""
-NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 TINY_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -81,9 +80,8 @@ def check_folder(
     if config.get_text_config() is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return FolderFacts(None, [])  # training refuses such a model, and says why
     rows, mistakes = config.vocab_size, []
-    if (quantized := getattr(config, "quantization_config", None)) is not None:
-        how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-        mistakes.append(f"its weights are quantized ({how}), which cannot be trained; {NOT_QUANTIZED}")
+    if (quantized := quantized_weights(config)) is not None:
+        mistakes.append(quantized)
     else:
         stored, mistakes = read_headers(folder)
         if not mistakes:

@@ -28,6 +28,7 @@ from cookbook.training.models.new_tokens import grown_rows, padded
 
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
+NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ def comparison_notes(config: PreTrainedConfig) -> list[str]:
         " transformers' under every kind of strategy: compare its first steps with those of single"
         + how_to_measure(config.model_type)
     ]
+
+
+def quantized_weights(config: PreTrainedConfig) -> str | None:
+    """The reason why weights that a configuration calls quantized cannot be trained; None of others."""
+    if (quantized := getattr(config, "quantization_config", None)) is None:
+        return None
+    how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+    return f"its weights are quantized ({how}), which cannot be trained; {NOT_QUANTIZED}"
 
 
 def why_not_trained(config: PreTrainedConfig, max_length: int, place: str) -> list[str]:
