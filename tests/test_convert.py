@@ -1170,7 +1170,7 @@ def test_deepspeed_s_share_at_the_end_of_a_cosine_is_a_rate(folder, capsys):
     assert "min_learning_rate: 0.0003" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("epochs", "saves"), [(1, 1), (0.25, 4), (0.3, None), (2, None)])
+@pytest.mark.parametrize(("epochs", "saves"), [(1, 1), (0.25, 4), (2, "1/2"), (0.3, None), (2.5, None)])
 def test_saves_every_so_many_epochs_are_saves_per_epoch(folder, capsys, epochs, saves):
     text = "".join(line for line in V1.splitlines(True) if not line.startswith("save_"))
     assert recipe_of(text + f"save_epochs: {epochs}\n")["run"].get("saves_per_epoch") == saves

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import RunSection
 from cookbook.system.files import RecipeError
@@ -26,6 +27,24 @@ def test_the_parts_of_an_epoch_are_completed_by_their_steps(steps: int, times: i
     run = RunSection(num_epochs=3, evals_per_epoch=times, output_dir="x")
     assert [step for step in range(3 * steps + 1) if run.evaluates_after(step, steps)] == wanted
     assert len(wanted) == 3 * times and 3 * steps in wanted
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(1, 2), (3, 3), (7, 5)])
+def test_every_so_many_epochs_is_after_their_last_step(steps: int, epochs: int):
+    run = RunSection(num_epochs=3 * epochs + 1, saves_per_epoch=f"1/{epochs}", output_dir="x")
+    due = [step for step in range(run.num_epochs * steps + 1) if run.saves_after(step, steps)]
+    assert due == [epochs * steps, 2 * epochs * steps, 3 * epochs * steps]
+    assert run.model_dump()["saves_per_epoch"] == f"1/{epochs}"
+    assert RunSection(num_epochs=1, saves_per_epoch="1/1", output_dir="x").model_dump()["saves_per_epoch"] == 1
+
+
+def test_explain_says_every_so_many_epochs(capsys):
+    words = ("explain", "recipes/quickstart.yaml", "--set", "run.evals_per_epoch=1/5", "--set", "run.saves_per_epoch=1")
+    assert main([*words]) == 0
+    said = capsys.readouterr().out
+    assert "at the end of every 5 epochs and at the end" in said and "once an epoch, at the end" in said
+    assert main([*words, "--json"]) == 0
+    assert '"1/5"' in capsys.readouterr().out
 
 
 def saved_steps(run: Curve) -> list[int]:
@@ -62,7 +81,9 @@ def test_more_evaluations_than_steps_are_refused_before_the_model_is_loaded(lab:
         (["data.eval=null", "run.evals_per_epoch=2"], "evals_per_epoch is 2, but there is no data.eval"),
         (["run.keep_best=1", "run.evals_per_epoch=3", "run.saves_per_epoch=2"], "make evals_per_epoch a multiple of"),
         (["run.keep_best=1", "run.eval_every_steps=3", "run.saves_per_epoch=1"], "make evals_per_epoch a multiple of"),
-        (["run.evals_per_epoch=0"], "run.evals_per_epoch"),
+        (["run.evals_per_epoch=0"], "run.evals_per_epoch is 0; write how many times an epoch, as 2, or 1/5 for"),
+        (["run.evals_per_epoch=0.5"], "run.evals_per_epoch is 0.5; write how many times"),
+        (["run.saves_per_epoch=2/3"], "run.saves_per_epoch is '2/3'; write how many times"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(lab: Lab, settings: list[str], mistake: str):

@@ -425,12 +425,15 @@ def _limit(value: Any) -> int | None:
     return None if _number(value) in (0, -1) else _count(value)
 
 
-def _saves(epochs: Any) -> int:
+def _saves(epochs: Any) -> int | str:
     """`run.saves_per_epoch` of a checkpoint every so many epochs."""
-    per_epoch = 1 / (_number(epochs) or math.inf)
+    number = _number(epochs)
+    if number > 1 and float(number).is_integer():
+        return f"1/{int(number)}"
+    per_epoch = 1 / (number or math.inf)
     if per_epoch < 1 or not per_epoch.is_integer():
         raise NoCounterpart(
-            "a checkpoint has no counterpart after so many epochs; write run.saves_per_epoch, from 1 on"
+            "a checkpoint has no counterpart after so many epochs; write run.saves_per_epoch, as 2 or 1/2"
         )
     return int(per_epoch)
 

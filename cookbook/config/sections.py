@@ -2,8 +2,10 @@
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from datetime import date
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
+    WithJsonSchema,
     WrapValidator,
     model_validator,
 )
@@ -516,10 +519,28 @@ class ProfileSection(Section):
         return self
 
 
-def is_due(step: int, every: int | None, per_epoch: int | None = None, steps_per_epoch: int | None = None) -> bool:
+def _times_an_epoch(value: Any) -> Fraction:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return Fraction(value)
+    if match := re.fullmatch(r"1/([1-9]\d{0,8})", str(value)):
+        return Fraction(1, int(match[1]))
+    raise ValueError(f"is {value!r}; write how many times an epoch, as 2, or 1/5 for every fifth epoch")
+
+
+TimesAnEpoch = Annotated[
+    Fraction,
+    BeforeValidator(_times_an_epoch),
+    PlainSerializer(lambda times: times.numerator if times.denominator == 1 else str(times)),
+    WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0, "pattern": r"^1/[1-9]\d*$"}),
+]
+"""A number of times an epoch: a whole number, or 1/N for every N-th epoch."""
+
+
+def is_due(step: int, every: int | None, per_epoch: Fraction | None = None, steps_per_epoch: int | None = None) -> bool:
     """Return whether something that happens every `every` steps, or `per_epoch` times an epoch, happens after this one.
 
-    Of an epoch's steps those that complete 1/N, 2/N, ... of it, the last one among them.
+    Of an epoch's steps those that complete 1/N, 2/N, ... of it, the last one among them; of 1/N times, the last step of
+    every N-th epoch.
     """
     if step == 0:
         return False
@@ -538,8 +559,9 @@ class RunSection(OneOf):
     """Optimizer steps, instead of num_epochs."""
     eval_every_steps: int | None = Field(default=None, gt=0)
     """Evaluate data.eval every N steps. Default: before the first step and at the end only."""
-    evals_per_epoch: int | None = Field(default=None, gt=0)
-    """Evaluate data.eval N times an epoch, evenly, the last time at its end; instead of eval_every_steps."""
+    evals_per_epoch: TimesAnEpoch | None = None
+    """Evaluate data.eval N times an epoch, evenly, the last time at its end, or 1/N: at the end of every N-th epoch;
+    instead of eval_every_steps."""
     sample_every_steps: int | None = Field(default=None, gt=0)
     """Before the first step, every N steps and at the end, continue the beginnings of the first four held-out samples,
     taking the most probable token each time, into samples.jsonl. Default: never."""
@@ -550,8 +572,9 @@ class RunSection(OneOf):
     the names of recipe and strategy, as in outputs/llama31_8b-sft-zero3."""
     save_every_steps: int | None = Field(default=None, gt=0)
     """Save a checkpoint every N steps. There is always one at the end."""
-    saves_per_epoch: int | None = Field(default=None, gt=0)
-    """Save N checkpoints an epoch, evenly, the last one at its end; instead of save_every_steps."""
+    saves_per_epoch: TimesAnEpoch | None = None
+    """Save N checkpoints an epoch, evenly, the last one at its end, or 1/N: at the end of every N-th epoch; instead of
+    save_every_steps."""
     save_every_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Save a checkpoint every N minutes."""
     save_first_step: bool = False

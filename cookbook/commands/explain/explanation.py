@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -353,16 +354,18 @@ def _count_rows(recipe: Recipe) -> int | None:
     return rows
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def _times(per_epoch: Fraction) -> str:
+    if per_epoch < 1:
+        return f"at the end of every {per_epoch.denominator} epochs"
+    return "once an epoch" if per_epoch == 1 else f"{per_epoch} times an epoch"
 
 
 def _saving(recipe: Recipe, document: Document) -> Section:
     of = partial(_quantity, document)
-    run = recipe.run
+    run, written = recipe.run, recipe.run.model_dump(mode="json")
     has_eval = bool(recipe.data.eval or recipe.data.holdout)
     every = f", every {run.eval_every_steps} steps" if run.eval_every_steps else ""
-    every = f", {_times(run.evals_per_epoch)} an epoch" if run.evals_per_epoch else every
+    every = f", {_times(run.evals_per_epoch)}" if run.evals_per_epoch else every
     eval_key = "evals_per_epoch" if run.evals_per_epoch else "eval_every_steps"
     text = f"before the first step{every} and at the end" if has_eval else "none: no data.eval"
     names = ("save_every_steps", "saves_per_epoch", "save_every_minutes", "save_first_step")
@@ -370,7 +373,7 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     when = [
         *(["after step 1"] if run.save_first_step else []),
         *([f"every {run.save_every_steps} steps"] if run.save_every_steps else []),
-        *([f"{_times(run.saves_per_epoch)} an epoch"] if run.saves_per_epoch else []),
+        *([_times(run.saves_per_epoch)] if run.saves_per_epoch else []),
         *([f"every {run.save_every_minutes:g} minutes"] if run.save_every_minutes else []),
         "at the end",
     ]
@@ -378,9 +381,9 @@ def _saving(recipe: Recipe, document: Document) -> Section:
     saved = ", ".join(when) + (kept if len(when) > 1 else "")
     saved += ", in the background" if run.save_in_background else ""
     section = {
-        "evaluation": of(getattr(run, eval_key), text, f"run.{eval_key}"),
+        "evaluation": of(written[eval_key], text, f"run.{eval_key}"),
         "checkpoints": of(
-            run.save_every_steps or run.saves_per_epoch,
+            run.save_every_steps or written["saves_per_epoch"],
             saved,
             *(f"run.{name}" for name in keys or ["save_every_steps"]),
         ),
