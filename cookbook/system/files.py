@@ -105,7 +105,7 @@ class Document:
 
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
-        dotted = ".".join(map(str, path))
+        dotted = ".".join(shortened(str(part)) for part in path)
         for override in self.overrides:
             if path[: len(override)] == override:
                 return f"--set {dotted}"
@@ -454,6 +454,10 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "empty", True: "true", False: "false"}[value]
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a very large integer"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
