@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from small_data import CHATML, ROOT, chat, make_tokenizer, marked, rows_of, run_tokenize, token_set
 from tiny_tokenizers import tiny_tokenizer
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from cookbook.config.chat_templates import CHATML_TOOLS, template_path
 from cookbook.config.objectives import Objective
@@ -198,6 +199,14 @@ def test_what_the_tokenizer_puts_before_a_text_is_there_whatever_it_is_called(tr
             assert tokenizer.decode(tokens.ids) == f"{before}ab<|im_end|>"
     tokens, _ = run_tokenize(rows_of("text", [{"text": "ab"}]), glm, train_on=train_on)
     assert tokens.num_targets.tolist() == [3], "a, b and the end, not what is always there"
+
+
+def test_a_begin_token_is_there_where_the_vocabulary_has_no_letter_a():
+    backend = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "C": 2, "G": 3}, []))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokens, _ = run_tokenize(rows_of("text", [{"text": "CG"}]), tokenizer)
+    assert tokens.ids.tolist() == [0, 2, 3, 1]
 
 
 def test_a_completion_has_no_space_that_the_tokenizer_puts_before_a_text():

@@ -213,7 +213,9 @@ def _start_and_end(tokenizer: "PreTrainedTokenizerBase", place: str) -> tuple[li
     if tokenizer.eos_token_id is None:
         raise RecipeError(f"{place}: the tokenizer has no end-of-sequence token; the model would never learn to stop")
     whole, own = (tokenizer("a", add_special_tokens=is_whole)["input_ids"] for is_whole in (True, False))
-    place_of_own = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), 0)
+    places = (i for i in range(len(whole)) if own and whole[i : i + len(own)] == own)
+    # A vocabulary may have no letter a, as one of amino acids.
+    place_of_own = next(places, int(whole[:1] == [tokenizer.bos_token_id]))
     return whole[:place_of_own], tokenizer.eos_token_id
 
 
