@@ -53,6 +53,15 @@ def answer(capsys, *words: str, code: int = 0) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+def test_an_option_and_a_set_that_say_otherwise_are_refused_together(capsys, tmp_path):
+    tiny_config("llama").save_pretrained(tmp_path)
+    words = ["plan", str(tmp_path), "--gpus", "1xH100", "--method", "full", "--length", "64"]
+    assert main([*words, "--set", "adapter.name=lora", "--set", "data.max_length=32"]) == 2
+    said = capsys.readouterr().err
+    assert "--method full: --set makes it lora; leave" in said and "--length 64: --set makes it 32; leave" in said
+    assert main([*words, "--set", "data.max_length=64"]) == 0
+
+
 def test_weights_that_no_run_can_train_are_named_beside_the_answer(capsys, tmp_path):
     """The model's size is all that the answer is of, and 16 bits of it may be had; in JSON too."""
     values = tiny_config("llama").to_dict() | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from cookbook.commands.init import example_for
 from cookbook.config.recipe import Draft, Recipe, parse_recipe, read_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines
 
 Method = Literal["full", "lora", "qlora"]
@@ -59,7 +59,17 @@ def recipe_of_model(
         "optim": like["optim"],
         "run": {"num_epochs": 1},
     }
-    return parse_recipe(Draft(name, values, assignments=assignments, file=NO_FILE))
+    recipe = parse_recipe(Draft(name, values, assignments=assignments, file=NO_FILE))
+    trained = "full" if recipe.adapter is None else recipe.adapter.name
+    asked = [("--method", method, trained), ("--length", length, recipe.data.max_length)]
+    refuse(
+        [
+            f"{option} {wanted}: --set makes it {value}; leave one of them out"
+            for option, wanted, value in asked
+            if wanted is not None and wanted != value
+        ]
+    )
+    return recipe
 
 
 def _size(folder: str) -> tuple[float, int | None]:
