@@ -531,7 +531,9 @@ TimesAnEpoch = Annotated[
     Fraction,
     BeforeValidator(_times_an_epoch),
     PlainSerializer(lambda times: times.numerator if times.denominator == 1 else str(times)),
-    WithJsonSchema({"type": ["integer", "string"], "exclusiveMinimum": 0, "pattern": r"^1/[1-9]\d*$"}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": r"^1/[1-9]\d*$"}]}
+    ),
 ]
 """A number of times an epoch: a whole number, or 1/N for every N-th epoch."""
 
