@@ -26,6 +26,7 @@ from cookbook.commands.shared.answer_forms import ANSWERS
 from cookbook.commands.shared.for_programs import as_object
 from cookbook.commands.shared.history import RunState
 from cookbook.system import versions
+from cookbook.training.checkpoint.folder import commit, digest_file
 
 STEP = {"epoch": 0.1, "step_seconds": 2.0, "tokens_per_second": 50.0, "num_tokens": 100, "peak_memory_gib": 1.5}
 OF_AXOLOTL = """\
@@ -325,6 +326,70 @@ def test_next_has_one_verdict_for_each_state_with_a_command_that_is_taken(verdic
     if verdict == "diverged":
         (line,) = launched
         assert f"run.output_dir={folder}-half-rate" in line and any(word.endswith("rate=0.0015") for word in line)
+
+
+def add_checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint of a model without parameters, with the run's run.json in it."""
+    counts = {"step": step, "num_samples": step, "counts": {"updates": step}}
+    record = json.loads((run / "run.json").read_text())
+    state = {"recipe": {"data": {"train": []}}, "made_from": {}, "run": record, "parameters": {}, **counts}
+    build = run / "checkpoints/.saving"
+    build.mkdir(parents=True)
+    (build / "state.json").write_text(json.dumps(state))
+    entry = {"bytes": (build / "state.json").stat().st_size, "digest": digest_file(build / "state.json")}
+    return commit(build, build.parent, {"step": step, "attempt": "a", "files": {"state.json": entry}}).path
+
+
+def of_another_format(checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+
+
+HARMS: dict[str, Callable[[Path], Any]] = {
+    "state.json is missing": lambda checkpoint: (checkpoint / "state.json").unlink(),
+    "its format is 2": of_another_format,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("verdict", ["stopped", "killed", "failed", "hung"])
+def test_next_resumes_from_no_broken_checkpoint(verdict, harm, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    STATES[verdict](tmp_path / "run")
+    older, newer = (add_checkpoint(tmp_path / "run", step) for step in (2, 4))
+    whole = ask(capsys, "next", str(tmp_path / "run"))
+    assert whole["checkpoint"] == str(newer) and "run.resume=auto" in whole["command"]
+    assert "broken" not in whole["why"] + (whole["advice"] or "")
+
+    HARMS[harm](newer)
+    step = ask(capsys, "next", str(tmp_path / "run"))
+    assert step["checkpoint"] == str(older) and step["command"] == whole["command"]
+    assert f"{newer} is broken: {harm}" in step["advice"] and "from step-00000002" in step["advice"]
+
+    HARMS[harm](older)
+    step = ask(capsys, "next", str(tmp_path / "run"))
+    assert step["checkpoint"] is None and f"{older} is broken: {harm}" in step["advice"]
+    assert verdict != "stopped" or ("can go on" in whole["why"] and "cannot go on" in step["why"])
+    launched: list[list[str]] = []
+    monkeypatch.setattr(launch, "run_child", lambda command, *_: launched.append(command) or 0)
+    assert main(shlex.split(step["command"])[1:]) == 0
+    assert f"run.output_dir={tmp_path / 'run'}-again" in launched[0] and "run.resume=auto" not in launched[0]
+
+
+def test_next_takes_the_command_from_a_checkpoint_or_says_that_it_is_not_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    run = tmp_path / "run"
+    STATES["stopped"](run)
+    recorded = ask(capsys, "next", str(run))
+    assert "saved nothing" in recorded["why"]
+    (run / "run.json").rename(tmp_path / "run.json")
+    step = ask(capsys, "next", str(run))
+    assert step["command"] is None and "run.json" in step["advice"] and f"run.output_dir={run}" in step["advice"]
+    (tmp_path / "run.json").rename(run / "run.json")
+    add_checkpoint(run, 4)
+    (run / "run.json").write_text("{")
+    step = ask(capsys, "next", str(run))
+    assert step["command"] == recorded["command"] and step["max_steps"] == 40 and "can go on" in step["why"]
 
 
 def test_there_is_a_state_for_each_verdict():

@@ -3,7 +3,7 @@
 import json
 import shlex
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +22,9 @@ from cookbook.system import lock, status
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError, flatten
 from cookbook.system.record_files import METRICS, ROUNDS, RUN, read_lines
-from cookbook.system.record_forms import Record, read_form
+from cookbook.system.record_forms import Record, damage, read_form
 from cookbook.system.shipped import short
-from cookbook.training.checkpoint.folder import whole_checkpoints
+from cookbook.training.checkpoint.resume import newest
 
 
 def next(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) -> int:
@@ -43,8 +43,8 @@ def next(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) -> i
 def next_step(folder: Path) -> NextStep:
     """The verdict about a folder, and what follows from it."""
     verdict, why = _verdict(folder)
-    record, _ = read_form(folder / RUN, Record)
-    newest = [str(checkpoint.path) for checkpoint in whole_checkpoints(folder / "checkpoints")[:1]]
+    record = _record(folder)
+    checkpoint, _ = newest(folder / "checkpoints")
     command, advice = WAYS[verdict](folder, record)
     return NextStep(
         run=str(folder),
@@ -52,7 +52,7 @@ def next_step(folder: Path) -> NextStep:
         why=why,
         step=status.last_step(folder / METRICS),
         max_steps=record.get("max_steps"),
-        checkpoint="".join(newest) or None,
+        checkpoint=None if checkpoint is None else str(checkpoint.path),
         price=status.price_so_far(folder, read_lines(folder / METRICS)),
         command=command,
         advice=advice,
@@ -75,7 +75,7 @@ def _verdict(folder: Path) -> tuple[Verdict, str]:
         case "running" | "exporting" as name:
             return name, f"process {(status.read(folder) or {}).get('pid')} is at work"
         case "stopped":
-            return "stopped", f"{reason or 'asked to'}; it saved, and can go on"
+            return "stopped", f"{reason or 'asked to'}; {_saved(folder)}"
         case "finished":
             return "finished", reason or "its last step is done, and the model is exported"
     if reason.startswith(FloatingPointError.__name__):
@@ -83,6 +83,22 @@ def _verdict(folder: Path) -> tuple[Verdict, str]:
     if "out of memory" in reason:
         return "out of memory", reason
     return ("hung" if reason.startswith("hang: ") else "failed"), reason or "without a message"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """run.json, or its copy in the newest checkpoint if it is missing or damaged; else empty."""
+    record, _ = read_form(folder / RUN, Record)
+    checkpoint, _ = (None, []) if record else newest(folder / "checkpoints")
+    copy = checkpoint.state()["run"] if checkpoint else {}
+    return record if damage(copy, Record) else copy
+
+
+def _saved(folder: Path) -> str:
+    """Tell what a stopped run has saved."""
+    checkpoint, broken = newest(folder / "checkpoints")
+    if checkpoint is None and not (folder / ROUNDS).is_file():
+        return "what it saved is broken, and it cannot go on" if broken else "it saved nothing, and begins at step 0"
+    return "it saved, and can go on"
 
 
 def _is_held(folder: Path) -> bool:
@@ -115,14 +131,35 @@ def _watch(folder: Path, _: dict[str, Any]) -> Way:
 
 def _resume(folder: Path, record: dict[str, Any]) -> Way:
     if (folder / ROUNDS).is_file():
-        return _line("rounds", folder / "recipe.yaml", *_set(f"run.output_dir={folder}")), None
+        return _line("rounds", folder / "recipe.yaml", *_set({"run.output_dir": str(folder)})), None
+    checkpoint, advice = newest(folder / "checkpoints")
+    changed = {"run.output_dir": str(folder), "run.resume": "auto"}
+    if advice and checkpoint is None:
+        advice.append(
+            "put its files back as they were saved, or take the version of this program that reads its format; else"
+            " begin again, in a folder of its own"
+        )
+        changed = {"run.output_dir": f"{folder}-again"}
+    elif advice and checkpoint is not None:
+        advice.append(f"the run would go on from {checkpoint.path.name}")
+    command = again(folder, record, changed)
+    by_hand = f"the command that started the run there, with {shlex.join(_set(changed))}"
     if record.get("machines", 1) > 1:
-        return None, "write on each machine the command that started the run there, with run.resume=auto"
-    return again(folder, record, {"run.output_dir": str(folder), "run.resume": "auto"}), None
+        command = None
+        advice.append(f"write on each machine {by_hand}")
+    elif command is None:
+        advice.append(f"{folder / RUN} or the recipe is missing or damaged: write {by_hand}")
+    return command, "; ".join(advice) or None
 
 
 def _try_again(folder: Path, record: dict[str, Any]) -> Way:
-    return _resume(folder, record)[0], "mend what the reason names, or the next start fails alike"
+    return _after("mend what the reason names, or the next start fails alike", _resume(folder, record))
+
+
+def _after(first: str, way: Way) -> Way:
+    """A way with advice that comes before its own."""
+    command, advice = way
+    return command, first if advice is None else f"{first}; {advice}"
 
 
 def _calm(folder: Path, record: dict[str, Any]) -> Way:
@@ -139,7 +176,7 @@ def _fit(folder: Path, record: dict[str, Any]) -> Way:
 
 
 def _unhang(folder: Path, record: dict[str, Any]) -> Way:
-    return _resume(folder, record)[0], f"read {folder}/hang/report.txt, which names who is at fault"
+    return _after(f"read {folder}/hang/report.txt, which names who is at fault", _resume(folder, record))
 
 
 def _mend(folder: Path, _: dict[str, Any]) -> Way:
@@ -182,11 +219,11 @@ def again(folder: Path, record: dict[str, Any], changed: dict[str, str]) -> str 
     if record.get("hardware", {}).get("simulated"):
         options += ["--simulate-gpus", str(strategy["processes"])]
     values = {key.strip(): value for key, value in settings} | changed
-    return _line("launch", recipe, *options, *_set(*(f"{key}={value}" for key, value in values.items())))
+    return _line("launch", recipe, *options, *_set(values))
 
 
-def _set(*assignments: str) -> list[str]:
-    return [word for assignment in assignments for word in ("--set", assignment)]
+def _set(values: Mapping[str, str]) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
 
 def _line(*words: object) -> str:

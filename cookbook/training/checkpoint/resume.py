@@ -113,6 +113,22 @@ def _why_broken(path: Path, rank: int, num_ranks: int) -> str | None:
     return None
 
 
+def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint from which a start with `run.resume: auto` would go on, and why it would skip newer ones. Digests
+    are not compared, which takes as long as to read all files.
+    """
+    reasons = []
+    for path in folder.list_folders(root):
+        try:
+            checkpoint = folder.open_checkpoint(path)
+            read_content(checkpoint)
+        except (BrokenCheckpoint, OSError) as reason:
+            reasons.append(f"{path} is broken: {reason}")
+        else:
+            return checkpoint, reasons
+    return None, reasons
+
+
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's values by their dotted keys, in which the evaluation set without a name leaves no trace."""
     return {key.replace("..", "."): value for key, value in files.flatten(values).items() if value != {}}
