@@ -533,6 +533,25 @@ def test_a_limit_of_each_epoch_counts_for_all_and_is_named(folder, capsys, more,
     assert "the most steps of an epoch" not in capsys.readouterr().out
 
 
+def _as_json(text: str) -> str:
+    return "{" + ",".join(f'"{key}": {value}' for key, value in (line.split(": ") for line in text.splitlines())) + "}"
+
+
+@pytest.mark.parametrize(("suffix", "written"), [(".yaml", str), (".json", _as_json)])
+def test_of_a_key_given_twice_the_last_holds_as_for_the_reader_of_the_project(folder, capsys, suffix, written):
+    """PyYAML's and Python's own readers are asked which one that is."""
+    lines = 'model_name_or_path: "some/model"\ndataset_name: "some/chats"\nlearning_rate: 0.5\nmax_steps: 7\n'
+    text = written(lines + "learning_rate: 0.25\n")
+    theirs = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
+    assert convert(text, "--from", "trl", name=f"file{suffix}") == 0
+    recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
+    assert recipe["optim"]["learning_rate"] == theirs["learning_rate"] == 0.25
+    said = capsys.readouterr().out
+    assert re.search(r":\d: learning_rate: given twice \(first in line \d\); the last holds there", said), said
+    assert convert(lines, "--from", "trl", "--out", "recipes/once.yaml") == 0
+    assert "given twice" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("saves", "is_best"), [(200, True), (150, False)])
 def test_the_best_checkpoint_is_one_that_was_evaluated(folder, saves, is_best):
     recipe = recipe_of(TRL + f"load_best_model_at_end: true\nsave_strategy: steps\nsave_steps: {saves}\n")

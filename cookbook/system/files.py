@@ -97,6 +97,8 @@ class Document:
     """By key, the file that it comes from, if that is not this one."""
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file that was read."""
+    repeated: dict[KeyPath, int] = field(default_factory=dict)
+    """By key that the file has several times, the line of the first."""
 
     def at(self, *path: str | int) -> str | None:
         """`file:line` of a key that a file has."""
@@ -228,8 +230,11 @@ def in_flow(values: dict[str, Any] | list[Any]) -> str:
     return written.strip()
 
 
-def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
+def read_document(path: Path, assignments: Iterable[str] = (), *, takes_last: bool = False) -> Document:
     """The mapping in a `.yaml` or `.json` file, after `apply_overrides`.
+
+    Args:
+        takes_last: of a key that is given twice the last holds, as for Python's own readers.
 
     Raises:
         RecipeError: missing, too large, not UTF-8, not YAML (or JSON), empty, not a mapping, or a key given twice.
@@ -254,7 +259,8 @@ def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
         raise RecipeError(f"{name}: not UTF-8 text ({error})") from None
     except OSError as error:
         raise RecipeError(f"{show(name)}: cannot be read ({error.strerror})") from None
-    document = _parse_json(name, text) if path.suffix == ".json" else _parse_yaml(name, text)
+    parse = _parse_json if path.suffix == ".json" else _parse_yaml
+    document = parse(name, text, takes_last=takes_last)
     if document.values is None:
         raise RecipeError(f"{name}: the file is empty")
     if not isinstance(document.values, dict):
@@ -263,16 +269,24 @@ def read_document(path: Path, assignments: Iterable[str] = ()) -> Document:
     return apply_overrides(document, assignments)
 
 
-def _parse_yaml(name: str, text: str) -> Document:
+def _parse_yaml(name: str, text: str, *, takes_last: bool = False) -> Document:
     """Parse a text, or copy what it was parsed to: commands read the files of a strategy once for each recipe."""
-    parsed = _parse_new_yaml(name, text)
-    return Document(name, copy.deepcopy(parsed.values), dict(parsed.lines), empty=parsed.empty)
+    parsed = _parse_new_yaml(name, text, takes_last)
+    values, lines = copy.deepcopy(parsed.values), dict(parsed.lines)
+    return Document(name, values, lines, empty=parsed.empty, repeated=dict(parsed.repeated))
 
 
 @functools.lru_cache(maxsize=128)
-def _parse_new_yaml(name: str, text: str) -> Document:
+def _parse_new_yaml(name: str, text: str, takes_last: bool) -> Document:
     document, mistakes = Document(name, None), []
     empty: set[KeyPath] = set()
+
+    def forget(path: KeyPath) -> None:
+        for known in [known for known in document.lines if known[: len(path)] == path]:
+            del document.lines[known]
+        empty.difference_update({known for known in empty if known[: len(path)] == path})
+        for known in [known for known in document.repeated if known[: len(path)] == path != known]:
+            del document.repeated[known]
 
     def build(node: yaml.Node, path: KeyPath) -> Any:
         line = node.start_mark.line + 1
@@ -306,8 +320,11 @@ def _parse_new_yaml(name: str, text: str) -> Document:
                 continue
             if key in values:
                 first, dotted = document.lines[(*path, key)], ".".join(map(str, (*path, key)))
-                mistakes.append(f"{name}:{line}: {dotted}: given twice (first in line {first}); keep one of them")
-                continue
+                if not takes_last:
+                    mistakes.append(f"{name}:{line}: {dotted}: given twice (first in line {first}); keep one of them")
+                    continue
+                forget((*path, key))
+                document.repeated.setdefault((*path, key), first)
             document.lines[(*path, key)] = line
             values[key] = build(value_node, (*path, key))
         return values
@@ -338,7 +355,7 @@ def _int_if_whole(text: str, value: float) -> float:
     return int(value) if "e" in text.lower() and abs(value) < 2**53 and value.is_integer() else value
 
 
-def _parse_json(name: str, text: str) -> Document:
+def _parse_json(name: str, text: str, *, takes_last: bool = False) -> Document:
     if not text.strip():
         return Document(name, None)
     try:
@@ -354,8 +371,8 @@ def _parse_json(name: str, text: str) -> Document:
     except ValueError:
         raise RecipeError(f"{name}: not valid JSON: a number with too many digits") from None
     # JSON without tabs is valid YAML, whose parser records lines and detects duplicate keys.
-    written = _parse_yaml(name, text.replace("\t", " "))
-    return Document(name, values, written.lines, empty=written.empty)
+    written = _parse_yaml(name, text.replace("\t", " "), takes_last=takes_last)
+    return Document(name, values, written.lines, empty=written.empty, repeated=written.repeated)
 
 
 def apply_overrides(document: Document, assignments: Iterable[str]) -> Document:

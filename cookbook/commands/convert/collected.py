@@ -93,6 +93,8 @@ class Collected:
         self.folder = Path(document.name).parent
         self.project = self.project or (None if project.is_distribution else project)
         self.files.append(document.name)
+        for path, first in document.repeated.items():
+            self.notes.append(f"{document.place(*path)}: given twice (first in line {first}); the last holds there")
         if is_deepspeed := project is tables().projects["deepspeed"]:
             self.idle += empty_keys(document.values, project)  # of which `as_deepspeed_reads` leaves some out
             document = as_deepspeed_reads(document)

@@ -65,7 +65,7 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
     if path.is_dir():
         raise RecipeError(f"{path}: a folder; convert one of its files at a time: {_settings_in(path, is_known)}")
     if path.suffix in SETTINGS or not path.is_file():
-        return Settings([read_document(path)])
+        return Settings([read_document(path, takes_last=True)])
     start = path.read_bytes()[:4096]
     if path.suffix in (".py", ".ipynb") or b"\0" in start or start[:1] == b"\x80":
         raise RecipeError(f"{path}: {ARGUMENTS}")
@@ -75,11 +75,11 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
             f"{path}: no command that gives a program flags; convert the file that it reads, or its flags"
         )
     if command is None:
-        return Settings([read_document(path)])
+        return Settings([read_document(path, takes_last=True)])
     documents, notes = [command.document], []
     if (config := command.launcher.get("config_file")) is not None:
         if (beside := _beside(path, str(config))).is_file():
-            documents.append(read_document(beside))
+            documents.append(read_document(beside, takes_last=True))
         else:
             notes.append(f"--config_file {config} of the launcher: no such file; give it to `convert` beside this one")
     counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
@@ -130,8 +130,9 @@ def read_command(name: str, text: str) -> Command | None:
     positional = takewhile(lambda word: not word.startswith("-"), words[script + 1 :])
     config = config or next((word for word in positional if word.endswith(SETTINGS)), None)
     if config is not None:
-        base = read_document(_beside(Path(name), str(config)))
-        return Command(Document(base.name, base.values | values, base.lines | lines), launcher, program, others)
+        base = read_document(_beside(Path(name), str(config)), takes_last=True)
+        document = Document(base.name, base.values | values, base.lines | lines, repeated=base.repeated)
+        return Command(document, launcher, program, others)
     return Command(Document(name, values, lines), launcher, program, others)
 
 

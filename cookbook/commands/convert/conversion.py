@@ -176,7 +176,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 def is_known(path: Path) -> bool:
     """Return whether a file can be converted."""
     try:
-        return bool(recognize(read_document(path)))
+        return bool(recognize(read_document(path, takes_last=True)))
     except RecipeError:
         return False
 

@@ -183,7 +183,7 @@ def _listed(collected: Collected, key: str) -> list[dict[str, Any]]:
     if (path := collected.find(name)) is None:
         collected.note(f"~{key}", "no such file; write the paths of its rows, or their names on the Hub")
         return [{"path": "path/to/rows.jsonl"}]
-    sources, left_out = source_sections.of_listed(read_document(path).values)
+    sources, left_out = source_sections.of_listed(read_document(path, takes_last=True).values)
     for line in left_out:
         collected.change(f"~{key}", line)
     return sources

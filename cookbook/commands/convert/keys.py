@@ -324,7 +324,7 @@ class Conversion(Collected):
                 known = _named_strategy(Path(str(named)).stem)
                 self.note("~deepspeed", f"no such file; give it to `convert` beside this one{known}")
             else:
-                self.read(read_document(path), tables().projects["deepspeed"])
+                self.read(read_document(path, takes_last=True), tables().projects["deepspeed"])
         for key, value in (self.take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
 
