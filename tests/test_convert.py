@@ -968,7 +968,7 @@ def test_nothing_is_overwritten(folder, capsys):
 
 REFUSED = {
     "two projects fit": ("model_name_or_path: m\nlearning_rate: 1e-4\n", [], "may be a file of trl or llama-factory"),
-    "nobody's": ("a: 1\nb: 2\nc: 3\n", [], "of its 3 keys Hugging Face TrainingArguments has 0"),
+    "nobody's": ("a: 1\nb: 2\nc: 3\n", [], "Hugging Face TrainingArguments has 0, and not a, b, c; files of"),
     "a recipe of ours": ("batch: {}\noptim: {}\nrun: {}\n", [], "is a recipe already"),
     "no YAML name": (TRL, ["--out", "mine.json"], "--out is 'mine.json'; name a .yaml file"),
     "two trainings": (TRL, ["file.yaml"], "give one of them"),
@@ -2008,6 +2008,81 @@ def test_flags_behind_a_file_come_before_it(folder):
     assert convert("FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 3e-5\n", name="go.sh") == 0
     recipe = yaml.safe_load(Path("recipes/go.yaml").read_text())
     assert recipe["optim"]["learning_rate"] == 3e-5 and recipe["adapter"]["rank"] == 4
+
+
+LF = (
+    "model_name_or_path: m\ndataset: d\nlearning_rate: 1e-5\nstage: sft\nlora_rank: 4\nper_device_train_batch_size: 1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "batch"),
+    [
+        ("llamafactory-cli train lf.yaml learning_rate=3e-5 logging_steps=1", 1),
+        ("llamafactory-cli train lf.yaml ++learning_rate=3e-5 --seed 5", 1),
+        ("tune run full_finetune_single_device --config tt.yaml batch_size=3 optimizer.lr=3e-5", 3 * 4),
+        ("tune run --nproc_per_node 2 full_finetune --config tt.yaml optimizer.lr=3e-5 batch_size=3", 3 * 4 * 2),
+    ],
+)
+def test_words_that_set_a_key_behind_a_file_come_before_it(folder, capsys, command, batch):
+    """As torchtune's and LLaMA-Factory's pages write their commands."""
+    Path("lf.yaml").write_text(LF)
+    Path("tt.yaml").write_text(TORCHTUNE)
+    assert convert(f"{command}\n", name="go.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/go.yaml").read_text())
+    assert recipe["optim"]["learning_rate"] == 3e-5 and recipe["batch"]["global_batch_size"] == batch
+    assert convert(f"{command.replace('3e-5', 'fast')}\n", name="bad.sh") == 0
+    assert re.search(r"bad\.sh:1: (optimizer\.lr|learning_rate) is 'fast'", capsys.readouterr().out)
+
+
+def test_a_command_with_a_file_alone_is_that_file(folder, capsys):
+    Path("lf.yaml").write_text(LF)
+    assert convert("cp lf.yaml old.yaml\nllamafactory-cli train lf.yaml\n", name="go.sh") == 0
+    assert yaml.safe_load(Path("recipes/go.yaml").read_text())["optim"]["learning_rate"] == 1e-5
+    assert convert("cp lf.yaml old.yaml\n", name="copy.sh") == 2
+    assert "no command that gives a program flags" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["python3 -m other.main_ppo", "torchrun --nnodes 1 -m other.main_ppo --path=c"])
+def test_a_program_that_takes_words_without_a_file_is_named(folder, capsys, program):
+    """Also where another command has more flags."""
+    words = "data.train_files=a.parquet actor.optim.lr=1e-6 b=1 c=2 d=3 e=4 f=5"
+    lines = f"ray start --head --port 1 --num-gpus 2 --block\n{program} {words}\n"
+    assert convert(lines, name="run.sh") == 2
+    assert "run.sh:2: other.main_ppo takes settings as data.train_files=a.parquet" in capsys.readouterr().err
+
+
+OWN = "--model_name_or_path m --bf16 true --data_file rows.json --num_train_epochs 2"
+
+
+def test_a_program_whose_keys_fit_two_projects_is_one_with_training_arguments(folder, capsys):
+    """Its rate where it is silent is that of transformers' own class, and not TRL's."""
+    from transformers import TrainingArguments
+
+    assert convert(f"python finetune.py {OWN}\n", name="own.sh") == 0
+    recipe, said = yaml.safe_load(Path("recipes/own.yaml").read_text()), capsys.readouterr().out
+    theirs = TrainingArguments.__dataclass_fields__["learning_rate"].default
+    assert float(recipe["optim"]["learning_rate"]) == theirs
+    assert recipe["model"] == {"name_or_path": "m"} and recipe["run"]["num_epochs"] == 2
+    assert "finetune.py: its keys are equally those of TRL and of LLaMA-Factory" in said
+    assert "own.sh:1: data_file is 'rows.json': no key of Hugging Face TrainingArguments" in said
+    assert convert(f"python dpo.py {OWN}\n", name="dpo.sh") == 0  # whose name is a method of TRL
+    assert yaml.safe_load(Path("recipes/dpo.yaml").read_text())["objective"]["name"] == "dpo"
+
+
+def test_a_file_that_fits_two_projects_may_be_that_of_a_program(folder, capsys):
+    text = "model_name_or_path: m\nlearning_rate: 1e-4\n"
+    assert convert(text) == 2
+    assert "write --from trl, for example, or --from trainer for a program of your own" in capsys.readouterr().err
+    assert convert(text, "--from", "trainer") == 0
+    assert yaml.safe_load(Path("recipes/file.yaml").read_text())["model"] == {"name_or_path": "m"}
+
+
+def test_a_program_with_llama_factorys_keys_that_is_not_its_own_is_named(folder, capsys):
+    flags = "--model_name_or_path m --dataset d --max_steps 3 --quantization_bit 4 --finetuning_type lora"
+    for program, is_named in {"src/train.py": False, "qlora.py": True}.items():
+        assert convert(f"python {program} {flags}\n", name=f"{Path(program).stem}.sh") == 0
+        assert ("has keys of another program" in capsys.readouterr().out) == is_named
 
 
 @pytest.mark.parametrize("name", ["sft.py", "training_args.bin", "notebook.ipynb"])

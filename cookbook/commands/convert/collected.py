@@ -92,7 +92,7 @@ class Collected:
         """
         self.folder = Path(document.name).parent
         self.project = self.project or (None if project.is_distribution else project)
-        self.files.append(document.name)
+        self.files += [document.name, *dict.fromkeys(document.inherited.values())]
         for path, first in document.repeated.items():
             self.notes.append(f"{document.place(*path)}: given twice (first in line {first}); the last holds there")
         if is_deepspeed := project is tables().projects["deepspeed"]:
@@ -202,7 +202,8 @@ class Collected:
             if len(places) > MAX_CHOICES:  # by their names alone
                 places = [place.partition(" is ")[0] for place in places]
             named = "; ".join([places[0], *(place.strip() for place in places[1:])])
-            texts.append(f"{file}:{named}: {verdict}{why}" if file else f"{verdict}{why}")
+            where = f"{file}:{named}: " if file else f"{named}: " if named != why else ""
+            texts.append(f"{where}{verdict}{why}")
         return texts
 
     def _lines(self, key: Key) -> list[str]:

@@ -109,7 +109,7 @@ def read_command(name: str, text: str) -> Command | None:
             words = []
         commands += [(part, line_number) for part in _parts(words)]
         line_number += whole.count("\n") + 1
-    candidates = [(words, line) for words, line in commands if any(word.startswith("--") for word in words)]
+    candidates = [(words, line) for words, line in commands if _has_settings(words, Path(name))]
     if not candidates:
         return None
     words, line = max(candidates, key=lambda candidate: len(candidate[0]))
@@ -121,19 +121,70 @@ def read_command(name: str, text: str) -> Command | None:
     script = _script_in(words)
     if script is None:
         return None
-    values = _flags(words[script + 1 :])
     launcher = {key: value[0] if isinstance(value, list) else value for key, value in _flags(words[:script]).items()}
     start = script - (words[script - 1].endswith("trl") and script > 0)  # `trl sft`
     program = " ".join(takewhile(lambda word: not word.startswith("-"), words[start:]))
-    lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
+    assigned, behind = _assignments(words[script + 1 :])
+    values = _flags(behind)
     config = next((values.pop(flag) for flag in CONFIGS if str(values.get(flag, "")).endswith(SETTINGS)), None)
-    positional = takewhile(lambda word: not word.startswith("-"), words[script + 1 :])
+    positional = takewhile(lambda word: not word.startswith("-"), behind)
     config = config or next((word for word in positional if word.endswith(SETTINGS)), None)
-    if config is not None:
-        base = read_document(_beside(Path(name), str(config)), takes_last=True)
-        document = Document(base.name, base.values | values, base.lines | lines, repeated=base.repeated)
-        return Command(document, launcher, program, others)
-    return Command(Document(name, values, lines), launcher, program, others)
+    if config is None and assigned:
+        key, text = next(iter(assigned.items()))
+        raise RecipeError(
+            f"{name}:{line}: {words[script]} takes settings as {key}={text}, which no project of docs/convert.md does"
+            " without a file; convert the file that has them all"
+        )
+    lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
+    if config is None:
+        return Command(Document(name, values, lines), launcher, program, others)
+    document = read_document(_beside(Path(name), str(config)), takes_last=True)
+    for path, value in [*(((key,), value) for key, value in values.items()), *_paths(assigned)]:
+        _set(document, path, value)
+        document.lines[path], document.inherited[path] = line, name
+    return Command(document, launcher, program, others)
+
+
+def _has_settings(words: list[str], script: Path) -> bool:
+    """Return whether a command gives a program flags, assignments, or a file of settings that is there."""
+    if any(word.startswith("--") for word in words):
+        return True
+    if (program := _script_in(words)) is None:
+        return False
+    assigned, behind = _assignments(words[program + 1 :])
+    return bool(assigned) or any(word.endswith(SETTINGS) and _beside(script, word).is_file() for word in behind)
+
+
+ASSIGNMENT = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+"""A word that sets a key in a file: `optimizer.lr=2e-5`, as torchtune's and LLaMA-Factory's commands read them."""
+
+
+def _assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The keys that words behind a program set, which no flag takes for its value, and the other words."""
+    assigned: dict[str, str] = {}
+    others: list[str] = []
+    before = ""
+    for word in words:
+        is_of_flag = before.startswith("--") and "=" not in before
+        if not is_of_flag and (assignment := ASSIGNMENT.fullmatch(word)):
+            assigned[assignment[1]] = assignment[2]
+        else:
+            others.append(word)
+        before = word
+    return assigned, others
+
+
+def _paths(assigned: dict[str, str]) -> Iterator[tuple[KeyPath, Any]]:
+    return ((tuple(dotted.split(".")), _value(text)) for dotted, text in assigned.items())
+
+
+def _set(document: Document, path: KeyPath, value: Any) -> None:
+    section = document.values
+    for name in path[:-1]:
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[path[-1]] = value
 
 
 ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -225,6 +276,9 @@ def _script_in(words: list[str]) -> int | None:
     if "-m" in words[:-1]:
         modules = [i + 1 for i, word in enumerate(words[:-1]) if word == "-m"]
         return modules[-1]
+    before = words.index("--config") - 1 if "--config" in words else 0  # `tune run --nnodes 1 full_finetune`
+    if before > 0 and _is_plain(words[before]) and not words[before - 1].startswith("-"):
+        return before
     flag = next((i for i, word in enumerate(words) if word.startswith("--") or word.endswith(SETTINGS)), None)
     plain = [i for i in range(2, len(words)) if _is_plain(words[i]) and _is_plain(words[i - 1])]
     if flag is not None and flag >= 2 and words[0] not in ("accelerate", "torchrun", "deepspeed"):

@@ -1,6 +1,7 @@
 """Conversion of files of another project: whose they are, the files that are written, and what is left to say."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,7 +22,16 @@ from cookbook.config.foreign import NoCounterpart, Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
 from cookbook.config.strategy import load_strategy, strategy_path
 from cookbook.system.console import say
-from cookbook.system.files import Document, RecipeError, dump_yaml, gathered, make_folder, read_document, refuse
+from cookbook.system.files import (
+    Document,
+    RecipeError,
+    dump_yaml,
+    gathered,
+    make_folder,
+    name_some,
+    read_document,
+    refuse,
+)
 
 ORDER = list(dict.fromkeys(leaves(Recipe)))
 """The keys of a recipe, in the order in which they are written."""
@@ -70,12 +80,12 @@ def convert(
     settings = [read_settings(path, is_known) for path in files]
     documents = [document for read in settings for document in read.documents]
     processes = processes or next((read.processes for read in settings if read.processes), None)
-    projects = [recognize(document, project) for document in documents]
-    names = [tables().projects[name] for name in projects]
+    program = next((read.program for read in settings if read.program), "")
+    names = [recognize(document, project, program) for document in documents]
     if sum(not described.is_distribution for described in names) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     conversion = Conversion(processes)
-    conversion.program = next((read.program for read in settings if read.program), "")
+    conversion.program = program
     conversion.notes += [note for read in settings for note in read.notes]
     # The training file first: of two files that set a key, the one that is read first has precedence.
     for document, described in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
@@ -176,16 +186,18 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 def is_known(path: Path) -> bool:
     """Return whether a file can be converted."""
     try:
-        return bool(recognize(read_document(path, takes_last=True)))
+        recognize(read_document(path, takes_last=True))
+        return True
     except RecipeError:
         return False
 
 
-def recognize(document: Document, name: str | None = None) -> str:
+def recognize(document: Document, name: str | None = None, program: str = "") -> Project:
     """The project whose keys a file has.
 
     Args:
         name: whose it is if its keys leave that open; a distribution beside it is recognized all the same.
+        program: what runs with these keys, if they are those of a command.
 
     Raises:
         RecipeError: too few keys are known, it is a recipe of ours, or two projects fit equally.
@@ -202,8 +214,13 @@ def recognize(document: Document, name: str | None = None) -> str:
     best = [name for name in known if (fits[name], -foreign[name]) == most]
     best = [candidate for candidate in best if known[candidate].base not in best]  # the base knows them all
     is_named = name is not None and known[name].is_distribution == known[best[0]].is_distribution
-    chosen = name if name is not None and is_named else best[0]
-    if not known[chosen].is_read:
+    fitting = [known[candidate] for candidate in best]
+    is_of_trainer = known["trainer"] not in fitting and all(root_of(fits) is known["trainer"] for fits in fitting)
+    is_own = len(best) > 1 and is_of_trainer and (name == "trainer" or (name is None and program.endswith(".py")))
+    chosen = name if name is not None and is_named and not is_own else best[0]
+    if name is None and "trl" in best and known["trl"].method_named(program) is not None:
+        chosen, is_named, is_own = "trl", True, False
+    if not known[chosen].is_read and not is_own:
         raise RecipeError(f"{document.name}: is a file of {known[chosen].name}, which `convert` does not read")
     # A page may have taken the indentation of an accelerate file, whose own key stays.
     is_indented_anew = known[chosen].is_distribution and "distributed_type" in document.values
@@ -211,18 +228,43 @@ def recognize(document: Document, name: str | None = None) -> str:
         if fits[chosen] >= ENOUGH:
             refuse(list(decided_otherwise(document, known[chosen])))
         names = ", ".join(described.name for described in known.values() if described.is_read)
+        unknown = [key for key in keys[chosen] if not known[chosen].has(key)]
         raise RecipeError(
-            f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}; files of"
-            f" {names} can be converted; name yours with --from"
+            f"{document.name}: of its {len(keys[chosen])} keys {known[chosen].name} has {fits[chosen]}, and not"
+            f" {name_some(unknown)}; files of {names} can be converted; name yours with --from"
         )
     if not known[chosen].is_distribution and not trains(keys[chosen], known[chosen]):
         raise RecipeError(
             f"{document.name}: no settings of a training: {known[chosen].name} has neither rows to train on, nor an"
             " optimizer or a length of the run in it"
         )
+    if is_own:
+        return of_own_program(program or document.name, fitting)
     if len(best) > 1 and not is_named:
-        raise RecipeError(f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example")
-    return chosen
+        own = ", or --from trainer for a program of your own" * is_of_trainer
+        raise RecipeError(
+            f"{document.name}: may be a file of {' or '.join(best)}; write --from {best[0]}, for example{own}"
+        )
+    return known[chosen]
+
+
+def root_of(project: Project) -> Project:
+    """The project at the end of those that extend one another."""
+    return project if project.base is None else root_of(tables().projects[project.base])
+
+
+def of_own_program(name: str, fitting: list[Project]) -> Project:
+    """A program with TrainingArguments and arguments of its own, of which those are known that mean the same in all
+    projects whose keys it has."""
+    trainer = tables().projects["trainer"]
+    first, *others = (project.keys for project in fitting)
+    shared = {path: key for path, key in first.items() if all(keys.get(path) == key for keys in others)}
+    others_named = " and of ".join(project.name for project in fitting)
+    why = (
+        f"{name}: its keys are equally those of {others_named}, so it is taken for a program of your own with"
+        f" {trainer.name}: write its rows and its loss, or name a project with --from"
+    )
+    return replace(trainer, keys={**shared, **trainer.keys}, always=(*trainer.always, why))
 
 
 def decided_otherwise(document: Document, project: Project) -> Iterator[str]:

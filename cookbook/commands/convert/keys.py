@@ -107,7 +107,8 @@ class Conversion(Collected):
         if method is not None:
             name = trl.methods[method]
             advice = f"write objective.name: {name}" if name is not None else "which is not here"
-            self.changes.append(f"{self.program} is {method.removesuffix('Config')} by its name: {advice}")
+            if name != "sft":
+                self.changes.append(f"{self.program} is {method.removesuffix('Config')} by its name: {advice}")
         elif not re.search(program, self.program):
             self.changes.append(f"{self.program} has keys of another program, for which it is taken: {program}.py")
 
