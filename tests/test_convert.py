@@ -2198,8 +2198,72 @@ def test_a_command_in_a_folder_of_a_repository_finds_its_files_from_the_root(fol
 
 
 def test_a_script_without_such_a_command_is_refused_by_name(folder, capsys):
-    assert convert('#!/bin/bash\nargs=(\n  --lr 1\n)\npython train.py "${args[@]}"\n', name="run.sh") == 2
+    assert convert("#!/bin/bash\nsource env.sh\naccelerate launch --num_processes 2 train.py\n", name="run.sh") == 2
     assert "run.sh: no command that gives a program flags" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        'A="--learning_rate 2e-5 --max_steps 7"\nD="\n    --nproc_per_node $N \\\n    --nnodes 1\n"\n',
+        "A=(\n  --learning_rate 2e-5  # don't\n  # --seed 3\n  --max_steps 7\n)\nD=(--nproc_per_node $N)\n",
+        'export A="--learning_rate 2e-5"\nA+=" --max_steps 7"\nlocal D="--nproc_per_node 4"\nX="it\'s"\n',
+        "declare -a A=(--learning_rate 2e-5)\nA+=(--max_steps 7)\nD=--nproc_per_node=$N\n",
+    ],
+)
+def test_flags_that_a_script_keeps_in_variables_are_those_that_a_shell_passes(folder, capsys, given):
+    """bash itself is asked for the words."""
+    import subprocess
+
+    is_array = "(" in given
+    name = '"${A[@]}"' if is_array else "$A"
+    dist = '"${D[@]}"' if "D=(" in given else "$D"
+    command = f"torchrun {dist} sft.py --model_name_or_path m --dataset_name d {name} $MORE\n"
+    setup = f"N=4\n{given}"
+    shell = f"set -f\nf() {{ local() {{ export \"$@\"; }}; {setup} printf '%s\\n' {dist} {name}; }}; f"
+    words = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout.split()
+    assert {"2e-5", "7"} <= {*words} and "4" in " ".join(words) and "3" not in words
+    assert convert(f"{setup}{command}", name="run.sh") == 0
+    recipe, said = yaml.safe_load(Path("recipes/run.yaml").read_text()), capsys.readouterr().out
+    assert float(recipe["optim"]["learning_rate"]) == 2e-5 and recipe["run"]["max_steps"] == 7
+    assert "seed" not in recipe and recipe["batch"]["global_batch_size"] == 4 * recipe["batch"]["micro_batch_size"]
+    assert "run.sh: ${MORE}: what it has is not in the script" in said and "another command" not in said
+
+
+def test_a_variable_without_a_value_is_what_the_script_says_then(folder):
+    lines = 'L=${1}\nL=${L:-"2e-5"}\nO=${O:-"out-$L/${S:-x}"}\n'
+    flags = "--model_name_or_path m --dataset_name d --max_steps 3 --learning_rate $L --output_dir $O"
+    assert convert(f"{lines}python sft.py {flags}\n", name="run.sh") == 0
+    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    assert float(recipe["optim"]["learning_rate"]) == 2e-5 and recipe["run"]["output_dir"] == "out-2e-5/x"
+
+
+@pytest.mark.parametrize("keys", ["padding_free: true\npacking: true", "packing: true\npadding_free: true"])
+def test_packed_rows_are_counted_otherwise_also_where_batches_are_flattened(folder, capsys, keys):
+    """In whichever order the two keys stand."""
+    assert recipe_of(TRL.replace("packing: true", keys))["data"]["packing"] is True
+    assert "a batch of TRL counts packed rows" in capsys.readouterr().out
+
+
+def test_batches_that_are_flattened_without_packing_are_packed_here_without_a_word(folder, capsys):
+    assert recipe_of(TRL.replace("packing: true", "packing: false\npadding_free: true"))["data"]["packing"] is True
+    assert recipe_of(AXOLOTL.replace("sample_packing: true", "batch_flattening: auto"))["data"]["packing"] is True
+    said = capsys.readouterr().out
+    assert "packed rows" not in said and "data.packing is false already" not in said
+
+
+def test_a_reference_that_is_open_changes_no_training_where_its_key_does_not(folder, capsys):
+    assert convert(f"{TRL}hub_model_id: mine-${{VERSION}}\nchat_template_path: a-${{VERSION}}\n", "--from", "trl") == 0
+    changes, _, notes = capsys.readouterr().out.partition("to know, or to decide:")
+    assert "hub_model_id is" not in changes and "hub_model_id is 'mine-${VERSION}': refers to" in notes
+    assert "chat_template_path is 'a-${VERSION}': refers to" in changes
+
+
+def test_sizes_of_pictures_are_named_and_a_training_on_texts_is_converted(folder, capsys):
+    assert convert(f"{LLAMA_FACTORY}image_max_pixels: 262144\nvideo_fps: 2.0\n") == 0
+    said = capsys.readouterr().out
+    assert "image_max_pixels is 262144: of pictures, films and sound, which no row may have here" in said
+    assert re.search(r"needs nothing: .*video_fps", said)  # its default there
 
 
 def test_a_program_that_is_not_the_one_of_its_keys_is_named(folder, capsys):

@@ -594,6 +594,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
             "~lora_mlp",
             "~all_linear",
             "~disable_dropout",
+            "~flattens",
             "~load_best",
             "~activation_offloading",
         ),

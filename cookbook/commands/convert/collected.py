@@ -127,7 +127,10 @@ class Collected:
             elif project.is_idle(dotted) or (project.lacks(dotted) and project.is_off(dotted, document.values)):
                 self.idle.append(dotted)
             elif references.is_open(value):
-                self.add(self.changes, place, "refers to what is not in this file; write the value")
+                key = project.entry(dotted)
+                is_of_batch = key is not None and str(key.ours).startswith("batch.")  # the global one follows from it
+                lines = self.changes if key is None or is_of_batch else self._lines(key)
+                self.add(lines, place, "refers to what is not in this file; write the value")
             elif project.is_of_another_method(dotted) and not project.asks_for_another(dotted, self.method, keys):
                 owner = project.fields[dotted].of_class
                 self.add(self.changes, place, f"of {owner}, which is not this file's; docs/recipes.md has all of ours")

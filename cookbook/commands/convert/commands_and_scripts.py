@@ -5,7 +5,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ class Command:
     """The script, as `train.py`, or the command, as `trl sft`."""
     others: list[tuple[int, str]]
     """Further commands with flags, each with its line."""
+    open: list[str] = field(default_factory=list)
+    """Variables behind the script's name that are no flag's value, and that nobody has set."""
 
 
 class Settings(NamedTuple):
@@ -88,6 +90,7 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
             f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
             " of docs/several_machines.md has machines and addresses"
         )
+    notes += [f"{path}: {word}: what it has is not in the script" for word in command.open]
     notes += [f"{path}:{line}: {other}: another command, not read" for line, other in command.others]
     return Settings(documents, next(counts, None), notes, command.program)
 
@@ -97,17 +100,17 @@ def read_command(name: str, text: str) -> Command | None:
     variables: dict[str, str] = {}
     commands: list[tuple[list[str], int]] = []
     line_number = 1
-    for whole in joined_lines(text):
-        plain = VARIABLE.sub(lambda match: _value_of(match, variables), whole.replace("\\\n", " "))
+    for whole in joined_lines(SEVERAL_LINES.sub(_in_one_line, text)):
+        plain = ALL_OF_ARRAY.sub(r"\1", whole.replace("\\\n", " "))
+        plain = VARIABLE.sub(lambda match: _value_of(match, variables), plain)
         plain = ARITHMETIC.sub(lambda match: _computed(match[1], match[0], variables), plain)
-        if assignment := re.fullmatch(r"\s*(?:export\s+)?(\w+)=(\S*)\s*(?:#.*)?", plain):
-            variables[assignment[1]] = assignment[2].strip("\"'")
+        is_assignment = _assign(plain, variables)
         try:
             words = shlex.split(re.sub(r"\$\([^)]*\)+", OF_ANOTHER, re.sub(WHICH, r"\1", plain)), comments=True)
             words = list(dropwhile(re.compile(r"\w+=").match, words))
         except ValueError:  # an open quotation
             words = []
-        commands += [(part, line_number) for part in _parts(words)]
+        commands += [] if is_assignment else [(part, line_number) for part in _parts(words)]
         line_number += whole.count("\n") + 1
     candidates = [(words, line) for words, line in commands if _has_settings(words, Path(name))]
     if not candidates:
@@ -124,7 +127,8 @@ def read_command(name: str, text: str) -> Command | None:
     launcher = {key: value[0] if isinstance(value, list) else value for key, value in _flags(words[:script]).items()}
     start = script - (words[script - 1].endswith("trl") and script > 0)  # `trl sft`
     program = " ".join(takewhile(lambda word: not word.startswith("-"), words[start:]))
-    assigned, behind = _assignments(words[script + 1 :])
+    behind, unset = _without_unset(words[script + 1 :])
+    assigned, behind = _assignments(behind)
     values = _flags(behind)
     config = next((values.pop(flag) for flag in CONFIGS if str(values.get(flag, "")).endswith(SETTINGS)), None)
     positional = takewhile(lambda word: not word.startswith("-"), behind)
@@ -137,12 +141,12 @@ def read_command(name: str, text: str) -> Command | None:
         )
     lines: dict[KeyPath, int] = {(key,): line for key in values} | {(): line}
     if config is None:
-        return Command(Document(name, values, lines), launcher, program, others)
+        return Command(Document(name, values, lines), launcher, program, others, unset) if values or unset else None
     document = read_document(_beside(Path(name), str(config)), takes_last=True)
     for path, value in [*(((key,), value) for key, value in values.items()), *_paths(assigned)]:
         _set(document, path, value)
         document.lines[path], document.inherited[path] = line, name
-    return Command(document, launcher, program, others)
+    return Command(document, launcher, program, others, unset)
 
 
 def _has_settings(words: list[str], script: Path) -> bool:
@@ -258,14 +262,67 @@ def _computed(text: str, written: str, variables: dict[str, str]) -> str:
         return written
 
 
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
+DECLARATION = r"[ \t]*(?:(?:export|local|readonly|declare(?:[ \t]+-\w+)?)[ \t]+)?"
+SEVERAL_LINES = re.compile(
+    rf'^({DECLARATION}\w+\+?=)("(?:[^"\\]|\\.)*"|\((?:[^()]|\$\([^()]*\))*\))[ \t]*(?:#[^\n]*)?$',
+    re.MULTILINE | re.DOTALL,
+)
+"""A text or an array that a script gives a variable, in one line or in several."""
+ALL_OF_ARRAY = re.compile(r'"(\$\{\w+\[@\]\})"')
+ASSIGNED = re.compile(rf"{DECLARATION}(\w+)(\+?)=(.*)", re.DOTALL)
+
+
+def _in_one_line(assignment: re.Match[str]) -> str:
+    """An assignment without its line breaks and comments, which stand behind it, so that lines keep their numbers."""
+    value = assignment[2]
+    lines = value.split("\n") if value[0] == '"' else map(_without_comment, value.split("\n"))
+    return assignment[1] + " ".join(line.removesuffix("\\") for line in lines) + "\n" * value.count("\n")
+
+
+def _assign(line: str, variables: dict[str, str]) -> bool:
+    """Keep what a line gives a variable: a word, a text, or an array. What has an open quotation is not known. Return
+    whether the line does nothing else."""
+    if (assignment := ASSIGNED.fullmatch(line)) is None:
+        return False
+    name, adds, value = assignment[1], assignment[2], assignment[3].strip()
+    is_array = value.startswith("(") and value.endswith(")")
+    try:
+        words = [value[1:-1]] if is_array else shlex.split(value, comments=True)
+        shlex.split(" ".join(words))
+    except ValueError:
+        variables.pop(name, None)
+        return True
+    if len(words) > 1:
+        return False
+    before = f"{variables.get(name, '')}{' ' * is_array}" if adds else ""
+    variables[name] = before + "".join(words)
+    return True
+
+
+UNSET = re.compile(r"\$(?:\{\w+\}|[@*])")
+
+
+def _without_unset(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words without variables that are no flag's value, and these."""
+    kept: list[str] = []
+    unset: list[str] = []
+    for word, before in zip(words, ["", *words], strict=False):
+        is_value = before.startswith("--") and "=" not in before
+        (unset if UNSET.fullmatch(word) and not is_value else kept).append(word)
+    return kept, unset
+
+
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\})")
 """A variable of a shell, with what it is if nobody has set it."""
 
 
 def _value_of(reference: re.Match[str], variables: dict[str, str]) -> str:
     """Its value; of one that the script does not set, the usual one or `${NAME}`, which `references` knows."""
     name, usual = reference[1] or reference[2], reference[3]
-    return variables.get(name, f"${{{name}}}" if usual is None else usual)
+    value = variables.get(name)
+    if usual is not None and (not value or UNSET.fullmatch(value)):
+        return VARIABLE.sub(lambda match: _value_of(match, variables), usual)
+    return f"${{{name}}}" if value is None else value
 
 
 def _script_in(words: list[str]) -> int | None:

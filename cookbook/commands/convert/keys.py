@@ -56,8 +56,9 @@ class Conversion(Collected):
         if project is not None and not project.warms_up_constant:
             self._spare_warm_up()
         self._length_and_batch()
+        is_flat = self._flattened()
         self._packed_by_script()
-        if project is not None:
+        if project is not None and not is_flat:
             self._packed(project)
         self._evaluation_and_saving()
         if has_rounds:
@@ -617,6 +618,13 @@ class Conversion(Collected):
                 f"left out: batch.global_batch_size is {size} already, from {self.places['batch.global_batch_size']}",
             )
 
+    def _flattened(self) -> bool:
+        """Packing of the samples of a batch, which counts these as any batch does. Return whether there is no other."""
+        if not self.take("flattens") or self.recipe.get("data.packing"):
+            return False
+        self.recipe["data.packing"], self.places["data.packing"] = True, self.places["~flattens"]
+        return True
+
     def _packed_by_script(self) -> None:
         """Packing by the handbook's scripts that read `dataset_mixer`, whatever the file says: scripts/run_sft.py and
         run_cpt.py of v0.2.0 and v0.3.0, with a release of TRL that joins samples and cuts."""
@@ -648,7 +656,6 @@ class Conversion(Collected):
             or self._objective_name not in ("sft", "cpt")
             or (self._objective_name == "cpt" and self.own_defaults.get("~joins_texts"))  # which has its own line
             or self.recipe.get("data.packing") is not True
-            or "padding_free" in self.places.get("data.packing", "")  # samples of a batch in one row
             or None in (size, micro)
         ):
             return
