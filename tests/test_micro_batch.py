@@ -210,7 +210,7 @@ def settled(recipe: Recipe, tmp_path: Path, *, gpus: int) -> tuple[Recipe, int, 
 def test_each_process_of_a_start_takes_what_the_first_one_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Ranks of which one has moved an earlier run's folder away would choose otherwise than those before."""
     sizes = iter([6, 3])
-    monkeypatch.setattr(auto_settings, "choose", lambda *_: {"batch.micro_batch_size": (next(sizes), "it fits")})
+    monkeypatch.setattr(auto_settings, "choose", lambda *_, **__: {"batch.micro_batch_size": (next(sizes), "it fits")})
     recipe = recipe_with(f"run.output_dir={tmp_path / 'out'}")
     for attempt, size in (("a", 6), ("a", 6), ("b", 3)):
         monkeypatch.setattr(auto_settings.status, "attempt_id", lambda attempt=attempt: attempt)

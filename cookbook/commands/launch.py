@@ -21,6 +21,7 @@ from cookbook.commands.shared.arguments import (
     process_count,
     recipe_argument,
 )
+from cookbook.commands.shared.find_model import CACHE
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
 from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
 from cookbook.commands.shared.simulation import as_mistakes
@@ -149,8 +150,10 @@ def prepare(
             say(f"the output of each process: {logs}/*/attempt_*/RANK/stdout.log and stderr.log", flush=True)
         if warning := hosts.address_warning(run_hosts):
             say(warning, flush=True)
-        if simulate_gpus is None and (gain := auto_settings.larger_micro_batch(path, recipe, loaded, planned)):
-            say(gain, flush=True)
+        if simulate_gpus is None:
+            gain = auto_settings.larger_micro_batch(path, recipe, loaded, planned, cache=CACHE)
+            if gain is not None:
+                say(gain, flush=True)
         say(run_plan.show_command(command), flush=True)
         # torchrun would give each process one thread, whatever the machine has: too few on CPU, and for offloaded
         # updates.
@@ -210,7 +213,7 @@ def _replace_autos(
     path: Path, assignments: list[str], recipe: Recipe, strategy: Strategy, plan: run_plan.Plan
 ) -> list[str]:
     """The assignments with a value for each `auto`, which is printed with its reason."""
-    for key, (value, why) in auto_settings.choose(path, recipe, strategy, plan).items():
+    for key, (value, why) in auto_settings.choose(path, recipe, strategy, plan, cache=CACHE).items():
         say(auto_settings.in_words(key, value, why), flush=True)
         assignments = [assignment for assignment in assignments if assignment.partition("=")[0].strip() != key] + [
             f"{key}={str(value).lower()}"
@@ -292,7 +295,7 @@ def _check_rows(recipe: Recipe) -> None:
     if here == sources:
         from cookbook.training.data.known import known_rows
 
-        known_rows(data, recipe.objective, cache=Path(".cache"))  # which the processes then need not read
+        known_rows(data, recipe.objective, cache=CACHE)  # which the processes then need not read
         return
     for source in here:
         read_rows(source, data.on_bad_row, recipe.objective)

@@ -12,9 +12,9 @@ from cookbook.facts.meshes import mesh_problem, share_beyond_buffer, units_probl
 from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import decide
 from cookbook.facts.pipeline_stages import Begun, begun, in_flight, stage_chunks
-from cookbook.forecast import second_process
+from cookbook.forecast import kept_traces, second_process
 from cookbook.forecast.activations import ActivationTrace
-from cookbook.forecast.costs.flops import Step, sizes_of
+from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.inputs import (
     Skeleton,
     bytes_of,
@@ -91,7 +91,7 @@ LONG = 512, 1024
 operations for each."""
 SHORT = 16, 32
 """Likewise of models that run token by token: as many tokens, in more rows."""
-SKELETONS: dict[tuple[str, str | None, int], Skeleton] = {}
+SKELETONS: dict[tuple[str, str | None, int], tuple[Skeleton, ModelSizes]] = {}
 
 
 class TraceCache:
@@ -106,12 +106,14 @@ class TraceCache:
         self.recipe_name = recipe_name
         parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
         self._key = config.to_json_string(), parts
+        # What code outside of this package and the libraries does, no key says.
+        self._is_kept = not recipe.plugins and not recipe.model.kernels
         adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
         structure = self._key[0], adapter, len(recipe.model.new_tokens or ())
         if structure not in SKELETONS:
-            SKELETONS[structure] = skeleton_of(config, recipe)
-        self.skeleton = SKELETONS[structure]
-        self.sizes = sizes_of(config, self.skeleton)
+            skeleton = skeleton_of(config, recipe)
+            SKELETONS[structure] = skeleton, sizes_of(config, skeleton)
+        self.skeleton, self.sizes = SKELETONS[structure]
 
     def changed(self, **sections: Any) -> "TraceCache":
         """The traces of the recipe with other sections."""
@@ -170,22 +172,33 @@ class TraceCache:
     def _two_traces(self, options: list[dict[str, Any]]) -> list[ActivationTrace]:
         """The second in another process meanwhile, if there is one."""
         key = self._key_of(options[1])
-        is_begun = key not in TRACES and second_process.begin(self.config, self.recipe, options[1])
+        is_begun = self._known(key) is None and second_process.begin(self.config, self.recipe, options[1])
         try:
             first = self._trace(options[0])
         finally:
             if is_begun and (traced := second_process.take()):
-                TRACES[key] = traced
+                self._keep(key, traced)
         return [first, self._trace(options[1])]
 
     def _key_of(self, options: dict[str, Any]) -> tuple[Any, ...]:
         too_long = (*self._key, options["length"])  # under any strategy
         return too_long if too_long in TRACES else (*self._key, *options.values())
 
+    def _known(self, key: tuple[Any, ...]) -> ActivationTrace | Untraceable | None:
+        """A trace of this process or, where such are kept, of an earlier one."""
+        if key not in TRACES and self._is_kept and (kept := kept_traces.find(key)) is not None:
+            TRACES[key] = kept
+        return TRACES.get(key)
+
+    def _keep(self, key: tuple[Any, ...], traced: ActivationTrace) -> None:
+        TRACES[key] = traced
+        if self._is_kept:
+            kept_traces.keep(key, traced)
+
     def _trace(self, options: dict[str, Any]) -> ActivationTrace:
-        if (key := self._key_of(options)) not in TRACES:
+        if self._known(key := self._key_of(options)) is None:
             try:
-                TRACES[key] = trace_pass(self.config, self.recipe, **options)
+                self._keep(key, trace_pass(self.config, self.recipe, **options))
             except Untraceable as error:
                 key = (*self._key, options["length"]) if isinstance(error.__cause__, TooLong) else key
                 TRACES[key] = error

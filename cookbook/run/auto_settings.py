@@ -22,12 +22,15 @@ GAIN = 0.1
 """Share of a step that a larger micro-batch must save, by the forecast, to be worth a line of output."""
 
 
-def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[str, tuple[Any, str]]:
+def choose(
+    path: Path, recipe: Recipe, strategy: Strategy, plan: Plan, *, cache: Path | None = None
+) -> dict[str, tuple[Any, str]]:
     """The value of each key that is `auto`, on GPUs like this machine's, and why it has this one: the fastest that fit
     by the forecast, of micro-batches that split the global batch the largest, or what the run that is resumed had.
 
     Args:
         path: of the recipe.
+        cache: of traces; those of `cookbook plan` are there.
     """
     keys, micro = autos(recipe), recipe.batch.micro_batch_size
     sizes = even(recipe.batch.global_batch_size // plan.data_parallel_size)
@@ -54,7 +57,7 @@ def choose(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> dict[s
         kinds = [chosen.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
-        ranked = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds)
+        ranked = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds, cache=cache)
     except Exception as error:  # the run does not depend on it
         return chosen | {key: (least[key], f"there is no forecast: {first_line(error)}") for key in left}
     room = f"{machines.usable_gib:.0f} GiB of GPU memory"
@@ -86,7 +89,7 @@ def settle(
     if plan.num_gpus:
         chosen = _chosen_once(recipe_name, recipe, strategy, plan, cache)
     else:
-        chosen = choose(Path(recipe_name), recipe, strategy, plan)
+        chosen = choose(Path(recipe_name), recipe, strategy, plan, cache=cache)
     changed: dict[str, dict[str, Any]] = {}
     for key, (value, _) in chosen.items():
         section, name = key.split(".")
@@ -114,12 +117,17 @@ def _chosen_once(
     with lock.making(path.with_suffix(".lock")):
         record = read_json(path)
         if record is None or record.get("attempt") != status.attempt_id():
-            record = {"attempt": status.attempt_id(), "chosen": choose(Path(recipe_name), recipe, strategy, plan)}
+            record = {
+                "attempt": status.attempt_id(),
+                "chosen": choose(Path(recipe_name), recipe, strategy, plan, cache=cache),
+            }
             replace_file(path, json.dumps(record) + "\n")
     return {key: (value, why) for key, (value, why) in record["chosen"].items()}
 
 
-def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Plan) -> str | None:
+def larger_micro_batch(
+    path: Path, recipe: Recipe, strategy: Strategy, plan: Plan, *, cache: Path | None = None
+) -> str | None:
     """Say how much time the largest micro-batch that fits would save, where the recipe has a smaller number.
 
     Returns None if the forecast saves little, or nothing larger fits. The forecast is for
@@ -135,8 +143,8 @@ def larger_micro_batch(path: Path, recipe: Recipe, strategy: Strategy, plan: Pla
     batches = [recipe.batch.model_copy(update={"micro_batch_size": larger}) for larger in sizes]
     kinds = [recipe.model.gradient_checkpointing]
     try:
-        current = forecasts.fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds)
-        best = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds)
+        current = forecasts.fitting(recipe, strategy, machines, str(path), [recipe.batch], kinds, cache=cache)
+        best = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds, cache=cache)
     except RecipeError:
         return None
     if (

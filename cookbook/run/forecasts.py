@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cookbook.config.recipe import Recipe
@@ -102,11 +103,15 @@ def fitting(
     recipe_name: str,
     batches: Sequence[BatchSection],
     kinds: Sequence[Checkpointing],
+    *,
+    cache: Path | None,
 ) -> "list[Fitting]":
-    """See `cookbook.forecast.fitting`."""
+    """See `cookbook.forecast.fitting` and `kept_traces`."""
     from cookbook.forecast.fitting import fitting as fit
+    from cookbook.forecast.kept_traces import kept_traces
 
-    return fit(recipe, strategy, machines, recipe_name, batches, kinds)
+    with kept_traces(cache):
+        return fit(recipe, strategy, machines, recipe_name, batches, kinds)
 
 
 def next_strategy(

@@ -11,6 +11,7 @@ from cookbook.commands.plan.model_recipe import Method, is_model, recipe_of_mode
 from cookbook.commands.plan.submitted_row import in_csv, row_of
 from cookbook.commands.shared.answer_forms import Planned
 from cookbook.commands.shared.arguments import QUICKSTART, AsJson, Assignments, Strategies, positive, recipes
+from cookbook.commands.shared.find_model import CACHE
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.html_page import beginning
 from cookbook.commands.shared.labels import read_label, read_needs
@@ -143,6 +144,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     with imports():
         from cookbook.forecast import headline
         from cookbook.forecast.fitting import by_auto
+        from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import forecast_all
         from cookbook.forecast.second_process import second_process
@@ -159,7 +161,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     answers: list[Answer] = []
     may_run = False
     for i, (recipe, machines) in enumerate(asked):
-        with second_process():
+        with kept_traces(CACHE), second_process():
             options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
@@ -194,11 +196,12 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
     with imports():
         from cookbook.forecast import card_table
         from cookbook.forecast.any_gpus import for_each_card, simple
+        from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.second_process import second_process
 
     name, num_samples = question.name, question.num_samples
     listed = [gpu for gpu in GPUS if gpu.name in PRICES and (gpu.has_bf16 or recipe.mixed_precision != "bf16")]
-    with second_process():
+    with kept_traces(CACHE), second_process():
         report = for_each_card(
             recipe,
             question.strategies if question.named else simple(load_known()),
