@@ -108,6 +108,42 @@ def test_an_answer_that_was_cut_off_or_leaves_no_room_ends_a_conversation():
     assert Talk(recipe_of("data.max_length=45")).say("calc 3 + 4").reward == 0.0
 
 
+def test_an_environment_that_writes_to_its_row_and_its_messages_changes_no_other_conversation(monkeypatch):
+    """One that takes the tests of its row off, and counts in the message that it returned before."""
+    recipe = recipe_of("data.train=" + str(ROOT / "recipes/calculator/prompts.jsonl"))
+    prompt = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)[34]
+    prompt.columns["tests"] = ["1", "2"]
+    kind = environments()["Calculator"].kind
+    begin = kind.start
+
+    def start(self, row):
+        row["tests"].pop()
+        self.asked = begin(self, row)
+        return self.asked
+
+    def step(self, messages):
+        if not hasattr(self, "said"):
+            self.said = [{"role": "tool", "content": "7"}]
+        else:
+            self.asked[0]["content"] = self.said[0]["content"] = messages[0]["content"] = "8"
+        return self.said
+
+    monkeypatch.setattr(kind, "start", start)
+    monkeypatch.setattr(kind, "step", step)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    (ids,) = encode([prompt], str(MODEL), recipe)
+    talk = Talk.__new__(Talk)
+    talk.tokenizer = tokenizer
+    for _ in range(2):  # the second finds the row as it was
+        talk.conversation = conversations.Conversation(prompt, ids, recipe, tokenizer)
+        talk.conversation.rounds = recipe.rounds.model_copy(update={"max_turns": 4})
+        talk.say("calc 3 + 4")
+        talk.say("calc 3 + 4")
+        contents = [message["content"] for message in talk.conversation.messages]
+        assert contents == ["3 + 4 =", "calc 3 + 4", "7", "calc 3 + 4", "8"]
+    assert prompt.columns["tests"] == ["1", "2"] and prompt.asked == [{"role": "user", "content": "3 + 4 ="}]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     talk = Talk(recipe_of())
     template = talk.tokenizer.chat_template

@@ -4,6 +4,7 @@ What the policy wrote is never tokenized again: its turn is the tokens that were
 that the chat template writes after it. A template that writes earlier turns otherwise, once others follow, is refused.
 """
 
+import copy
 import hashlib
 import math
 import signal
@@ -40,9 +41,10 @@ class Conversation:
         kind = environments()[self.rounds.environment or ""].kind
         self.messages: list[Any] = []
         self.environment = kind(environment_seed(recipe.seed, prompt.place))
-        self.messages = [*self._called(lambda: self.environment.start(dict(prompt.columns)), "start")]
+        self.messages = [*self._called(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")]
         if self.messages != prompt.asked:
             raise self._mistake("start returned other messages for the same row and seed")
+        self.messages = copy.deepcopy(prompt.asked)  # an environment may write to what it returned
         self._shown = [*prompt.asked]
         self._text = self._written(self._shown)
         self.tokens: list[int] = []
@@ -58,7 +60,7 @@ class Conversation:
         self.turns.append(answer)
         self.tokens, self.mask = self.tokens + answer.ids, self.mask + [1] * len(answer.ids)
         self.messages.append({"role": "assistant", "content": answer.text})
-        reply = self._called(lambda: self.environment.step([dict(message) for message in self.messages]), "step")
+        reply = self._called(lambda: self.environment.step(copy.deepcopy(self.messages)), "step")
         if isinstance(reply, int | float):
             if not math.isfinite(reply):
                 raise self._mistake(f"step returned {reply}, which is not finite")
@@ -76,7 +78,7 @@ class Conversation:
                 f"step returned {reply!r:.100}, neither a number nor messages, each with a role that is not assistant"
                 " and a text as content"
             )
-        following: list[Any] = reply
+        following: list[Any] = copy.deepcopy(reply)
         special = [token for token in self.tokenizer.all_special_tokens if token in str(following)]
         if special:
             raise self._mistake(f"step returned {special[0]!r}, which the tokenizer reads as a special token")

@@ -1,5 +1,6 @@
 """The prompts of a recipe with rounds: its rows, in the order in which rounds take them. No torch."""
 
+import copy
 import hashlib
 import json
 import random
@@ -73,7 +74,7 @@ def _begin(raw: Any, place: str, source: Source, name: str, seed: int) -> Prompt
     begun = environments()[name].kind(environment_seed(seed, place))
     try:
         with no_exit():
-            asked = begun.start(dict(columns))
+            asked = begun.start(copy.deepcopy(columns))
     except Exception as error:  # any of a user's class
         raise BadRow(f"environment {name}: start fails", f"{type(error).__name__}: {error}") from error
     asked = read_messages(asked, "start")

@@ -1,14 +1,15 @@
 """Rewards of sampled answers, by the functions of a recipe's plugins. No torch."""
 
+import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.config.reward_functions import Reward, is_model, reward_functions
 from cookbook.config.sections import RoundsSection
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, kind_in_words
 from cookbook.system.signals import no_exit
 
 SHOWN = 200
@@ -37,7 +38,7 @@ def score(
     def numbers(name: str) -> list[float]:
         if name in models:
             return models[name].score(prompt, answers)
-        return _call(reward_functions()[name], prompt, list(answers), list(ids))
+        return _call(reward_functions()[name], prompt, answers, ids)
 
     return {name: numbers(name) for name in rounds.reward_funcs}
 
@@ -60,16 +61,18 @@ def try_functions(rounds: RoundsSection, prompt: Prompt) -> None:
             _call(reward_functions()[name], prompt, answers, ids)
 
 
-def _call(reward: Reward, prompt: Prompt, answers: list[str], ids: list[list[int]]) -> list[float]:
+def _call(reward: Reward, prompt: Prompt, answers: Sequence[str], ids: Sequence[list[int]]) -> list[float]:
     count = len(answers)
-    columns = {key: [value] * count for key, value in prompt.columns.items()}
-    completions = as_asked(prompt, answers)
+    of_answers = {"prompts": prompt.asked, **prompt.columns}
     try:
         with no_exit():
+            # Copies, each its own: a function that takes the end tokens off its lists would change what is trained.
             rewards = reward.function(
-                prompts=[prompt.asked] * count, completions=completions, completion_ids=ids, **columns
+                completions=as_asked(prompt, answers),
+                completion_ids=[[*answer] for answer in ids],
+                **{key: [copy.deepcopy(value) for _ in answers] for key, value in of_answers.items()},
             )
-        numbers = [float(value) for value in rewards]
+        numbers = _as_numbers(rewards)
     except Exception as error:  # any of a user's function
         raise _mistake(reward, prompt, answers, f"{type(error).__name__}: {error}") from error
     if len(numbers) != count:
@@ -79,14 +82,30 @@ def _call(reward: Reward, prompt: Prompt, answers: list[str], ids: list[list[int
     return numbers
 
 
-def as_asked(prompt: Prompt, answers: list[str]) -> list[Any]:
+def _as_numbers(rewards: Any) -> list[float]:
+    """The numbers of what a function has returned: a list, a tensor, an array, or what is made while it is read.
+
+    Raises:
+        TypeError: something else, as a dictionary, whose keys would be read, or a text, whose digits would.
+    """
+    values = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | Iterator):
+        raise TypeError(f"it returned {kind_in_words(values)}; return a list, with a number for each answer")
+    values = [*values]
+    for value in values:
+        if not hasattr(value, "__float__"):  # as a text has none, which float() would read
+            raise TypeError(f"it returned {value!r:.60} for an answer; return a number")
+    return [float(value) for value in values]
+
+
+def as_asked(prompt: Prompt, answers: Sequence[str]) -> list[Any]:
     """Texts, or messages where the prompt is one of messages."""
     if isinstance(prompt.asked, str):
-        return answers
+        return [*answers]
     return [[{"role": "assistant", "content": answer}] for answer in answers]
 
 
-def _mistake(reward: Reward, prompt: Prompt, answers: list[str], what: str) -> RecipeError:
+def _mistake(reward: Reward, prompt: Prompt, answers: Sequence[str], what: str) -> RecipeError:
     file = reward.function.__code__.co_filename if hasattr(reward.function, "__code__") else ""
     return RecipeError(
         [
