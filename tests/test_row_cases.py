@@ -926,6 +926,30 @@ def test_white_space_that_is_lost_is_noted(row, tmp_path):
     assert "1 row among those compared, whose tokens decode to another text" in read_back([row], lost, tmp_path).notes
 
 
+def beside_token(kind: str, folder: Path, *, takes: bool, is_special: bool) -> list[bool]:
+    """Whether rows with an added token, which takes the white space beside it or not, are noted as changed."""
+    tokenizer = tiny_tokenizer(kind)
+    tokenizer.add_tokens([AddedToken("foo", lstrip=takes, rstrip=takes, special=is_special, normalized=False)])
+    rows: list[dict[str, Any]] = []
+    for text in ("say foo bar", "sayfoo bar", "say foobar", "yfoo\n"):
+        rows += [{"prompt": "a", "completion": text}, {"prompt": text, "completion": "a"}, {"text": text}]
+        rows += [] if is_special else [{"messages": [user(text), assistant()]}]  # in a chat it is text
+    notes = [read_back([row], tokenizer, folder).notes for row in rows]
+    return ["1 row among those compared, whose tokens decode to another text" in note for note in notes]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("kind", ["bytes", "gemma"])
+def test_white_space_that_an_added_token_takes_is_noted(kind, is_special, tmp_path):
+    assert all(beside_token(kind, tmp_path, takes=True, is_special=is_special))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "gemma", "llama2", "metaspace_always", "prefix_space"])
+def test_white_space_beside_an_added_token_that_takes_none_is_not_noted(kind, tmp_path):
+    """Also of tokenizers whose tokens decode to more of it there."""
+    assert not any(beside_token(kind, tmp_path, takes=False, is_special=False))
+
+
 def test_the_date_of_a_template_is_never_cached_as_if_it_were_constant(tmp_path):
     """Both with the same cache."""
     texts = [

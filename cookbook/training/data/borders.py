@@ -186,6 +186,20 @@ class Pieces:
         """The stretches of a text between added tokens, which may take white space beside them or get some."""
         return [stretch.strip() for stretch in self._added_texts.split(text)]
 
+    def loses(self, text: str, decoded: str) -> bool:
+        """Return whether a text and what its tokens decode to differ by more than white space that a decoder adds
+        beside added tokens, or the space that it leaves out at the beginning.
+        """
+        written, read = (self._added_texts.split(side) for side in (text, decoded))
+        written[0] = written[0].removeprefix(" ")
+        return len(written) != len(read) or not all(map(_is_within, written, read))
+
+    def loses_beside_added(self, chat: Iterable[dict[str, Any]], **options: Any) -> bool:
+        """Return whether added tokens that stand in texts of the messages take white space of them."""
+        texts = [text for message in chat for text in message.values() if isinstance(text, str)]
+        texts = list(filter(self._added_texts.search, texts))
+        return bool(texts) and any(map(self.loses, texts, map(self.decode, self.ids(texts, **options))))
+
     def num_special(self, text: str, guard: str) -> int:
         """Special tokens in a text, but for those with a guard."""
         matches = self.special_texts.finditer(text)
@@ -197,3 +211,8 @@ class Pieces:
         while end and ids[end - 1] not in self.special_ids and not self.tokenizer.decode([ids[end - 1]]).strip():
             end -= 1
         return ids[:end]
+
+
+def _is_within(text: str, decoded: str) -> bool:
+    """Return whether there is nothing but white space around a text."""
+    return text in decoded and not decoded.replace(text, "", 1).strip()

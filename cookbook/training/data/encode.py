@@ -139,6 +139,7 @@ def _encode_plain_rows(
     assert kind.texts is not None
     tokenizer = pieces.tokenizer
     start, end = _start_and_end(tokenizer, rows.place)
+    bare = _bare(tokenizer, start)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
     is_ended = kind.has_end or tokenizer("a")["input_ids"][-1:] == [end]
@@ -168,7 +169,7 @@ def _encode_plain_rows(
             elif _is_compared(num_seen):
                 seen = [pieces.decode(ids) for ids, _ in sequences]
                 said = [(asked or "") + text for text in texts]
-                if [_bare(pieces, text, start) for text in seen] != [_bare(pieces, text, start) for text in said]:
+                if any(pieces.loses(bare(text), bare(decoded)) for text, decoded in zip(said, seen, strict=True)):
                     remarks.append(OTHER_TEXT)
             yield EncodedRow(sequences, tuple(remarks))
 
@@ -190,12 +191,11 @@ def _is_compared(num_seen: int) -> bool:
     return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
 
 
-def _bare(pieces: Pieces, text: str, start: list[int]) -> list[str]:
-    """The stretches of a text between its special tokens, without the tokens that may be added around it."""
-    tokenizer = pieces.tokenizer
-    for token in filter(None, (tokenizer.bos_token, tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(start))):
-        text = text.replace(token, "")
-    return pieces.stretches(text)
+def _bare(tokenizer: "PreTrainedTokenizerBase", start: list[int]) -> Callable[[str], str]:
+    """Takes out of a text the tokens that may be added around it."""
+    added = [*filter(None, (tokenizer.bos_token, tokenizer.eos_token)), *tokenizer.convert_ids_to_tokens(start)]
+    pattern = re.compile("|".join(map(re.escape, added)))
+    return lambda text: pattern.sub("", text)
 
 
 def _has_unknown(sequence: LabelledIds, pieces: Pieces) -> bool:
@@ -607,7 +607,10 @@ class _ChatEncoder:
         tokenizer, text = self.pieces.tokenizer, _without(written.guard, written.text)
         if self.pieces.unknown in ids:
             return None, remarks if _has_unknown(sequence, self.pieces) else [*remarks, OTHER_TEXT]
-        if self.pieces.stretches(self.pieces.decode(ids)) != self.pieces.stretches(text):
+        options = {} if self.keys.special_tokens == "tokens" else {"split_special_tokens": True}
+        is_changed = self.pieces.stretches(self.pieces.decode(ids)) != self.pieces.stretches(text)
+        # White space beside the template's own tokens is lost at inference too.
+        if is_changed or self.pieces.loses_beside_added(asked.chat, **options):
             return None, [*remarks, OTHER_TEXT]
         if self.train_on != "all":
             trained = _without_space(tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label]))

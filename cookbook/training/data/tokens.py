@@ -37,7 +37,7 @@ from cookbook.training.data.rows import BadRows, Rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 9  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
+FORMAT_VERSION = 10  # of the cache files and of what `tokenize` makes of a row; a change makes old entries unused
 ROWS_PER_TASK = 2048
 MIN_ROWS_FOR_POOL = 20_000
 """A chat of 100 tokens takes 0.3 ms of one core, and processes take 3 s to start (measured on 2 cores)."""
