@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftConfig, PeftModel, get_peft_model
+from peft import (
+    BOFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.sections import AdapterSection
@@ -168,6 +178,23 @@ def test_an_adapter_of_another_kind_than_lora_is_evaluated_as_peft_computes_it(t
     insertion.open_adapter(ours := base(), tmp_path)
     assert torch.allclose(logits(ours), logits(theirs), atol=1e-5)
     assert (logits(base()) - logits(theirs)).abs().max() > 1e-3, "the adapter does something"
+
+
+@pytest.mark.parametrize(
+    "settings", [BOFTConfig(target_modules=["q_proj"]), VeraConfig(r=4, target_modules=["q_proj"])]
+)
+def test_an_adapter_that_peft_cannot_open_without_data_is_refused_for_that(tmp_path: Path, settings: PeftConfig):
+    """It is one of the base; an adapter that can be opened, and is of another base, is refused for that."""
+    get_peft_model(base(), settings).save_pretrained(tmp_path / "own")
+    refusal = refused(lambda: adapter_files.check_fits(tmp_path / "own", config())) or ""
+    assert f"cannot put a {settings.peft_type.value} adapter" in refusal and "merge_and_unload" in refusal
+    assert "not an adapter of" not in refusal
+    get_peft_model(base(), LoHaConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "other")
+    smaller = LlamaConfig(**config().to_dict() | {"num_hidden_layers": 1})
+    assert "not an adapter of" in (refused(lambda: adapter_files.check_fits(tmp_path / "other", smaller)) or "")
+    names = json.loads((tmp_path / "other/adapter_config.json").read_text()) | {"target_modules": ["query"]}
+    (tmp_path / "other/adapter_config.json").write_text(json.dumps(names))
+    assert "not an adapter of" in (refused(lambda: adapter_files.check_fits(tmp_path / "other", config())) or "")
 
 
 def refused(check: Callable[[], object]) -> str | None:

@@ -1,5 +1,6 @@
 """Adapters as peft folders: written, compared with a base model, and opened beside one without data."""
 
+import copy
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ from cookbook.training.adapters.peft_folder import (
 from cookbook.training.adapters.saved_settings import OPENED, differences_from_layers
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftConfig
 from cookbook.training.adapters.adapted_layers import examine, last_parts, lora_config
 from cookbook.training.adapters.base_model import Base
 from cookbook.training.adapters.insertion import inject
@@ -161,12 +162,35 @@ def check_fits(folder: Path, config: PreTrainedConfig, *, read: Collection[str] 
         raise
     except Exception as error:  # what peft, torch and safetensors raise over values that they did not expect
         first = f"{type(error).__name__}: {first_line(error)}"
+        if not _fits_a_layer(settings):
+            raise RecipeError(
+                f"{folder}: peft cannot put a {saved.get('peft_type')} adapter into a model without data, as is done"
+                f" here ({first}); merge it into its base with peft's `merge_and_unload`, and name the model that this"
+                " saves"
+            ) from None
     if first:
         base = settings.base_model_name_or_path
         raise RecipeError(
             f"{folder}: not an adapter of {base} ({first}); put the base there that it was trained on, or write that"
             " one's path into base_model_name_or_path of adapter_config.json"
         )
+
+
+def _fits_a_layer(settings: "PeftConfig") -> bool:
+    """Return whether peft adapts a layer without data by these settings, whatever layers they name."""
+    from peft import inject_adapter_in_model
+
+    layer = copy.copy(settings)
+    for key in ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save", "target_parameters"):
+        if hasattr(layer, key):
+            setattr(layer, key, None)
+    layer.target_modules = {"layer"}  # type: ignore[attr-defined]
+    try:
+        with torch.device("meta"):  # of a size that blocks divide
+            inject_adapter_in_model(layer, torch.nn.ModuleDict({"layer": torch.nn.Linear(26880, 26880)}), ADAPTER_NAME)
+    except Exception:
+        return False
+    return True
 
 
 def _first_difference(folder: Path, config: PreTrainedConfig) -> str | None:
