@@ -194,6 +194,37 @@ def mistakes(book, *assignments):
     return caught.value.mistakes
 
 
+# What is replaced in the recipe, and the only message.
+TOLD = {
+    "in a section of its own": ("run:", "run:\n  profile: {wait: 3}", "write run.profile: {steps: [10, 14]}"),
+    "under another name": ("global_batch_size", "train_batch_size", "write it as batch.global_batch_size"),
+    "elsewhere": (
+        "optim:\n  learning_rate: 3e-3\n  weight_decay: 0.1",
+        "learning_rate: 3e-3",
+        "write it as optim.learning_rate",
+    ),
+    "elsewhere, but not all of its section": (
+        "batch:\n  global_batch_size: 16\n  micro_batch_size: 8",
+        "batch: {gradient_accumulation_steps: 2, micro_batch_size: 8}",
+        "batch.global_batch_size: is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_a_key_that_a_message_says_to_write_is_not_missing_besides(book, case):
+    old, new, message = TOLD[case]
+    book.edit(RECIPE, (old, new))
+    said = mistakes(book)
+    assert message in said[-1] and len([text for text in said if "is missing" in text]) == ("missing" in message)
+
+
+def test_what_is_missing_in_a_section_of_which_one_key_stands_elsewhere_is_told(book):
+    book.edit(RECIPE, ("batch:\n  global_batch_size: 16\n  micro_batch_size: 8", "micro_batch_size: 8"))
+    moved, missing = mistakes(book)
+    assert "write it as batch.micro_batch_size" in moved and "batch.global_batch_size: is missing" in missing
+
+
 # One row a mistake: what is replaced in the recipe, and the message after its place.
 RECIPE_MISTAKES = {
     "key at the top": ("seed: 42", "sead: 42", "4: sead: unknown key; did you mean seed?"),

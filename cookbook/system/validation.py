@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -21,8 +21,9 @@ def validate(
 ) -> tuple[Model | None, list[str]]:
     """Validates a document as `model`. Returns the model, None if it is invalid, and the mistakes.
 
-    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names, and once
-    without them. A mistake that one of the two does not have comes from the guess, and nothing is said of it.
+    Misspelt keys do not hide other mistakes: the rest is validated as if they had their nearest valid names, or the
+    places that they are told to have, and once without them. A mistake that one of the two does not have comes from the
+    guess, and nothing is said of it; nor of a missing key that another message says to write.
 
     Args:
         answer_to: what to write instead of a key that this file may not set; asked about a key that is not the model's.
@@ -36,9 +37,17 @@ def validate(
         named = [key for problem in unknown for key in _unknown_keys(document, model, problem, answer_to, homes)]
         mistakes = [_word_problem(document, model, key, answer_to, homes) for key in named]
         values, rest = _use_nearest_names(document.values, model, unknown, answer_to)
+        _use_told_homes(values, zip(named, mistakes, strict=True))
         parsed, problems = _try(values, model)
         others = {_sign(problem) for problem in _try(rest, model)[1]}
-        problems = [problem for problem in problems if _sign(problem) in others]
+        missing = {path for kind, path, _ in others if kind == "missing"}
+        told = {path for mistake in mistakes for path in _told_keys(mistake)}
+        problems = [
+            problem
+            for problem in problems
+            if (_sign(problem) in others or _is_in_missing(problem, missing))
+            and not _is_told(document, model, problem, told)
+        ]
     mistakes += [
         _explain_value(document, problem, meaning_of) or _word_problem(document, model, problem, answer_to, homes)
         for problem in problems
@@ -100,6 +109,42 @@ def _use_nearest_names(
         if close and _answer(answer_to, problem["loc"]) is None and close not in section:
             section[close] = value
     return guessed, rest
+
+
+def _use_told_homes(values: Any, told: Iterable[tuple[Any, str]]) -> None:
+    """Add the values of unknown keys, each with its message, in the places that the messages name."""
+    for problem, mistake in told:
+        if (match := re.search(r"; write it as ([\w.]+)$", mistake)) is None:
+            continue
+        *path, key = match[1].split(".")
+        section = values
+        for part_of_path in path:
+            section = section.setdefault(part_of_path, {}) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.setdefault(key, problem["input"])
+
+
+def _told_keys(mistake: str) -> Iterator[str]:
+    """Dotted keys that a message says to write."""
+    for match in re.finditer(r"\bwrite (?:it as )?([a-z_]+(?:\.[a-z_]+)+)(?:: \{(\w+):)?", mistake):
+        yield match[1]
+        if match[2]:
+            yield f"{match[1]}.{match[2]}"
+
+
+def _is_in_missing(problem: Any, missing: Collection[KeyPath]) -> bool:
+    """Return whether a key is missing in a section that is missing as a whole."""
+    path = problem["loc"]
+    return problem["type"] == "missing" and any(path[:length] in missing for length in range(1, len(path)))
+
+
+def _is_told(document: Document, model: type[BaseModel], problem: Any, told: set[str]) -> bool:
+    """Return whether a key is missing that another message says to write already."""
+    path = tuple(map(str, problem["loc"]))
+    if problem["type"] != "missing":
+        return False
+    needed = [key for key, field in _fields(model, path, document.values).items() if field.is_required()]
+    return ".".join(path) in told or (bool(needed) and all(".".join((*path, key)) in told for key in needed))
 
 
 def _unknown_keys(
