@@ -492,7 +492,7 @@ def test_report_shows_losses_speed_memory_and_the_model(tmp_path, in_root, capsy
     assert (title, path) == (f"SUMMARY of {tmp_path}", str(tmp_path / "report.html"))
     rows = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines)
     assert rows == {
-        "loss": "7.000 at step 1, 5.000 at the end (mean of the last 3 steps)",
+        "loss": "7.000 at step 1, 5.000 at the end (mean of its 3 steps)",
         "held-out loss": "7.500 at step 0, 4.250 at step 3",
         "training": "steps 1 to 3 in 6 s, 1.50 epochs",
         "tokens/s": "2,000 (median step, all processes)",
@@ -500,6 +500,25 @@ def test_report_shows_losses_speed_memory_and_the_model(tmp_path, in_root, capsy
         "strategy": "ddp.yaml, 2 processes on 4 CPU cores",
         "model": str(tmp_path / "export"),
     }
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "loss", "training"),
+    [
+        (1, "1.000 at step 1", "step 1 in"),
+        (10, "1.000 at step 1, 5.500 at the end (mean of its 10 steps)", "steps 1 to 10 in"),
+        (11, "1.000 at step 1, 6.500 at the end (mean of the last 10 steps)", "steps 1 to 11 in"),
+    ],
+)
+def test_report_says_last_only_of_a_part_of_the_steps(num_steps, loss, training, tmp_path, in_root, capsys):
+    lines = [
+        {"step": step, "epoch": 0.1, "loss": step, "step_seconds": 2.0, "tokens_per_second": 1000.0}
+        for step in range(1, num_steps + 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[1].split(maxsplit=1)[1] == loss and rows[2].split(maxsplit=1)[1].startswith(training)
 
 
 def test_chat_continues_a_prompt_with_the_saved_model(tmp_path):

@@ -67,10 +67,10 @@ def measure(run: History) -> RunSummary:
 def summarize(run: History) -> dict[str, str]:
     """The value of each row in words, by the row's name."""
     numbers, record, tail = measure(run), run.record, run.steps[-LAST:]
-    rows = {
-        "loss": f"{numbers.first_loss:.3f} at step {numbers.first_step}, {numbers.last_loss:.3f} at the end"
-        f" (mean of the last {len(tail)} steps)"
-    }
+    part = f"its {len(tail)} steps" if len(tail) == len(run.steps) else f"the last {len(tail)} steps"
+    of_tail = f" (mean of {part})" if len(tail) > 1 else ""
+    at_end = f", {numbers.last_loss:.3f} at the end{of_tail}" if len(tail) > 1 else ""
+    rows = {"loss": f"{numbers.first_loss:.3f} at step {numbers.first_step}{at_end}"}
     if run.rounds:
         shown = [f"{line['reward']:.3f} in round {line['round']}" for line in (run.rounds[0], run.rounds[-1])]
         rows["mean reward"] = ", ".join(dict.fromkeys(shown))
@@ -83,9 +83,10 @@ def summarize(run: History) -> dict[str, str]:
                 rows[f"held-out {key.replace('_', ' ')}{of_set}"] = f"{held.metrics[key]:.2f} at step {held.step}"
     for key in JUDGED:
         if key in tail[-1]:
-            rows[key.replace("_", " ")] = f"{mean(line[key] for line in tail):.2f} (mean of the last {len(tail)} steps)"
+            rows[key.replace("_", " ")] = f"{mean(line[key] for line in tail):.2f}{of_tail}"
     time_taken = "" if numbers.training_seconds is None else f" in {numbers.training_seconds:.0f} s"
-    steps = f"steps {numbers.first_step} to {numbers.last_step}"
+    is_one = numbers.first_step == numbers.last_step
+    steps = f"step {numbers.last_step}" if is_one else f"steps {numbers.first_step} to {numbers.last_step}"
     rows["training"] = f"{steps}{time_taken}, {numbers.epochs:.2f} epochs"
     ends = [event["reason"] for event in run.events if event.get("event") == "finish" and event.get("reason")]
     if ends:
