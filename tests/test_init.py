@@ -76,6 +76,13 @@ def test_chats_on_two_gpus(model, capsys):
     assert (preview, launch) == (f"cookbook preview {OUT}", f"cookbook launch {OUT}")
 
 
+@pytest.mark.parametrize(("num_rows", "num_steps", "often"), [(24, 3, 3), (64, 8, 4), (144, 18, 5)])
+def test_a_short_run_saves_a_few_times_and_not_at_each_step(num_rows, num_steps, often, model):
+    recipe = made(model(), write(CHATS[:num_rows]), "--gpus", "cpu")
+    assert recipe.run.num_epochs * -(-num_rows // recipe.batch.global_batch_size) == num_steps
+    assert recipe.run.save_every_steps == often
+
+
 def test_preferences_on_a_gpu(model):
     recipe = made(model(), write(PAIRS), "--gpus", "1x8GB")
     assert (recipe.objective.name, recipe.objective.beta, recipe.data.holdout) == ("dpo", 0.01, 0)

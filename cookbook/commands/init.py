@@ -115,8 +115,8 @@ MIN_STEPS, MIN_BATCH = 10, 8
 ROWS_ON_A_CPU = 8
 """At a time, if memory allows: with one, Python's time between operations is a large part of a small model's step."""
 WHICH_MODEL, WHICH_ROWS = "a folder, or a name on the Hub", "a file or folder of rows, or a name on the Hub"
-PER_RUN = 10
-"""At most so many evaluations, and checkpoints."""
+PER_RUN, APART = 10, 4
+"""At most so many evaluations, and checkpoints; at least so many steps apart, unless the run has fewer."""
 
 
 def init(
@@ -571,7 +571,7 @@ def _values(
     batch = -(-batch // each) * each
     epochs = like["run"].get("num_epochs", 1)
     num_steps = epochs * -(-data.num_samples // batch)
-    often = -(-num_steps // PER_RUN)
+    often = -(-num_steps // min(PER_RUN, max(1, num_steps // APART)))
     evaluation = {"eval_every_steps": often, "keep_best": 1} if "holdout" in data.values else {}
     objective = like.get("objective", {})
     objective = objective if objective.get("name") == request.task else {"name": request.task}
@@ -637,7 +637,7 @@ def _notes(
         f"{', adapter' if 'adapter' in values else ''} and batch",
         "run.num_epochs": "as in the example" if "num_epochs" in like["run"] else "few; the example counts steps",
         "run.output_dir": "the same under every strategy, so that each resumes what another saved",
-        "run.save_every_steps": f"at most {PER_RUN} times a run",
+        "run.save_every_steps": f"at most {PER_RUN} times a run, at least {APART} steps apart",
         "run.keep_best": "the last checkpoint need not be the best",
     }
     if not on_gpus:
