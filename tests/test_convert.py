@@ -2082,7 +2082,10 @@ def test_a_program_with_llama_factorys_keys_that_is_not_its_own_is_named(folder,
     flags = "--model_name_or_path m --dataset d --max_steps 3 --quantization_bit 4 --finetuning_type lora"
     for program, is_named in {"src/train.py": False, "qlora.py": True}.items():
         assert convert(f"python {program} {flags}\n", name=f"{Path(program).stem}.sh") == 0
-        assert ("has keys of another program" in capsys.readouterr().out) == is_named
+        said = capsys.readouterr().out
+        assert (
+            "qlora.py: its keys are those of LLaMA-Factory, so it is taken for a program of your" in said
+        ) == is_named
 
 
 @pytest.mark.parametrize("name", ["sft.py", "training_args.bin", "notebook.ipynb"])
@@ -2250,6 +2253,62 @@ def test_batches_that_are_flattened_without_packing_are_packed_here_without_a_wo
     assert recipe_of(AXOLOTL.replace("sample_packing: true", "batch_flattening: auto"))["data"]["packing"] is True
     said = capsys.readouterr().out
     assert "packed rows" not in said and "data.packing is false already" not in said
+
+
+def test_a_section_in_a_file_of_its_own_is_read(folder, capsys):
+    """As `fsdp_config` of TrainingArguments, which may be a path."""
+    text = TRL + "fsdp: full_shard auto_wrap\nfsdp_config: {}\n"
+    inline = {"fsdp_version": 2, "reshard_after_forward": False}
+    Path("fsdp.json").write_text(json.dumps(inline))
+    assert recipe_of(text.format("fsdp.json"))["strategy"] == "fsdp2_grad_op"
+    assert recipe_of(text.format(json.dumps(inline)))["strategy"] == "fsdp2_grad_op"
+    capsys.readouterr()
+    recipe_of(text.format("gone.json"))
+    assert "fsdp_config is 'gone.json': no such file" in capsys.readouterr().out
+
+
+ACCELERATE_OF_TRL = {
+    "zero2": ("zero2", 8),
+    "fsdp2": ("fsdp2", 8),
+    "fsdp1": ("fsdp1", 8),
+    "multi_gpu": ("ddp", 8),
+    "single_gpu": ("single", 1),
+    "acc.yaml": ("zero3", 4),
+}
+
+
+@pytest.mark.parametrize("name", ACCELERATE_OF_TRL)
+def test_a_file_of_accelerates_that_trl_names_is_the_strategy(folder, name):
+    """TRL's own have 8 processes (trl/accelerate_configs)."""
+    Path("acc.yaml").write_text(ACCELERATE.replace("num_processes: 8", "num_processes: 4"))
+    strategy, processes = ACCELERATE_OF_TRL[name]
+    recipe = recipe_of(f"{TRL}accelerate_config: {name}\n")
+    assert (recipe["strategy"], recipe["batch"]["global_batch_size"]) == (strategy, 4 * 8 * processes)
+    recipe = recipe_of(f"{TRL}accelerate_config: {name}\nnum_processes: 2\n")
+    assert recipe["batch"]["global_batch_size"] == 4 * 8 * 2
+
+
+def test_a_flag_that_turns_off_a_default_is_that_default_turned_off(folder, capsys):
+    """transformers' own parser is asked which flag that is."""
+    from transformers import HfArgumentParser, TrainingArguments
+
+    flag = "--no_average_tokens_across_devices"
+    (theirs,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([flag, "--output_dir", "o"])
+    assert theirs.average_tokens_across_devices is False
+    flags = "--model_name_or_path m --dataset_name d --max_steps 3 --no_remove_unused_columns"
+    assert convert(f"trl sft {flags} {flag}\n", name="run.sh") == 0
+    said = capsys.readouterr().out
+    assert "average_tokens_across_devices is false: the loss is the mean over the tokens" in said
+    assert "no key of" not in said and re.search("needs nothing: .*remove_unused_columns", said)
+
+
+def test_configurations_beside_a_mixer_are_those_of_its_data_sets(folder, capsys):
+    recipe = recipe_of(f"{HANDBOOK}dataset_configs: [first, null]\n")
+    assert [source.get("name") for source in recipe["data"]["train"]] == ["first", None]
+    assert [source.get("name") for source in recipe["data"]["eval"].values()] == ["first", None]
+    assert "dataset_configs" not in capsys.readouterr().out
+    recipe_of(f"{HANDBOOK}dataset_configs: [first]\n")
+    assert "dataset_configs is ['first']: not one for each of 2 data sets" in capsys.readouterr().out
 
 
 def test_a_reference_that_is_open_changes_no_training_where_its_key_does_not(folder, capsys):

@@ -616,7 +616,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
         ("~optimizer", "~dataset", "~data_files", "~text_field", "~messages_column", "~prompt_column", "~template"),
         _text,
     ),
-    **dict.fromkeys(("~listed", "~listed_eval"), _text),
+    **dict.fromkeys(("~listed", "~listed_eval", "~accelerate_config"), _text),
     **dict.fromkeys(("~sources", "~test_sources", "~dataset_list", "~pretraining"), _list),
     **dict.fromkeys(("~mixture", "~mixer", "~val", "~column_map"), _section),
     **dict.fromkeys(
@@ -637,7 +637,16 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
 
 NEVER_TRAINED = (
     *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~save_epochs", "~keep", "~deepspeed", "~fsdp"),
-    *("~processes", "~wrap", "~test_split", "~test_sources", "~registered_eval", "~listed_eval", "~val"),
+    *(
+        "~processes",
+        "~accelerate_config",
+        "~wrap",
+        "~test_split",
+        "~test_sources",
+        "~registered_eval",
+        "~listed_eval",
+        "~val",
+    ),
 )
 """Derived keys without influence on the curve."""
 WITHOUT: dict[str, Cost] = {

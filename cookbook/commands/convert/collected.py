@@ -10,7 +10,7 @@ from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.config.recipe import answer_to
 from cookbook.config.strategy_keys import COMMENT, is_same
-from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, kind_in_words, show
+from cookbook.system.files import MAX_CHOICES, Document, KeyPath, RecipeError, kind_in_words, read_document, show
 
 ENGINE = ("scheduler", "optimizer")
 """Sections of a DeepSpeed JSON that transformers' Trainer takes in the place of its own settings (integrations/
@@ -102,6 +102,12 @@ class Collected:
             document, lost = indented(document)
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
         self.method = self.method or project.method_named(self.program)
+        if not project.is_distribution:
+            self._read_sections(document, project)
+            for name in [name for name in document.values if _is_switched_off(name, document.values[name], project)]:
+                off = name.removeprefix("no_")
+                document.lines[(off,)] = document.lines.get((name,), 1)
+                document.values[off] = not document.values.pop(name)
         keys = keys_of(document.values, project)
         self.keys_of_training += [] if project.is_distribution else keys
         for path, written in leaves_of(document.values, project):
@@ -142,6 +148,20 @@ class Collected:
         if silent:
             given = ", ".join(f"{ours} {show(self.recipe[ours])}" for ours in silent)
             self.notes.append(f"not in the file, so the defaults of {project.name} hold: {given}")
+
+    def _read_sections(self, document: Document, project: Project) -> None:
+        """Put the keys of a section in the place of the file that has them, as transformers reads `fsdp_config`."""
+        for name, value in [*document.values.items()]:
+            if not (isinstance(value, str) and value.endswith(".json") and project.has_keys_in(name)):
+                continue
+            if (path := self.find(value)) is None:
+                self.notes.append(f"{document.place(name)} is {show(value)}: no such file; write its keys here")
+            else:
+                section = read_document(path, takes_last=True)
+                document.values[name] = section.values
+                for keys, line in section.lines.items():
+                    document.lines[(name, *keys)], document.inherited[(name, *keys)] = line, section.name
+                self.files.append(section.name)
 
     def _leave_open(self, dotted: str, place: str, project: Project) -> None:
         """Keep a key that whoever trains fills in, until all files have been read."""
@@ -318,6 +338,12 @@ def _add_to(lines: list[str], place: str, advice: str) -> None:
         lines[-1] += f"; {advice}"
     else:
         lines.append(f"{place}: {advice}")
+
+
+def _is_switched_off(name: str, value: Any, project: Project) -> bool:
+    """True for the flag that turns off what holds without it, as `--no_remove_unused_columns` (transformers'
+    HfArgumentParser)."""
+    return name.startswith("no_") and isinstance(value, bool) and not project.has(name) and project.has(name[3:])
 
 
 def _is_own_module(path: str, value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Conversion of files of another project: whose they are, the files that are written, and what is left to say."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,7 +208,10 @@ def recognize(document: Document, name: str | None = None, program: str = "") ->
         raise RecipeError(f"{document.name}: is a recipe already; check it with `cookbook check`")
     known = tables().projects
     keys = {candidate: keys_of(document.values, project) for candidate, project in known.items()}
-    fits = {candidate: sum(map(known[candidate].has, keys[candidate])) for candidate in known}
+    fits = {
+        candidate: sum(project.has(key) or project.has(key.removeprefix("no_")) for key in keys[candidate])
+        for candidate, project in known.items()
+    }
     # A key of a method that is not converted speaks for the project in which it is one of those that are.
     foreign = {name: sum(map(known[name].is_of_another_method, keys[name])) for name in known}
     most = max((fits[name], -foreign[name]) for name in known)
@@ -216,7 +220,10 @@ def recognize(document: Document, name: str | None = None, program: str = "") ->
     is_named = name is not None and known[name].is_distribution == known[best[0]].is_distribution
     fitting = [known[candidate] for candidate in best]
     is_of_trainer = known["trainer"] not in fitting and all(root_of(fits) is known["trainer"] for fits in fitting)
-    is_own = len(best) > 1 and is_of_trainer and (name == "trainer" or (name is None and program.endswith(".py")))
+    is_other = known[best[0]].program is not None and not re.search(str(known[best[0]].program), program)
+    is_own = name == "trainer" and len(best) > 1
+    is_own |= name is None and program.endswith(".py") and (len(best) > 1 or is_other)
+    is_own &= is_of_trainer
     chosen = name if name is not None and is_named and not is_own else best[0]
     if name is None and "trl" in best and known["trl"].method_named(program) is not None:
         chosen, is_named, is_own = "trl", True, False
@@ -258,11 +265,12 @@ def of_own_program(name: str, fitting: list[Project]) -> Project:
     projects whose keys it has."""
     trainer = tables().projects["trainer"]
     first, *others = (project.keys for project in fitting)
+    first_named, *names = (project.name for project in fitting)
     shared = {path: key for path, key in first.items() if all(keys.get(path) == key for keys in others)}
-    others_named = " and of ".join(project.name for project in fitting)
+    whose = f"{'equally ' * bool(names)}those of {' and of '.join([first_named, *names])}"
     why = (
-        f"{name}: its keys are equally those of {others_named}, so it is taken for a program of your own with"
-        f" {trainer.name}: write its rows and its loss, or name a project with --from"
+        f"{name}: its keys are {whose}, so it is taken for a program of your own with {trainer.name}: write its rows"
+        " and its loss, or name a project with --from"
     )
     return replace(trainer, keys={**shared, **trainer.keys}, always=(*trainer.always, why))
 

@@ -56,6 +56,7 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
     builder = str(collected.other.get("~dataset_component", "")).rpartition(".")[2]
     if "~mixture" in collected.other:
         _mixture(collected, collected.take("mixture"), project)
+    is_mixed = "~mixer" in collected.other
     sources = _sources(collected, path, config, split)
     if rows is not None:
         sources = [{**source, "max_rows": rows} for source in sources]
@@ -65,6 +66,7 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
     is_used = "~dataset_component" in collected.places or any(source["path"] == path for source in sources)
     if test is not None and is_used:
         collected.recipe["data.eval"] = {**sources[0], "split": test}
+    config = None if is_mixed else config
     for key, value in {"dataset": path, "dataset_config": config, "train_split": split, "test_split": test}.items():
         if value is not None and not is_used:
             collected.change(f"~{key}", "left out: other keys name the rows; write it at its source in data.train")
@@ -87,7 +89,7 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
         return sources
     splits, mixer = collected.take("splits"), collected.take("mixer")
     if mixer is not None:
-        return _of_mixer(collected, mixer, splits or ["train"])
+        return _of_mixer(collected, mixer, splits or ["train"], config)
     if names := _names(collected, "registered"):
         return [{"path": f"path/to/{name}.jsonl"} for name in names]
     if several := collected.take("dataset_list"):
@@ -198,13 +200,23 @@ def _alpaca(collected: Collected, place: str) -> None:
     collected.recipe["data.chat_template"] = "alpaca"
 
 
-def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str]) -> list[dict[str, Any]]:
-    """The handbook's {data set: fraction}, whose splits are by name for training or test."""
+def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str], configs: Any) -> list[dict[str, Any]]:
+    """The handbook's {data set: fraction}, whose splits are by name for training or test, and whose configurations are
+    in the order of the data sets (`mix_datasets` in its data.py)."""
+    names: dict[str, dict[str, Any]] = {path: {} for path in mixer}
+    if configs is not None:
+        listed = configs if isinstance(configs, list) else [configs]
+        if len(listed) == len(mixer):
+            names = {path: {"name": name} if name else {} for path, name in zip(mixer, listed, strict=True)}
+        else:
+            collected.change("~dataset_config", f"not one for each of {len(mixer)} data sets; write name at its source")
     train = [split for split in splits if "train" in split] or ["train"]
     test = [split for split in splits if "test" in split]
     if test:
         collected.recipe["data.eval"] = {
-            f"{path.replace('/', '-')}-{split}": {"path": path, "split": split} for path in mixer for split in test
+            f"{path.replace('/', '-')}-{split}": {"path": path, **names[path], "split": split}
+            for path in mixer
+            for split in test
         }
     if any(_number_of(part) < 1 for part in mixer.values()):
         collected.change("~mixer", FRACTION)
@@ -212,7 +224,9 @@ def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str]) ->
     for path, part in mixer.items():
         number = _number_of(part)  # above 1 that of rows, as open-instruct has it
         weight = {"weight": part} if number < 1 else {"max_rows": int(number)} if number > 1 else {}
-        sources += [{"path": path, **({"split": split} if split != "train" else {}), **weight} for split in train]
+        sources += [
+            {"path": path, **names[path], **({"split": split} if split != "train" else {}), **weight} for split in train
+        ]
     return sources
 
 

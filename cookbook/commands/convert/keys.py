@@ -74,7 +74,7 @@ class Conversion(Collected):
         if it has all keys of the file."""
         methods, file, text = project.methods, Path(self.files[0]), ""
         if project.program is not None and self.program:
-            self._compare_program(project.program)
+            self._compare_program(project)
         if self.method is None:
             fitting = project.methods_with(self.keys_of_files)
             named = {part: project.method_named(part) for part in (file.stem, file.parent.name)}
@@ -97,18 +97,15 @@ class Conversion(Collected):
             if (meaning := meaning_of("objective.name", word)) is not None and "write sft" not in meaning:
                 self.changes.append(f"{self.program} has {word} in its name: {meaning}")
 
-    def _compare_program(self, program: str) -> None:
-        """Name a program that another one's keys are taken from: it may train otherwise.
-
-        Args:
-            program: a regular expression of the name of the program whose keys they are.
-        """
+    def _compare_program(self, project: Project) -> None:
+        """Name a program that has the keys of a project's own: it may train otherwise."""
+        program = str(project.program)
         trl = tables().projects["trl"]
         method = trl.method_named(self.program)
         if method is not None:
             name = trl.methods[method]
             advice = f"write objective.name: {name}" if name is not None else "which is not here"
-            if name != "sft":
+            if name != self.recipe.get("objective.name", project.defaults.get("objective.name", "sft")):
                 self.changes.append(f"{self.program} is {method.removesuffix('Config')} by its name: {advice}")
         elif not re.search(program, self.program):
             self.changes.append(f"{self.program} has keys of another program, for which it is taken: {program}.py")
@@ -329,6 +326,22 @@ class Conversion(Collected):
                 self.read(read_document(path, takes_last=True), tables().projects["deepspeed"])
         for key, value in (self.take("fsdp") or {}).items():
             self.other.setdefault(f"strategy.{key}", value)
+        if (named := self.take("accelerate_config")) is not None:
+            self._accelerate_file(str(named))
+
+    def _accelerate_file(self, named: str) -> None:
+        """A file of accelerate's that a file of TRL's names, or one of those in TRL's own folder (its cli/
+        accelerate_config.py), which have 8 processes and neither offload nor shard a part only."""
+        if (path := self.find(named)) is not None:
+            self.read(read_document(path, takes_last=True), tables().projects["accelerate"])
+        elif named in OF_TRL:
+            for key, value in OF_TRL[named].items():
+                self.other.setdefault(f"strategy.{key}", value)
+            if named != ONE_GPU:
+                self.other.setdefault("~processes", 8)
+                self.note("~accelerate_config", "TRL's file has 8 processes, unless num_processes or a flag says so")
+        else:
+            self.note("~accelerate_config", "no such file; give it to `convert` beside this one")
 
     def _other_objectives(self, project: Project) -> list[str]:
         """Our objectives beside SFT whose methods have all keys of the files."""
@@ -716,6 +729,15 @@ class Conversion(Collected):
                 )
 
 
+ONE_GPU = "single_gpu"
+OF_TRL: dict[str, dict[str, Any]] = {
+    ONE_GPU: {"kind": "single"},
+    "multi_gpu": {"kind": "ddp"},
+    "fsdp1": {"kind": "fsdp", "fsdp_version": 1, "reshard": True},
+    "fsdp2": {"kind": "fsdp2", "reshard": True},
+    **{f"zero{stage}": {"kind": "zero", "zero_stage": stage} for stage in (1, 2, 3)},
+}
+"""Properties of a strategy by the names of the files in trl/accelerate_configs."""
 OF_COSINE = "cosine_min_lr_ratio"
 """axolotl's share of the peak, which other shapes than the cosine do not have."""
 CONSTANT = "constant"
