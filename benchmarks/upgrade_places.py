@@ -8,6 +8,7 @@ The second is for whoever has read what a release changed in them. Both read the
 
 import argparse
 import ast
+import functools
 import importlib
 import io
 import json
@@ -74,13 +75,16 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
     return quotes
 
 
+@functools.cache
 def places() -> list[Place]:
     """All places, each once."""
     own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
     found = set[Place]()
     for file, text in files():
-        of_file = list(_of_file(ast.parse(text), own))
-        read = {ast.unparse(node).rpartition(".")[2] for node in ast.walk(ast.parse(text)) if _is_read(node)}
+        nodes = list(ast.walk(ast.parse(text)))
+        of_file = list(_of_file(nodes, own))
+        attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+        read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
         for kind, name, guard in of_file:
             if not guard and kind in SET and name.rpartition(".")[2] in read:
                 guard = "AttributeError, since it is read as well"
@@ -90,13 +94,9 @@ def places() -> list[Place]:
     return sorted(found)
 
 
-def _is_read(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-
-
-def _of_file(tree: ast.Module, own: set[str]) -> Iterator[tuple[str, str, str]]:
-    imported = _imported(tree)
-    for node in ast.walk(tree):
+def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, str]]:
+    imported = _imported(nodes)
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in LIBRARIES:
             for alias in node.names:
                 if any(_is_private(part) for part in [*str(node.module).split("."), alias.name]):
@@ -142,10 +142,10 @@ def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
         yield "signature", ast.unparse(node.args[0]), "derived"
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def _imported(nodes: list[ast.AST]) -> set[str]:
     """Names of a file that come from a library."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in LIBRARIES}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:

@@ -320,6 +320,7 @@ def test_there_are_commands_to_try():
     assert places.count("README.md") >= 10 and {"docs/recipes.md", "recipes/quickstart.yaml"} <= set(places)
 
 
+@pytest.mark.core  # the first line of a page pays for all of its lines
 @pytest.mark.parametrize(("place", "line"), all_commands())
 def test_a_command_of_the_pages_exists_and_finds_nothing_wrong(trials, place, line):
     if "simulate" in line.lower():

@@ -18,6 +18,7 @@ from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models.language_model import load_model
 
 
+@pytest.mark.core
 def test_the_page_is_what_the_code_says():
     written = upgrade_places.PAGE.read_text(encoding="utf-8")
     assert written == upgrade_places.page(), "run: python benchmarks/upgrade_places.py"
@@ -41,7 +42,7 @@ def own(model, _known):
     type(model).__name__ == "Theirs"
     inspect.signature(model)
 """
-    found = {(kind, name) for kind, name, _ in upgrade_places._of_file(ast.parse(code), {"_ours"})}
+    found = {(kind, name) for kind, name, _ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
     assert found == {
         ("private import", "torch._dynamo.counters"),
         ("private name", "_theirs"),

@@ -6,6 +6,8 @@ python -m pytest -q tests/test_words.py
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 NAMES = {"one", "found", "those", "theirs", "them", "these"}
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
@@ -24,6 +26,7 @@ def words_of(code: str) -> list[str]:
     return words
 
 
+@pytest.mark.core
 def test_no_word_says_nothing():
     empty = {
         str(path.relative_to(ROOT)): words
