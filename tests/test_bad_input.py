@@ -293,6 +293,7 @@ RECIPE_MISTAKES = {
         f"max_steps: {2**63}",
         "29: run.max_steps is 9223372036854775808; write less than 2^63",
     ),
+    "written null": ("seed: 42", "seed: null", "4: seed is null; write a value, or leave the key out for its default"),
     "null": ("seed: 42", "seed:", "4: seed is empty; write a value, or leave the key out for its default"),
     "number for a section": (
         "schedule:\n  name: cosine\n  warmup_steps: 10",
@@ -959,7 +960,7 @@ STRATEGY_MISTAKES = {
         JSON,
         '"device": "cpu"',
         '"device": null',
-        ":20: zero_optimization.offload_optimizer.device is empty; ...",
+        ":20: zero_optimization.offload_optimizer.device is null; ...",
     ),
     "a key that stage 3 does not read": (
         "zero3",
@@ -994,7 +995,7 @@ STRATEGY_MISTAKES = {
         JSON,
         "200000000",
         "null",
-        ":16: zero_optimization.reduce_bucket_size is empty; write a value, or take the key out",
+        ":16: zero_optimization.reduce_bucket_size is null; write a value, or take the key out",
     ),
     "endless number": ("zero3", JSON, "200000000", "9" * 5000, ": not valid JSON: a number with too many digits"),
     "trailing comma": ("zero3", JSON, '"auto"\n  }', '"auto",\n  }', ":...: not valid JSON: ..."),

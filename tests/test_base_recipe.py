@@ -110,7 +110,7 @@ def test_a_batch_that_does_not_split_names_the_line_of_the_base(book, capsys):
 
 REFUSED = {
     "base:": "recipes/over.yaml:1: base is empty; write the path of one recipe, or take the line out",
-    "base: null": "recipes/over.yaml:1: base is empty",
+    "base: null": "recipes/over.yaml:1: base is null; write the path of one recipe",
     "base: [small.yaml]": "recipes/over.yaml:1: base is ['small.yaml']; write the path of one recipe",
     "base: 3": "recipes/over.yaml:1: base is 3; write the path",
     "base: ''": "recipes/over.yaml:1: base is empty; write a path",
@@ -121,10 +121,18 @@ REFUSED = {
     "base: broken.yaml": "recipes/broken.yaml:2: seed: given twice",
     "base: small.yaml\nseed:": "recipes/over.yaml:2: seed is empty; write null to take out what recipes/small",
     "base: small.yaml\nseed: ~": "recipes/over.yaml:2: seed is empty; write null",
-    "base: small.yaml\nplugins: null": "recipes/over.yaml:2: plugins is empty; write a value, or leave the key out",
+    "base: small.yaml\nplugins: null": "recipes/over.yaml:2: plugins is null; write a value, or leave the key out",
     "base: small.yaml\nmodel: null": "recipes/over.yaml:2: model: is missing",
     "base: small.yaml\noptim: {base: small.yaml}": "recipes/over.yaml:2: optim.base: unknown key",
 }
+
+
+@pytest.mark.parametrize(("written", "word"), [("null", "null"), ("", "empty"), ("~", "empty")])
+def test_a_key_without_a_value_in_the_base_is_called_as_it_is_written(book, written: str, word: str):
+    path = over(book, "seed: 1\n")
+    book.edit(RECIPE, ("max_length: 256", f"max_length: {written}"))
+    (mistake,) = mistakes(path)
+    assert f"data.max_length is {word}; write a value" in mistake
 
 
 @pytest.mark.parametrize("text", REFUSED)

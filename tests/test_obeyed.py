@@ -29,10 +29,10 @@ RENAME = [
 ]
 REMOVE = [
     rf"{PLACE}(?: is .*|: .*); take (?:it|the key) out",
-    rf"{PLACE} is empty; write a value, or (?:take the key out|leave the key out for its default)",
+    rf"{PLACE} is (?:empty|null); write a value, or (?:take the key out|leave the key out for its default)",
 ]
 INSERT = [
-    rf"{PLACE}(?:: is missing| is empty); this key has no default, for example \w+: (?P<value>.*)",
+    rf"{PLACE}(?:: is missing| is (?:empty|null)); this key has no default, for example \w+: (?P<value>.*)",
     rf"{PLACE}: (?P<name>\w+) is missing; write {VALUE}{END}",
     rf"{PLACE}(?: is .*|: .*); add (?P<name>\w+): {VALUE}",
 ]

@@ -47,7 +47,8 @@ def _read_base(document: Document, path: Path) -> Document:
     """
     named, place = document.values[KEY], document.place(KEY)
     if not isinstance(named, str):
-        raise RecipeError(f"{place} is {show(named)}; write the path of one recipe, or take the line out")
+        what = document.none_at(KEY) if named is None else show(named)
+        raise RecipeError(f"{place} is {what}; write the path of one recipe, or take the line out")
     if (problem := path_problem(named)) is not None:
         raise RecipeError(f"{place} {problem}")
     file = path.parent / named
@@ -100,4 +101,5 @@ def _over(own: Document, base: Document) -> Document:
         mistakes=mistakes,
         inherited=dict.fromkeys(kept.keys() - own.lines.keys(), base.name),
         digests=own.digests | base.digests,
+        empty=own.empty | (base.empty & kept.keys() - own.lines.keys()),
     )

@@ -120,7 +120,7 @@ class JsonBlock(Block):
     def _as_deepspeed_reads(cls, value: Any, field: ValidationInfo) -> Any:
         info = cls.model_fields[str(field.field_name)]
         if value is None and not info.is_required():
-            raise ValueError("is empty; write a value, or take the key out")
+            raise ValueError("is null; write a value, or take the key out")
         if value == "auto" and not info.is_required() and info.annotation != MaybeAuto:
             raise ValueError("is 'auto', and accelerate fills in none; take it out")
         if "int" not in str(info.annotation) or value == "auto":

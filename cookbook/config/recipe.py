@@ -226,6 +226,7 @@ def _read(draft: Draft) -> Draft:
     draft.is_whole = True
     draft.values, draft.lines, draft.overrides = document.values, document.lines, document.overrides
     draft.mistakes, draft.inherited, draft.digests = document.mistakes, document.inherited, document.digests
+    draft.empty = document.empty
     draft.notes += document.notes
     return draft
 

@@ -105,6 +105,10 @@ class Document:
         line = self.lines.get(path)
         return None if line is None else f"{self.inherited.get(path, self.name)}:{line}"
 
+    def none_at(self, *path: str | int) -> str:
+        """How a key without a value is written: left empty, or as null."""
+        return "empty" if path in self.empty and path not in self.overrides else "null"
+
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
         dotted = ".".join(shortened(str(part)) for part in path)

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from cookbook.system.files import MAX_CHOICES, Document, KeyPath, closest, flatten, name_some, nearest, show, type_name
 
+WRITE_OR_LEAVE_OUT = "write a value, or leave the key out for its default"
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -227,10 +228,10 @@ def _word_problem(
     if kind == "value_error":
         message = str(context["error"])
         return f"{place}{' ' if message.startswith(('is ', 'has ')) else ': '}{message}"
-    if value is None and _is_required(document, model, path):
-        return f"{place} is empty; this key has no default{_example(document, model, path)}"
     if value is None:
-        return f"{place} is empty; write a value, or leave the key out for its default"
+        is_required = _is_required(document, model, path)
+        way = f"this key has no default{_example(document, model, path)}" if is_required else WRITE_OR_LEAVE_OUT
+        return f"{place} is {document.none_at(*path)}; {way}"
     if kind == "literal_error":
         expected = context["expected"].replace("False", "false").replace("True", "true")
         choices = {word.strip("' ").lower(): word for word in re.split(r", | or ", expected)}
