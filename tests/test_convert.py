@@ -2379,6 +2379,15 @@ def test_a_module_of_the_files_own_is_named(folder, capsys):
     assert "a module of the file's own" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("cycles", "is_told"), [("0", True), ("0.0", True), ("2", True), ("null", False)])
+def test_a_zero_without_a_default_that_is_known_is_told(cycles, is_told, folder, capsys):
+    """A cosine of 0 cycles is a constant rate."""
+    kwargs = f"lr_scheduler_type: cosine\nlr_scheduler_kwargs: {{num_cycles: {cycles}}}\n"
+    recipe_of(f"model_name_or_path: m\ndataset_name: d\nlearning_rate: 1e-4\n{kwargs}")
+    said = capsys.readouterr().out.partition("to know")[0]
+    assert (f"lr_scheduler_kwargs.num_cycles is {cycles}" in said) == is_told
+
+
 def test_the_arguments_of_torchtunes_logger_are_wandbs(folder, capsys):
     logger = "metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: p, mode: offline}\n"
     values = yaml.safe_load(TORCHTUNE) | yaml.safe_load(logger)

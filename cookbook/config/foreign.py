@@ -299,11 +299,14 @@ class Project:
     def is_default(self, path: str, value: Any) -> bool:
         """True if the value is what holds without the key: by the schema or, where that has none, an empty one. Where
         `passes` has the key, its values are the only ones that ask for nothing. A key in a section of anything's has
-        no default that is known here: with any value it asks for something."""
+        no default that is known here: with any value it asks for something. So does a number for a key without a
+        counterpart whose default nobody here knows: 0 may have a meaning."""
         own = self.fields.get(path)
         if path in self.passes or self.is_in_open_section(path):
             return False
         default = own.default[0] if own is not None and own.default else None
+        if default is None and type(value) in (int, float) and self.lacks(path):
+            return False
         return asks_for_nothing(value) if asks_for_nothing(default) else _plain(value) == _plain(default)
 
     def schema_defaults(self, objective: str) -> dict[str, Any]:
