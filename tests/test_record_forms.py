@@ -145,3 +145,20 @@ def test_what_is_no_plain_file_is_not_waited_for(run: Path, capsys, file: str, k
     said = look(run, capsys)
     if file == "run.json":
         assert "run.json: is damaged, and left out (no plain file)" in said
+
+
+NO_STEPS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "texts": (lambda line: line | dict.fromkeys({"loss"} & line.keys(), "2.5"), "its records are damaged"),
+    "not finite": (lambda line: line | dict.fromkeys({"loss"} & line.keys()), "the loss of no training step is finite"),
+    "evaluations alone": (lambda line: {"step": 0, "eval_loss": 2.5}, "the run ended before its first"),
+}
+
+
+@pytest.mark.parametrize("losses", NO_STEPS)
+def test_report_says_why_there_is_no_step(run: Path, capsys, losses: str):
+    change, said = NO_STEPS[losses]
+    *lines, _ = (run / "metrics.jsonl").read_text().splitlines()  # the last is cut
+    (run / "metrics.jsonl").write_text("".join(json.dumps(change(json.loads(line))) + "\n" for line in lines))
+    assert main(["report", str(run)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert [words for _, words in NO_STEPS.values() if words in last] == [said]

@@ -97,8 +97,19 @@ def read_history(folder: Path) -> History:
     for note in filter(None, notes):
         say(note, file=sys.stderr)
     if not history.steps:
-        raise RecipeError(f"{path}: no training step in it; the run ended before its first")
+        raise RecipeError(f"{path}: {_why_no_steps(history, path)}")
     return history
+
+
+def _why_no_steps(history: History, path: Path) -> str:
+    """Why a run's metrics.jsonl has no step with a loss."""
+    if read_lines_of(path, Line)[1]:
+        return "its records are damaged, and no training step is left; put the file back as the run wrote it"
+    if any("loss" in line for line in history.lines):
+        return "the loss of no training step is finite; `cookbook next` says what to change"
+    if not history.state.has_ended and (history.folder / status.FILE).is_file():
+        return "no training step in it yet"
+    return "no training step in it; the run ended before its first"
 
 
 def read_ranks(folder: Path, form: type[Form]) -> list[dict[str, Any]]:
