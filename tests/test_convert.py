@@ -234,7 +234,7 @@ RECIPES = {
         "strategy": "fsdp2_offload",
         "mixed_precision": "bf16",
         "model": {"name_or_path": "some/model", "gradient_checkpointing": True},
-        "data": {"train": "some/chats", "max_length": 900},
+        "data": {"train": {"path": "some/chats", "split": "train[:10%]"}, "max_length": 900},
         "adapter": {
             "name": "lora",
             "rank": 8,
@@ -288,7 +288,6 @@ LISTED = {
     "axolotl": ["file.yaml:2: datasets is a list of 1 item: shards 3"],
     "torchtune": [
         "needs nothing: tokenizer._component_, tokenizer.path, checkpointer._component_, optimizer",
-        ":10: dataset.split is 'train[:10%]': write data.train.max_rows",
     ],
     "automodel": ["file.yaml:7: distributed.surprise is 3: no key of NeMo Automodel", "peft.use_triton"],
     "trainer": ["to correct before it runs:", "model: is missing"],
@@ -1075,7 +1074,7 @@ OTHER_TRAININGS = {
         "peft_layers_to_transform: [0, 1]": "of some layers",
         "lr_groups: [{name: a, modules: [q_proj], lr: 1e-4}]": "several rates",
         "overrides_of_model_config: {rope_scaling: {type: linear}}": "a model of another configuration",
-        "adapter: llama-adapter": "write adapter",
+        "adapter: llama-adapter": "an adapter that is not here",
         "qat: {weight_dtype: int4}": "quantization-aware training",
         "unfrozen_parameters: [lm_head]": "training of some layers",
         "optimizer: lion_8bit": "an optimizer that is not here",
@@ -1083,7 +1082,7 @@ OTHER_TRAININGS = {
     }),
     "llama-factory": ("model_name_or_path: m\ncutoff_len: 64\ndataset: a\nfinetuning_type: full\n", {
         "stage: ppo": "rewards while training, which is not here",
-        "finetuning_type: freeze": "write adapter",
+        "finetuning_type: freeze": "training of some layers",
         "quantization_bit: 8": "weights have 4 bits or 16",
         "use_galore: true": "another optimizer",
         "optim: galore_adamw": "an optimizer that is not here",
@@ -1107,7 +1106,7 @@ OTHER_TRAININGS = {
     }),
     "llama-factory-v1": ("model: m\ncutoff_len: 64\ntrain_dataset: d\nmicro_batch_size: 1\n", {
         "model_class: cls": "another head",
-        "peft_config: {name: freeze}": "write adapter",
+        "peft_config: {name: freeze}": "training of some layers",
         "quant_config: {quantization_bit: 8}": "weights have 4 bits or 16",
         "pref_ftx: 0.1": "another loss",
     }),
@@ -1120,7 +1119,6 @@ OTHER_TRAININGS = {
         "multi_objective_aggregation: normalize_then_sum": "the sum is compared within its group",
         "loss_type: [sigmoid, sft]": "no such objective",
         "loss_type: hinge": "another loss, which is not here",
-        "lr_scheduler_type: cosine_with_restarts": "with one cycle, transformers' default, write cosine",
         "task_name: mrpc": "a classifier",
         "router_aux_loss_coef: 0.01": "a loss of the router",
         "model_init_kwargs: {output_router_logits: true}": "a loss of the router",
@@ -2300,6 +2298,77 @@ def test_a_flag_that_turns_off_a_default_is_that_default_turned_off(folder, caps
     said = capsys.readouterr().out
     assert "average_tokens_across_devices is false: the loss is the mean over the tokens" in said
     assert "no key of" not in said and re.search("needs nothing: .*remove_unused_columns", said)
+
+
+SEVERAL = "path: json\n    data_files: "
+FILES_OF_ROWS = {
+    "axolotl": (AXOLOTL.replace("path: some/chats", f"{SEVERAL}[a.jsonl, b.jsonl]"), ["a.jsonl", "b.jsonl"]),
+    "a split": (AXOLOTL.replace("path: some/chats", f"{SEVERAL}{{train: c.jsonl, test: d.jsonl}}"), ["c.jsonl"]),
+    "a folder": (AXOLOTL.replace("path: some/chats", "path: ./here\n    data_files: a.jsonl"), ["here/a.jsonl"]),
+    "torchtune": (
+        TORCHTUNE.replace("source: some/chats", "source: json, data_files: [a.jsonl, b.jsonl]"),
+        ["a.jsonl", "b.jsonl"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES_OF_ROWS)
+def test_several_files_of_a_data_set_are_as_many_sources(folder, case):
+    Path("here").mkdir()
+    text, paths = FILES_OF_ROWS[case]
+    train = recipe_of(text)["data"]["train"]
+    assert [part if isinstance(part, str) else part["path"] for part in _as_list(train)] == paths
+    if "axolotl" in case:
+        assert [part["columns"] for part in train] == [{"messages": "talk"}] * 2  # each with all that is said of them
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def test_files_in_a_data_set_of_the_hub_are_named(folder, capsys):
+    recipe = recipe_of(AXOLOTL.replace("path: some/chats", "path: some/chats\n    data_files: part.jsonl"))
+    assert recipe["data"]["train"]["path"] == "some/chats"
+    assert "data_files 'part.jsonl' of some/chats: all of its files are read" in capsys.readouterr().out
+
+
+def test_several_configurations_are_as_many_sources(folder):
+    """As axolotl reads a list of names."""
+    train = recipe_of(AXOLOTL.replace("path: some/chats", "path: some/chats\n    name: [first, second]"))["data"][
+        "train"
+    ]
+    assert [(part["path"], part["name"]) for part in train] == [("some/chats", "first"), ("some/chats", "second")]
+
+
+@pytest.mark.parametrize("text", [TRL.replace("test_split: test", "train_split: train[:10%]"), TORCHTUNE])
+def test_a_part_of_a_split_stays_one_and_a_stream_has_none(folder, capsys, text):
+    assert recipe_of(text)["data"]["train"] == {"path": "some/chats", "split": "train[:10%]"}
+    assert "max_rows" not in capsys.readouterr().out
+    if text is not TORCHTUNE:
+        assert recipe_of(f"{text}dataset_streaming: true\n")["data"]["train"] == "some/chats"
+        assert "a stream has no part of a split; write data.train.max_rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "kwargs", ["", "lr_scheduler_kwargs: {num_cycles: 1}\n", "lr_scheduler_kwargs: {num_cycles: 2}\n"]
+)
+def test_a_cosine_with_one_cycle_has_no_restart(folder, capsys, kwargs):
+    """transformers' own schedules are asked for each step's rate."""
+    import torch
+    from transformers import get_scheduler
+
+    cycles = 2 if "2" in kwargs else 1
+    rates = {}
+    for name, own in {"cosine": {}, "cosine_with_restarts": {"num_cycles": cycles} if kwargs else {}}.items():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = get_scheduler(name, optimizer, 2, 10, scheduler_specific_kwargs=own)
+        rates[name] = [(schedule.get_last_lr()[0], optimizer.step(), schedule.step())[0] for _ in range(10)]
+    text = TRL.replace("type: cosine", "type: cosine_with_restarts") + kwargs
+    if rates["cosine"] == rates["cosine_with_restarts"]:
+        assert recipe_of(text)["schedule"]["name"] == "cosine"
+    else:
+        assert convert(text) == 2
+        assert "restarts, which are not here" in capsys.readouterr().err
 
 
 def test_configurations_beside_a_mixer_are_those_of_its_data_sets(folder, capsys):

@@ -73,7 +73,8 @@ class Key:
         if isinstance(value, str) and value not in values:
             value = next((known for known in values if is_same_component(value, known)), value)
         if isinstance(value, list | dict) or value not in values:
-            if (meaning := meaning_of(self.ours, str(value))) is not None:
+            named = "adapter.name" if self.ours == "~adapter" else self.ours
+            if (meaning := meaning_of(named, str(value))) is not None:
                 raise NoCounterpart(meaning)
             known = ", ".join(dict.fromkeys(str(ours) for ours in values.values() if ours is not None))
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
@@ -530,6 +531,7 @@ SPECIAL = (
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",
     "warmup_stable_decay": "wsd",
     "linear": "linear",
     "constant": "constant",
@@ -616,7 +618,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
     "adapter.targets": _targets,
     "~lora_parameters": _names,
     **dict.fromkeys(
-        ("~optimizer", "~dataset", "~data_files", "~text_field", "~messages_column", "~prompt_column", "~template"),
+        ("~optimizer", "~dataset", "~text_field", "~messages_column", "~prompt_column", "~template"),
         _text,
     ),
     **dict.fromkeys(("~listed", "~listed_eval", "~accelerate_config"), _text),

@@ -317,6 +317,10 @@ class Collected:
         folders = (Path(), self.folder, *self.folder.resolve().parents)
         return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
+    def is_folder(self, name: str) -> bool:
+        """Return whether a name is a folder here or beside the file, and not one on the Hub."""
+        return (self.folder / name).is_dir() or Path(name).is_dir()
+
     def take(self, name: str, default: Any = None) -> Any:
         return self.other.pop(f"~{name}", default)
 

@@ -1,5 +1,7 @@
 """The rows that converted files name, as sources of a recipe."""
 
+from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
 from cookbook.commands.convert import source_sections
@@ -73,7 +75,7 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
     for name in _names(collected, "registered_eval"):
         collected.recipe.setdefault("data.eval", {})[name] = f"path/to/{name}.jsonl"
     others = _list_of_sources(collected, "test_sources") + _listed(collected, "listed_eval")
-    for i, source in enumerate([*others, *([_of_torchtune(collected, held_out, "~val")] if held_out else [])]):
+    for i, source in enumerate([*others, *(_of_torchtune(collected, held_out, "~val") if held_out else [])]):
         collected.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
     columns = {"text": collected.take("text_field"), "messages": collected.take("messages_column")}
     columns["prompt"] = collected.take("prompt_column")
@@ -93,7 +95,7 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
     if names := _names(collected, "registered"):
         return [{"path": f"path/to/{name}.jsonl"} for name in names]
     if several := collected.take("dataset_list"):
-        return [_of_torchtune(collected, section, "~dataset_list") for section in several]
+        return [source for section in several for source in _of_torchtune(collected, section, "~dataset_list")]
     component, files = collected.take("dataset_component"), collected.take("data_files")
     name = str(component).rpartition(".")[2]
     known = source_sections.KNOWN.get(name, {})
@@ -102,8 +104,8 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
     if source_sections.trains_on_input(name) and "objective.train_on" not in collected.given:
         collected.recipe["objective.train_on"] = "all"
         collected.note("~dataset_component", "train_on_input is true where the file is silent: objective.train_on all")
-    if files is not None:
-        path, split = files, None
+    if files is not None and (paths := source_sections.files_in(files, split)):
+        return [{"path": path} for path in paths]
     if path is None and component is not None:
         path = known.get("path")
         if path is None:
@@ -111,8 +113,8 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
             collected.note("~dataset_component", "write the path of its rows in data.train")
     if path is None:
         return []
-    if split is not None and "[" in str(split):
-        collected.change("~train_split", "write data.train.max_rows for a part of a split")
+    if split is not None and "[" in str(split) and collected.recipe.get("data.streaming"):
+        collected.change("~train_split", "a stream has no part of a split; write data.train.max_rows")
         split = str(split).partition("[")[0]
     if source_sections.FOLDER in known:
         collected.change("~dataset_component", source_sections.folder_advice(known))
@@ -163,16 +165,18 @@ def _mixture(collected: Collected, mixture: dict[str, Any], project: Project | N
             collected.change("~mixture", f"{key} {show(mixture[key])}: no counterpart")
 
 
-def _of_torchtune(collected: Collected, section: Any, place: str) -> dict[str, Any]:
-    """A source from a section of torchtune's."""
+def _of_torchtune(collected: Collected, section: Any, place: str) -> list[dict[str, Any]]:
+    """The sources from a section of torchtune's, one for each of its files."""
     if not isinstance(section, dict):
         collected.change(place, f"{in_short(section)} is no section; write the source")
-        return {"path": "path/to/rows.jsonl"}
-    source, left_out = source_sections.of_torchtune(section)
-    left_out += source_sections.of_all_sources(section) if place == "~dataset_list" else []
+        return [{"path": "path/to/rows.jsonl"}]
+    files = source_sections.files_in(section.get("data_files"), section.get("split"))
+    sections = [{**section, "data_files": file} for file in files] or [section]
+    converted = [source_sections.of_torchtune(part) for part in sections]
+    left_out = converted[0][1] + (source_sections.of_all_sources(section) if place == "~dataset_list" else [])
     for line in left_out:
         collected.change(place, line)
-    return source
+    return [source for source, _ in converted]
 
 
 def _listed(collected: Collected, key: str) -> list[dict[str, Any]]:
@@ -243,8 +247,8 @@ def _names(collected: Collected, key: str) -> list[str]:
 def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
     sources: list[dict[str, Any]] = []
     types: list[str] = []
-    for entry in collected.take(key) or []:
-        source = entry if isinstance(entry, dict) else {"path": entry}
+    entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in collected.take(key) or []]
+    for source in [part for entry in entries for part in _parts_of(entry)]:
         converted: dict[str, Any] = {}
         columns: dict[str, Any] = {}
         alone: dict[str, str] = {}
@@ -252,8 +256,16 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
             ours = SOURCE_KEYS.get(key_there)
             if value is None or (key_there == "split" and value == "train") or (key_there == "weight" and value == 1):
                 continue
-            if ours is not None and not (key_there == "path" and source.get("data_files")):  # then a format: json, csv
-                converted[ours] = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if key_there == "data_files" and "/" in str(source.get("path", "")):
+                folder = str(source["path"])
+                if collected.is_folder(folder):
+                    converted["path"] = str(PurePosixPath(folder) / str(value))
+                else:
+                    collected.change(f"~{key}", f"data_files {in_short(value)} of {folder}: all of its files are read")
+            elif key_there == "path" and source.get("data_files") and "/" not in str(value):
+                continue  # the format of the files: json, csv
+            elif ours is not None:
+                converted.setdefault(ours, value)
             elif (key_there, value) in USUAL:
                 continue
             elif key_there == "columns" and isinstance(value, list) and _are_of_one_kind(value):
@@ -287,6 +299,16 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
     elif "alpaca" in types:
         collected.change(f"~{key}", "type alpaca: a run has one prompt; for Alpaca's, write data.chat_template: alpaca")
     return sources
+
+
+def _parts_of(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """An entry for each of its files, or of its configurations, as axolotl reads a list of names."""
+    files: list[Any] = source_sections.files_in(entry.get("data_files"), entry.get("split"))
+    names = entry.get("name")
+    for name in names if isinstance(names, list) and names else [names]:
+        for file in files or [None]:
+            part = {"name": name, "data_files": file}
+            yield {**entry, **{key: value for key, value in part.items() if key in entry}}
 
 
 def _are_of_one_kind(columns: list[Any]) -> bool:

@@ -51,6 +51,7 @@ class Conversion(Collected):
         self._held_out_percent()
         self._loss_scale()
         self._adapter()
+        self._restarts()
         self._least_rate()
         accumulation = self.other.get("~accumulation", 1)
         if project is not None and not project.warms_up_constant:
@@ -495,6 +496,13 @@ class Conversion(Collected):
             self.changes.append(
                 "no layers for the adapter in the file: adapter.targets is all-linear; peft may take fewer"
             )
+
+    def _restarts(self) -> None:
+        """transformers' cosine with restarts, which with one cycle, as where a file is silent, is the cosine."""
+        cycles = self.values.get("lr_scheduler_kwargs.num_cycles", 1)
+        if str(self.written.get("schedule.name")).lower() == "cosine_with_restarts" and cycles != 1:
+            meaning = meaning_of("schedule.name", "cosine_with_restarts") or NO_SUCH
+            self.add(self.others, self.places["schedule.name"], meaning)
 
     def _least_rate(self) -> None:
         share, peak = self.take("min_share"), self.recipe.get("optim.learning_rate")

@@ -80,6 +80,13 @@ def of_all_sources(section: dict[str, Any]) -> list[str]:
     return [advice for advice, is_asked in asked.items() if is_asked]
 
 
+def files_in(value: Any, split: Any) -> list[str]:
+    """The files that `data_files` of the library datasets names for a split: one, several, or those of each split."""
+    if isinstance(value, dict):
+        value = value.get(str(split or "train"))
+    return [str(file) for file in value] if isinstance(value, list) else [] if value is None else [str(value)]
+
+
 def share_held_out(train: Any, held_out: Any) -> float | None:
     """The share that two slices of one split hold out, as `train[:95%]` and `train[95%:]` do."""
     kept = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(train))
@@ -104,9 +111,6 @@ def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if value is None or key in PATHS or (key == "split" and "data_files" in section):
             continue
-        if key == "split" and "[" in str(value):
-            left_out.append(f"split {show(value)}: write max_rows for a part of a split")
-            value = str(value).partition("[")[0]
         if key in ("name", "split") and value != "train":
             source[key] = value
         elif key in COLUMN_KEYS:
