@@ -2371,6 +2371,26 @@ def test_a_cosine_with_one_cycle_has_no_restart(folder, capsys, kwargs):
         assert "restarts, which are not here" in capsys.readouterr().err
 
 
+HALF = {
+    "axolotl, all weights": (AXOLOTL.replace("adapter: qlora\n", ""), True),
+    "axolotl, an adapter": (AXOLOTL, False),
+    "axolotl, an adapter in bf16 too": (AXOLOTL.replace("bf16: auto", "bf16: full"), True),
+    "axolotl, float32": (AXOLOTL.replace("adapter: qlora\n", "").replace("bf16: auto", "bf16: false"), False),
+    "axolotl under FSDP": (f"{AXOLOTL}fsdp: [full_shard, auto_wrap]\n".replace("adapter: qlora\n", ""), False),
+    "LLaMA-Factory": (LLAMA_FACTORY, False),
+    "LLaMA-Factory's pure_bf16": (LLAMA_FACTORY.replace("bf16:", "pure_bf16:"), True),
+}
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_weights_that_are_trained_in_half_precision_are_named(folder, capsys, case):
+    """As far as the sources of the projects keep them so: axolotl's loaders/model.py, LLaMA-Factory's adapter.py."""
+    text, is_named = HALF[case]
+    recipe_of(text)
+    changes = capsys.readouterr().out.partition("to know, or to decide:")[0]
+    assert ("trained weights are in half precision there" in changes) == is_named
+
+
 def test_configurations_beside_a_mixer_are_those_of_its_data_sets(folder, capsys):
     recipe = recipe_of(f"{HANDBOOK}dataset_configs: [first, null]\n")
     assert [source.get("name") for source in recipe["data"]["train"]] == ["first", None]

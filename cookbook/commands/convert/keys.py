@@ -50,6 +50,7 @@ class Conversion(Collected):
             self._offload()
         self._held_out_percent()
         self._loss_scale()
+        self._half_weights()
         self._adapter()
         self._restarts()
         self._least_rate()
@@ -161,6 +162,17 @@ class Conversion(Collected):
             self.settle("mixed_precision", name, f"~{name}")
         if not on and False in switches.values():
             self.settle("mixed_precision", "no", "~bf16" if switches["bf16"] is False else "~fp16")
+
+    def _half_weights(self) -> None:
+        """Name a training whose weights are in half precision, and not float32 beside it: axolotl's `bf16: full` and
+        LLaMA-Factory's `pure_bf16`, and axolotl's without an adapter (`torch_dtype` in its loaders/model.py)."""
+        precision, is_usual = self.recipe.get("mixed_precision"), self.take("half_weights")
+        if str(self.values.get("bf16")).lower() == "full" or self.values.get("pure_bf16") is True:
+            self.change("~bf16", HALF_WEIGHTS)
+        elif is_usual and self._adapter_name is None and precision in ("bf16", "fp16") and not self.distribution:
+            self.changes.append(
+                f"without an adapter, and unless DeepSpeed or FSDP keeps them in float32, {HALF_WEIGHTS} {precision}"
+            )
 
     def _offload(self) -> None:
         if self.take("activation_offloading"):
@@ -737,6 +749,7 @@ class Conversion(Collected):
                 )
 
 
+HALF_WEIGHTS = "trained weights are in half precision there, and here in float32 beside mixed_precision"
 ONE_GPU = "single_gpu"
 OF_TRL: dict[str, dict[str, Any]] = {
     ONE_GPU: {"kind": "single"},
