@@ -235,17 +235,7 @@ def collate(
             sequence of each.
     """
     sequences = _sequences(tokens, samples)
-    inputs, targets = [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
-    if len(sequences):
-        inputs, targets = [], []
-        for start, end in zip(tokens.offsets[sequences], tokens.offsets[sequences + 1], strict=True):
-            ids = tokens.ids[start:end]
-            inputs.append(ids)
-            if tokens.are_scored:
-                targets.append(np.where(tokens.is_label[start:end], ids, IGNORE_INDEX))
-                continue
-            shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
-            targets.append(np.append(shifted, IGNORE_INDEX))
+    inputs, targets = _inputs_and_targets(tokens, sequences, pad_id)
     if packing and (missing := -sum(map(len, inputs)) % multiple):
         inputs.append(np.full(missing, pad_id))
         targets.append(np.full(missing, IGNORE_INDEX))
@@ -260,14 +250,8 @@ def collate(
         owners = np.searchsorted(arrays["offsets"][1:], positions, side="right")
     arrays["target_sequences"] = owners
     if drawn is not None:
-        seed, places = drawn
-        of_sequences = [(place, i) for place in places for i in range(tokens.group_size)]
-        fill = [np.zeros(len(ids), np.int32) for ids in inputs[len(of_sequences) :]]  # rows of padding draw anything
-        words = [
-            draws.token_words(seed, place, i, len(ids)) for (place, i), ids in zip(of_sequences, inputs, strict=False)
-        ]
-        arrays["draw_words"] = _stack([*words, *fill], 0, packing, multiple).astype(np.int32)
-        lengths = [np.full(len(ids), len(ids)) for ids in inputs]
+        words, lengths = _words_and_lengths(inputs, drawn, tokens.group_size)
+        arrays["draw_words"] = _stack(words, 0, packing, multiple).astype(np.int32)
         arrays["token_lengths"] = _stack(lengths, 1, packing, multiple).astype(np.int32)
     if tokens.values is not None:
         arrays["values"] = tokens.values[np.asarray(samples, dtype=np.int64)]
@@ -280,6 +264,35 @@ def collate(
     # Integers, since wrappers of the model move every tensor among its arguments to the device.
     batch["num_sequences"] = len(sequences)
     return batch | ({"lengths": tuple(map(len, inputs))} if packing else {})
+
+
+def _inputs_and_targets(
+    tokens: TokenSet, sequences: np.ndarray, pad_id: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The ids of each sequence, and the label at each of its positions; of none, two pad tokens without a label."""
+    if not len(sequences):
+        return [np.full(2, pad_id)], [np.full(2, IGNORE_INDEX)]
+    inputs, targets = [], []
+    for start, end in zip(tokens.offsets[sequences], tokens.offsets[sequences + 1], strict=True):
+        ids = tokens.ids[start:end]
+        inputs.append(ids)
+        if tokens.are_scored:
+            targets.append(np.where(tokens.is_label[start:end], ids, IGNORE_INDEX))
+            continue
+        shifted = np.where(tokens.is_label[start + 1 : end], ids[1:], IGNORE_INDEX)
+        targets.append(np.append(shifted, IGNORE_INDEX))
+    return inputs, targets
+
+
+def _words_and_lengths(
+    inputs: list[np.ndarray], drawn: tuple[int, Sequence[int]], group_size: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The words of what is drawn for each token, and the length of its sequence."""
+    seed, places = drawn
+    of_sequences = [(place, i) for place in places for i in range(group_size)]
+    fill = [np.zeros(len(ids), np.int32) for ids in inputs[len(of_sequences) :]]  # rows of padding draw anything
+    words = [draws.token_words(seed, place, i, len(ids)) for (place, i), ids in zip(of_sequences, inputs, strict=False)]
+    return [*words, *fill], [np.full(len(ids), len(ids)) for ids in inputs]
 
 
 def _collate(
