@@ -52,22 +52,11 @@ def preview(
         quiet_deepspeed()
     folder = _folder(recipe, rows, cache)
 
-    from cookbook.training.models.new_tokens import grown_rows
     from cookbook.training.models.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(folder, recipe.data.chat_template, recipe.model.new_tokens)
-    num_embeddings = None
-    try:
-        config = open_config(folder)
-        num_embeddings = getattr(config, "vocab_size", None)
-        if num_embeddings is not None and recipe.model.new_tokens:
-            num_embeddings = grown_rows(num_embeddings, tokenizer)
-        packing = decide(recipe, config)
-    except (OSError, ValueError):
-        packing = Packing(False, f"{folder} has no configuration that is understood")
+    num_embeddings, packing = _of_model(recipe, folder, tokenizer)
     sets = tokenize_data(rows, tokenizer, recipe.data, recipe.objective, cache=cache, num_embeddings=num_embeddings)
-
-    from rich.style import Style
 
     from cookbook.training.data.batches import epoch_order, steps_per_epoch
 
@@ -76,15 +65,7 @@ def preview(
         name = f"data.train (the first {len(train):,} samples of the stream)"
     else:
         train, order, name = sets.train, epoch_order(sets.train, recipe.seed, 0), "data.train"
-    to = console()
-    in_colour = to.color_system is not None and not to.no_color
-    mark = (
-        Style.parse("bold green").render
-        if in_colour
-        else MARK.format
-        if can_show(MARK, sys.stdout.encoding)
-        else "[[{}]]".format
-    )
+    mark = _marks()
     samples = []
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
@@ -121,6 +102,31 @@ def preview(
         steps_per_epoch=num_steps,
         notes=notes,
     )
+
+
+def _of_model(recipe: Recipe, folder: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[int | None, Packing]:
+    """The rows of the embedding and whether samples are packed, by the configuration in a folder that may have none."""
+    from cookbook.training.models.new_tokens import grown_rows
+
+    num_embeddings = None
+    try:
+        config = open_config(folder)
+        num_embeddings = getattr(config, "vocab_size", None)
+        if num_embeddings is not None and recipe.model.new_tokens:
+            num_embeddings = grown_rows(num_embeddings, tokenizer)
+        return num_embeddings, decide(recipe, config)
+    except (OSError, ValueError):
+        return num_embeddings, Packing(False, f"{folder} has no configuration that is understood")
+
+
+def _marks() -> Callable[[str], str]:
+    """How trained tokens are marked on this terminal."""
+    from rich.style import Style
+
+    to = console()
+    if to.color_system is not None and not to.no_color:
+        return Style.parse("bold green").render
+    return MARK.format if can_show(MARK, sys.stdout.encoding) else "[[{}]]".format
 
 
 def _folder(recipe: Recipe, rows: RowSets, cache: Path) -> str:
