@@ -78,20 +78,8 @@ def convert(
     out = out or RECIPES / f"{files[0].stem}.yaml"
     if out.suffix not in (".yaml", ".yml"):
         raise RecipeError(f"--out is {str(out)!r}; name a .yaml file")
-    settings = [read_settings(path, is_known) for path in files]
-    documents = [document for read in settings for document in read.documents]
-    processes = processes or next((read.processes for read in settings if read.processes), None)
-    program = next((read.program for read in settings if read.program), "")
-    names = [recognize(document, project, program) for document in documents]
-    if sum(not described.is_distribution for described in names) > 1:
-        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
-    conversion = Conversion(processes)
-    conversion.program = program
-    conversion.notes += [note for read in settings for note in read.notes]
-    # The training file first: of two files that set a key, the one that is read first has precedence.
-    for document, described in sorted(zip(documents, names, strict=True), key=lambda pair: pair[1].is_distribution):
-        conversion.read(document, described)
-    training = next((described for described in names if not described.is_distribution), None)
+    conversion, sources = _read(files, project, processes)
+    training = next((described for _, described in sources if not described.is_distribution), None)
     conversion.derive(training)
     if conversion.others:
         raise RecipeError(conversion.refusals(each=as_json))
@@ -104,7 +92,6 @@ def convert(
         files_to_write[template] = conversion.template
         conversion.recipe["data.chat_template"] = str(template)
     recipe = nested({"strategy": name, **conversion.with_trackers()})
-    sources = zip(documents, names, strict=True)
     source = " and ".join(f"{document.name} ({described.name})" for document, described in sources)
     if training is not None:
         files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
@@ -140,6 +127,29 @@ def convert(
             )
         )
     return 0
+
+
+def _read(
+    files: list[Path], project: ProjectName | None, processes: int | None
+) -> tuple[Conversion, list[tuple[Document, Project]]]:
+    """A conversion that has read the files, and the settings in them with the project that each is of.
+
+    Raises:
+        RecipeError: a file that cannot be read or recognized, or two of a training.
+    """
+    settings = [read_settings(path, is_known) for path in files]
+    documents = [document for read in settings for document in read.documents]
+    program = next((read.program for read in settings if read.program), "")
+    sources = [(document, recognize(document, project, program)) for document in documents]
+    if sum(not described.is_distribution for _, described in sources) > 1:
+        raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
+    conversion = Conversion(processes or next((read.processes for read in settings if read.processes), None))
+    conversion.program = program
+    conversion.notes += [note for read in settings for note in read.notes]
+    # The training file first: of two files that set a key, the one that is read first has precedence.
+    for document, described in sorted(sources, key=lambda pair: pair[1].is_distribution):
+        conversion.read(document, described)
+    return conversion, sources
 
 
 def _write(files: dict[Path, str]) -> None:

@@ -19,8 +19,9 @@ ROWS = (
 """Derived keys that name rows to train on."""
 SOURCE_KEYS = {key: key for key in ("path", "name", "split", "revision", "weight")}
 SOURCE_KEYS |= {"id": "path", "data_files": "path", "config": "name"}
-COLUMN_KEYS = {"field_chosen": "chosen", "field_rejected": "rejected", "text_column": "text", "field": "text"}
-COLUMN_KEYS |= {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
+AXOLOTL_COLUMNS = {"field_chosen": "chosen", "field_rejected": "rejected", "text_column": "text", "field": "text"}
+AXOLOTL_COLUMNS |= {"field_messages": "messages", "message_field_role": "role", "message_field_content": "content"}
+"""Keys of axolotl's data sets that name one column, with ours."""
 USUAL = (
     ("type", "pretrain"),
     ("roles_to_train", ["assistant"]),
@@ -276,9 +277,9 @@ def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
                     f"columns {in_short(value)}: no other is read there; write columns of the source, as in {{messages:"
                     " messages}, with which these alone are read",
                 )
-            elif key_there in COLUMN_KEYS:
+            elif key_there in AXOLOTL_COLUMNS:
                 is_prompt = key_there == "field_messages" and str(source.get("type")).startswith("chat_template.")
-                columns["prompt" if is_prompt else COLUMN_KEYS[key_there]] = value
+                columns["prompt" if is_prompt else AXOLOTL_COLUMNS[key_there]] = value
             elif key_there == "message_property_mappings" and isinstance(value, dict):
                 columns |= {name: value[name] for name in MESSAGE_KEYS if name in value}
                 if others := {name: there for name, there in value.items() if there != name}.keys() - {*MESSAGE_KEYS}:

@@ -36,7 +36,7 @@ COLUMN_MAP |= {"question": "user", "answer": "assistant"}
 LISTED = {"path": "path", "file_name": "path", "hf_hub_url": "path", "split": "split", "subset": "name"}
 LISTED |= {"num_samples": "max_rows", "size": "max_rows", "weight": "weight"}
 """Keys of a data set in LLaMA-Factory v1's files, with ours."""
-COLUMN_KEYS = {"conversation_column": "messages", "column": "text"}
+BUILDER_COLUMNS = {"conversation_column": "messages", "column": "text"}
 """Keys of torchtune's builders that name one column, with ours."""
 PATHS = ("data_files", "source", "path_or_dataset_id", "path_or_dataset", "dataset_name")
 """Keys that name rows, as torchtune and Automodel have them; the first that is there holds."""
@@ -113,8 +113,8 @@ def of_torchtune(section: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if key in ("name", "split") and value != "train":
             source[key] = value
-        elif key in COLUMN_KEYS:
-            columns |= {COLUMN_KEYS[key]: value} if COLUMN_KEYS[key] != value else {}
+        elif key in BUILDER_COLUMNS:
+            columns |= {BUILDER_COLUMNS[key]: value} if BUILDER_COLUMNS[key] != value else {}
         elif key not in ("column_map", *SHAPES, "name", "split"):
             left_out.append(f"{key} {_short(value)}: no counterpart")
     return {**source, **({"columns": columns} if columns else {})}, left_out
