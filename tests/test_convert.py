@@ -869,6 +869,11 @@ def recipe_of(text: str) -> dict:
     return yaml.safe_load(Path("recipes/file.yaml").read_text())
 
 
+def recipe_of_script(text: str, *arguments: str) -> dict:
+    assert convert(text, *arguments, name="run.sh") == 0
+    return yaml.safe_load(Path("recipes/run.yaml").read_text())
+
+
 def test_one_beta_has_the_other_s_default_beside_it(folder):
     assert recipe_of_trl("{model_name_or_path: m, dataset_name: d, adam_beta2: 0.95}")["optim"]["betas"] == [0.9, 0.95]
 
@@ -1985,8 +1990,7 @@ accelerate launch --config_file acc.yaml --num_processes 2 \\
 
 def test_a_shell_line_is_read_behind_the_name_of_its_script(folder, capsys):
     Path("acc.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
-    assert convert(SHELL, name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(SHELL)
     assert recipe["strategy"] == "fsdp2" and recipe["batch"]["global_batch_size"] == 8 * 2
     assert recipe["optim"]["learning_rate"] == 2e-4 and recipe["run"]["max_steps"] == 9
     assert recipe["adapter"]["targets"] == ["q_proj", "v_proj"] and recipe["data"]["train"] == "some/chats"
@@ -2117,8 +2121,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_program_of_a_command_decides_the_method(command, folder, capsys):
     """TRL has it nowhere else: the flags are those of all its methods."""
-    assert convert(f"{command} --model_name_or_path m --dataset_name d --num_train_epochs 1\n", name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(f"{command} --model_name_or_path m --dataset_name d --num_train_epochs 1\n")
     assert recipe.get("objective", {}).get("name", "sft") == COMMANDS[command]
     assert "fit several" not in capsys.readouterr().out
 
@@ -2164,8 +2167,7 @@ def test_a_value_of_a_flag_is_no_file_of_settings(folder, capsys):
     """Only what stands before the flags, or behind --config, is one."""
     Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
     flags = "--model_name_or_path m --dataset_name d --deepspeed {} --learning_rate 1e-5 --train_file=rows.json"
-    assert convert(f"deepspeed sft.py {flags.format('ds.json')}\n", name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(f"deepspeed sft.py {flags.format('ds.json')}\n")
     assert (recipe["strategy"], recipe["mixed_precision"]) == ("zero3", "bf16")
     assert recipe["optim"]["learning_rate"] == 1e-5
     assert convert(f"deepspeed sft.py {flags.format('gone.json')}\n", name="go.sh") == 0
@@ -2180,8 +2182,7 @@ def test_what_of_a_script_is_not_read_is_named(folder, capsys):
         "  --learning_rate $LR --max_steps 3 --seed ${SEED}\n"
         "python sft.py --dataset_name other --max_steps 5\n"
     )
-    assert convert(lines, "--from", "trl", name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(lines, "--from", "trl")
     assert recipe["optim"]["learning_rate"] == 2e-4 and "name_or_path" not in recipe["model"] and "seed" not in recipe
     said = capsys.readouterr().out
     assert "run.sh:3: python prepare.py: another command, not read" in said
@@ -2234,8 +2235,7 @@ def test_flags_that_a_script_keeps_in_variables_are_those_that_a_shell_passes(fo
 def test_a_variable_without_a_value_is_what_the_script_says_then(folder):
     lines = 'L=${1}\nL=${L:-"2e-5"}\nO=${O:-"out-$L/${S:-x}"}\n'
     flags = "--model_name_or_path m --dataset_name d --max_steps 3 --learning_rate $L --output_dir $O"
-    assert convert(f"{lines}python sft.py {flags}\n", name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(f"{lines}python sft.py {flags}\n")
     assert float(recipe["optim"]["learning_rate"]) == 2e-5 and recipe["run"]["output_dir"] == "out-2e-5/x"
 
 
@@ -2494,8 +2494,7 @@ def test_a_comment_between_the_lines_of_a_command_loses_no_flag(folder, capsys):
         "  --use_peft --lora_r 4 --gradient_accumulation_steps $STEPS --per_device_train_batch_size 4 \\\n"
         "  --seed $(date +%s) --max_steps 5\n"
     )
-    assert convert(lines, name="run.sh") == 0
-    recipe = yaml.safe_load(Path("recipes/run.yaml").read_text())
+    recipe = recipe_of_script(lines)
     assert recipe["adapter"]["rank"] == 4 and recipe["batch"]["global_batch_size"] == 64
     assert "seed is '${command}': refers to what is not in this file" in capsys.readouterr().out
     lines = "python sft.py --model_name_or_path m --dataset_name d \\\n  # --seed 1 \\\n  --max_steps 5\n"
