@@ -36,11 +36,22 @@ def test_a_label_is_a_name_or_a_number_of_a_class(tmp_path: Path):
     found = read(tmp_path, CLASSIFY, *texts)
     assert [row["label"] for row in found] == [1, 0, 1, 1] and read(tmp_path, CLASSIFY, *found) == found
     named = Objective.of(name="classify", classes=["1", "0"])
-    assert [row["label"] for row in read(tmp_path, named, *texts[1:])] == [0, 1, 0]  # a text is a name first
+    assert [row["label"] for row in read(tmp_path, named, texts[3], texts[3] | {"label": "0"})] == [0, 1]
+    stars = Objective.of(name="classify", classes=["0", "1", "many"])  # each number names itself
+    assert [row["label"] for row in read(tmp_path, stars, *texts[1:])] == [0, 1, 1]
     chats = [{"messages": ASK, "label": 1}, {"messages": [*ASK, {"role": "assistant", "content": "r"}], "label": 0}]
     assert [len(row["messages"]) for row in read(tmp_path, CLASSIFY, *chats)] == [1, 2]
     assert [row["label"] for row in read(tmp_path, REGRESS, {"text": "a", "label": 2}, {"text": "a", "label": "-0.5"})]
     assert read(tmp_path, Objective.of(name="cpt"), *texts[:2]) == [{"text": "a"}] * 2  # as before
+
+
+@pytest.mark.parametrize(("classes", "label"), [(["1", "0"], 1), (["1", "2", "3", "4", "5"], 4), (["a", "0"], 0)])
+def test_a_number_that_names_another_class_is_refused(tmp_path: Path, classes: list[str], label: int):
+    """Stars from 1 to 5 would each be trained as the next class."""
+    objective = Objective.of(name="classify", classes=classes)
+    with pytest.raises(RecipeError, match=r"name of class \d and the number of '\w+'; write the name, as a text"):
+        read(tmp_path, objective, {"text": "a", "label": label})
+    assert read(tmp_path, objective, {"text": "a", "label": str(label)})[0]["label"] == classes.index(str(label))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
                 made_up.append(source.path)
                 small = Source(path=str(path), weight=source.weight)
                 rows = synthetic_rows(known_kind(source.path) or recipe.objective.rows[0], num_rows)
+                if names := recipe.objective.class_names:
+                    rows = [row | {"label": names[row["label"]]} for row in rows]
             write_jsonl(path, rows)
         sources.append(small)
         rows_read = read_rows(small, recipe.data.on_bad_row, recipe.objective)

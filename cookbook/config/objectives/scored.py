@@ -90,7 +90,7 @@ class Classify(Labelled):
     name: Literal["classify"]
     classes: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2)
     """classify only: the names of the classes in the order of the head's outputs, which are their numbers from 0 on. A
-    label is a name or a number."""
+    label is a name or a number; a number that is another class's name as well is neither."""
 
     @field_validator("classes")
     @classmethod
@@ -128,6 +128,11 @@ class Classify(Labelled):
         if not 0 <= label < count:
             seen = f"`label` is {label}; objective.classes has {count}, numbered from 0 to {count - 1}"
             raise BadRow("label out of range", seen)
+        if str(label) in self.classes and (named := self.classes.index(str(label))) != label:
+            seen = f"`label` is {label}, the name of class {named} and the number of {self.classes[label]!r}"
+            raise BadRow(
+                "label is the name of one class and the number of another", f"{seen}; write the name, as a text"
+            )
         return label
 
     @property
