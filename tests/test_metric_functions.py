@@ -102,6 +102,12 @@ def test_a_metric_is_that_of_plain_transformers(lab: Lab):
     assert line["eval_of_none"] is None
     without = last_of(lab.run("single", {"run.max_steps": "6"}))
     assert without["eval_loss"] == line["eval_loss"] and "eval_hits" not in without
+    # By these `report` and `sweep` know whether the losses of two runs compare.
+    rows = curve.record["rows"]
+    assert (
+        rows == lab.run("single", {"run.max_steps": "6"}).record["rows"]
+        and len({rows["train"], *rows["held_out"].values()}) > 1
+    )
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2_tp", marks=pytest.mark.slow)])

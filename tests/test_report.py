@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.commands.report.summary import best_run
+from cookbook.commands.report.summary import best_run, why_no_best
 from cookbook.commands.shared.answer_forms import BestBy, HeldOut, RunSummary
 from cookbook.commands.shared.charts import _limits
 from cookbook.commands.shared.history import read_history
@@ -479,6 +479,42 @@ def test_a_browser_shows_the_pages_in_both_themes_and_widths(width: int, is_dark
         assert drawn == num_charts
 
 
+def evaluated(loss: float, rows: str | None = None, **metrics: float) -> HeldOut:
+    steps = {"first_step": 0, "step": 9}
+    return HeldOut(set="", first_loss=3, last_loss=loss, **steps, rows=rows, metrics={"loss": loss} | metrics)
+
+
+LOSS_OF_BETA = "no run is the best: a loss under another objective.beta is another loss"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "by", "why"),
+    [
+        ({"beta": 0.1, "rows": "1"}, {"beta": 0.1, "rows": "1"}, None, None),
+        ({"beta": 0.1, "rows": "1"}, {"beta": 0.5, "rows": "1"}, None, LOSS_OF_BETA),
+        ({"beta": 0.1}, {}, None, LOSS_OF_BETA),
+        ({"beta": 0.1, "rows": "1"}, {"beta": 0.5, "rows": "1"}, "hits", None),  # a metric is of the model alone
+        ({"rows": "1"}, {"rows": "2"}, None, "no run is the best: the held-out rows are not the same in all"),
+        ({"rows": "1"}, {"rows": "2"}, "hits", "no run is the best: the held-out rows are not the same in all"),
+        ({"rows": "1"}, {}, None, None),  # of a run before it was recorded
+        ({"num_tokens": 40}, {"num_tokens": 41}, None, "no run is the best: the held-out rows are not the same in all"),
+    ],
+)
+def test_no_run_is_the_best_by_losses_of_two_things(ours: dict, theirs: dict, by: str | None, why: str | None):
+    """The second has the lower loss, which says nothing where it is another loss, or that of other rows."""
+    best_by = by and BestBy(metric=by, greater_is_better=True)
+    runs = []
+    for run, loss, values in (("a", 2.0, {**ours}), ("b", 1.0, {**theirs})):
+        objective = {"objective.beta": values.pop("beta")} if "beta" in values else {}
+        held_out = [evaluated(loss, **values, hits=1 / loss)]
+        runs.append(
+            RunSummary.model_construct(run=run, best_by=best_by, objective=objective, rows=None, held_out=held_out)
+        )
+    best = best_run(runs)
+    assert why_no_best(runs) == why and (best is None) == (why is not None)
+    assert best is None or (best.run, best.what) == ("b", by or "loss")
+
+
 @pytest.mark.parametrize(("greater", "first"), [(True, "b"), (False, "a"), (None, "b")])
 def test_the_best_of_runs_is_by_the_metric_that_their_recipes_name(greater: bool | None, first: str):
     """`a` has the larger loss and the smaller metric. Runs that compare otherwise are compared by the loss."""
@@ -487,11 +523,9 @@ def test_the_best_of_runs_is_by_the_metric_that_their_recipes_name(greater: bool
         RunSummary.model_construct(
             run=run,
             best_by=by,
-            held_out=[
-                HeldOut(
-                    set="", first_loss=3, last_loss=loss, first_step=0, step=9, metrics={"loss": loss, "hits": hits}
-                )
-            ],
+            objective={},
+            rows=None,
+            held_out=[evaluated(loss, hits=hits)],
         )
         for run, loss, hits in (("a", 2.0, 0.1), ("b", 1.0, 0.4))
     ]

@@ -120,6 +120,16 @@ def test_without_held_out_rows_the_training_loss_says_which_is_least(started, tm
     assert f"{said} {tmp_path / 'out-sweep' / name('1e-3')}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("has_held_out", [True, False])
+def test_a_key_that_makes_another_loss_has_no_best_value(started, tmp_path, capsys, has_held_out):
+    """A smoothed label has a larger loss by definition, held out or in training."""
+    started.has_held_out = has_held_out
+    assert sweep(tmp_path / "out", "objective.label_smoothing=0,0.1") == 0
+    printed = capsys.readouterr().out
+    assert "no run is the best: a loss under another objective.label_smoothing is another loss\n" in printed
+    assert "best held-out loss" not in printed and "least training loss" not in printed
+
+
 def test_a_sweep_that_was_stopped_goes_on_with_the_run_that_was(started, tmp_path, capsys):
     started.codes = {name("2e-3"): 75}
     assert sweep(tmp_path / "out", RATES) == 75

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from cookbook.commands.launch import prepare
 from cookbook.commands.report import pages
-from cookbook.commands.report.summary import best_run, measure
+from cookbook.commands.report.summary import best_run, measure, why_no_best
 from cookbook.commands.shared.answer_forms import RunSummary
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.history import History, read_history, state_of
@@ -291,6 +291,8 @@ def _compare(path: Path, runs: Sequence[Run]) -> None:
     best = best_run(summaries) if summaries else None
     if best is not None:
         say(best.words())
+    elif summaries and (why := why_no_best(summaries)) is not None:
+        say(why)
     elif summaries:
         least = min(summaries, key=lambda summary: summary.last_loss)
         say(f"least training loss, as no held-out set is shared: {least.last_loss:.4f}, at the end of {least.run}")

@@ -194,6 +194,8 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
         record["kernels"] = kernels
     if (best := run.metric_for_best) is not None:
         record["best_by"] = {"metric": best.name, "greater_is_better": best.greater_is_better}
+    held_out = {name: tokens.fingerprint for name, tokens in run.inputs.data.eval.items()} if engine.is_main else {}
+    record["rows"] = {"train": run.made_from["data"], "held_out": held_out}
     record["deterministic"] = torch.are_deterministic_algorithms_enabled()
     record |= {"strategy": engine.describe(), "resumed_from": None if checkpoint is None else str(checkpoint.path)}
     if expected is not None:

@@ -137,6 +137,13 @@ class BestBy(Form):
     greater_is_better: bool
 
 
+class OfRows(Form):
+    """Digests of the rows that a run reads."""
+
+    train: str | None = None
+    held_out: dict[str, str] = {}
+
+
 class Record(Form):
     """run.json."""
 
@@ -152,6 +159,7 @@ class Record(Form):
     step_forecast: OfTime = ABSENT
     packing: Padding = ABSENT
     best_by: BestBy | None = None
+    rows: OfRows = ABSENT
     resumed_from: str | None = None
 
 

@@ -35,14 +35,15 @@ def report(
     else:
         if len(set(map(Path.resolve, folders))) < len(folders):
             raise RecipeError(f"{' '.join(map(str, folders))}: a run is named twice; name each once")
-        rows, best = pages.differences(runs), numbers.best_run(list(map(numbers.measure, runs)))
+        summaries = list(map(numbers.measure, runs))
+        rows, best = pages.differences(runs), numbers.best_run(summaries)
         say(page("WHAT DIFFERS", ("key", *map(str, folders), "affects"), *rows) if rows else "Nothing differs.")
         farthest = numbers.largest_loss_difference(runs)
         apart = None if farthest is None else numbers.difference_in_words(farthest, len(runs))
         if apart is not None:
             say(apart)
-        if best is not None:
-            say(best.words())
+        if words := numbers.why_no_best(summaries) if best is None else best.words():
+            say(words)
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs, apart)
     write_named_file(path, masked(text), pages.BEGINNING)
     say(path)

@@ -7,6 +7,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from cookbook.commands.shared.answer_forms import (
+    BestBy,
     HeldOut,
     LossDifference,
     Reported,
@@ -33,6 +34,7 @@ def measure(run: History) -> RunSummary:
     # On simulated GPUs there is nothing to measure.
     is_measured = all({"step_seconds", "tokens_per_second"} <= line.keys() for line in steps)
     peaks = [line["peak_memory_gib"] for line in steps if line.get("peak_memory_gib") is not None]
+    rows = (record or {}).get("rows") or {}
     held_out = []
     for name in dict.fromkeys(line.get("eval_set", "") for line in run.evaluations):
         of_set = [line for line in run.evaluations if line.get("eval_set", "") == name]
@@ -40,7 +42,14 @@ def measure(run: History) -> RunSummary:
         means = {key: value for key, value in means.items() if isinstance(value, int | float)}
         losses = {"first_loss": of_set[0]["eval_loss"], "last_loss": of_set[-1]["eval_loss"]}
         held_out.append(
-            HeldOut(set=name, **losses, first_step=of_set[0]["step"], step=of_set[-1]["step"], metrics=means)
+            HeldOut(
+                set=name,
+                **losses,
+                first_step=of_set[0]["step"],
+                step=of_set[-1]["step"],
+                metrics=means,
+                rows=rows.get("held_out", {}).get(name),
+            )
         )
     export = run.folder / "export"
     return RunSummary(
@@ -53,6 +62,8 @@ def measure(run: History) -> RunSummary:
         last_loss=mean(line["loss"] for line in steps[-LAST:]),
         epochs=last["epoch"],
         held_out=held_out,
+        objective={key: value for key, value in run.settings.items() if key.startswith("objective.")},
+        rows=rows.get("train"),
         best_by=None if record is None else record.get("best_by"),
         training_seconds=sum(line["step_seconds"] for line in steps) if is_measured else None,
         tokens_per_second=median(line["tokens_per_second"] for line in steps) if is_measured else None,
@@ -159,21 +170,46 @@ class Best(NamedTuple):
 
 def best_run(runs: Sequence[RunSummary]) -> Best | None:
     """The run whose last evaluation is best, on the first set that all runs have, by the metric that all of them
-    compare by, or else the loss; None where they share no set.
+    compare by, or else the loss; None where they share no set, or `why_no_best`.
     """
-    held = [{evaluation.set: evaluation for evaluation in run.held_out} for run in runs]
-    shared = [name for name in held[0] if all(name in of_run for of_run in held)]
-    if not shared:
+    last, by = _compared(runs)
+    if not last or why_no_best(runs) is not None:
         return None
-    by, last = runs[0].best_by, [of_run[shared[0]] for of_run in held]
-    if by is None or any(run.best_by != by for run in runs) or any(by.metric not in of_set.metrics for of_set in last):
-        by = None
     pairs = [
         (of_set.last_loss if by is None else of_set.metrics[by.metric], run.run)
         for of_set, run in zip(last, runs, strict=True)
     ]
     value, run = (max if by is not None and by.greater_is_better else min)(pairs, key=itemgetter(0))
-    return Best(run, shared[0], "loss" if by is None else by.metric, value)
+    return Best(run, last[0].set, "loss" if by is None else by.metric, value)
+
+
+def why_no_best(runs: Sequence[RunSummary]) -> str | None:
+    """Why the last evaluations of runs, or without a set that they share their training losses, do not compare; None
+    where they do.
+    """
+    last, by = _compared(runs)
+    keys = sorted({key for run in runs for key in run.objective})
+    differ = [key for key in keys if any(run.objective.get(key) != runs[0].objective.get(key) for run in runs)]
+    if differ and by is None:
+        return f"no run is the best: a loss under another {' and another '.join(differ)} is another loss"
+    digests = {of_set.rows for of_set in last} if last else {run.rows for run in runs}
+    counts = {of_set.metrics.get("num_tokens") for of_set in last}
+    if len(digests - {None}) > 1 or len(counts) > 1:
+        of_set = f"held-out rows{last[0].set and f' of {last[0].set}'}" if last else "training rows"
+        return f"no run is the best: the {of_set} are not the same in all"
+    return None
+
+
+def _compared(runs: Sequence[RunSummary]) -> tuple[list[HeldOut], BestBy | None]:
+    """The last evaluation of each run on the first set that all have, and the metric that compares them; no evaluation
+    where they share no set, no metric where the loss compares them.
+    """
+    held = [{evaluation.set: evaluation for evaluation in run.held_out} for run in runs]
+    shared = [name for name in held[0] if all(name in of_run for of_run in held)]
+    last, by = [of_run[shared[0]] for of_run in held] if shared else [], runs[0].best_by
+    if by is None or any(run.best_by != by for run in runs) or any(by.metric not in of_set.metrics for of_set in last):
+        return last, None
+    return last, by if last else None
 
 
 def reported(

@@ -251,6 +251,8 @@ class HeldOut(Form):
     """Step of the last one."""
     metrics: dict[str, float]
     """All means of the last evaluation, as in metrics.jsonl."""
+    rows: str | None
+    """A digest of its tokens, without which losses do not compare; null: the run did not record it."""
 
 
 class BestBy(Form):
@@ -269,6 +271,10 @@ class RunSummary(Form):
     """The mean of the last steps, at most ten."""
     epochs: float
     held_out: list[HeldOut]
+    objective: dict[str, Any]
+    """Its settings by their keys: a loss under others is another loss."""
+    rows: str | None
+    """A digest of the training rows; null: the run did not record it."""
     best_by: BestBy | None
     """The metric that compares evaluations, of run.metric_for_best_model; null: the held-out loss."""
     training_seconds: float | None
@@ -307,7 +313,8 @@ class Reported(Answer):
     differences: list[SettingThatDiffers]
     """Settings in which the runs differ; of one run, none."""
     best: str | None
-    """Among several runs, the one whose last held-out loss is least; null: they have no held-out set in common."""
+    """Among several runs, the one whose last held-out loss is least; null: they have no held-out set in common, or
+    their objectives or these rows differ."""
     loss_difference: LossDifference | None
     """From the first of several runs; null: no other has a step in common with it."""
     page: str
