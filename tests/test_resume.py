@@ -25,6 +25,7 @@ from cookbook.commands import launch
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import Schedule
+from cookbook.start.own_folder import reads_own_folder
 from cookbook.training.checkpoint import folder, resume
 from cookbook.training.checkpoint.content import complete_kinds
 from cookbook.training.checkpoint.folder import BrokenCheckpoint
@@ -403,6 +404,46 @@ CHANGES = {
     "steps": ({"run.max_steps": "5"}, r"--set 'run.allow_changes=\[run.max_steps\]' to go on"),
     "adapter": ({"adapter.name": "lora"}, "adapter.name was not set .* and is 'lora'"),
 }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.name_or_path", "export"),
+        ("data.train", "[recipes/sums/answers.jsonl, {path: RUN/export/rows.jsonl}]"),
+        ("data.train", "export/*.jsonl"),
+        ("adapter", "{name: lora, path: RUN/export/../export}"),
+        ("objective", "{name: distill, teacher: RUN/export}"),
+    ],
+)
+def test_a_run_does_not_move_away_what_it_reads(tmp_path: Path, monkeypatch, capsys, key: str, value: str):
+    """A second stage begins with the export of the first, in the same folder, which its start would rename."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "run"
+    shutil.copytree("recipes/sums/model", folder / "export")
+    shutil.copyfile("recipes/sums/answers.jsonl", folder / "export/rows.jsonl")
+    (folder / "run.json").write_text("{}")
+    text = value.replace("RUN", str(folder)) if "RUN" in value else f"{folder}/{value}"
+    settings = [
+        "model={name_or_path: recipes/sums/model}",
+        "run.resume=never",
+        f"run.output_dir={folder}",
+        f"{key}={text}",
+    ]
+    words = [word for assignment in settings for word in ("--set", assignment)]
+    before = sorted(tmp_path.rglob("*"))
+    for command in ("check", "launch"):
+        assert main([command, "recipes/sums/sft.yaml", *words]) == 2
+        error = capsys.readouterr().err
+        assert f"in run.output_dir '{folder}', which this start sets aside; name another run.output_dir" in error
+    assert sorted(tmp_path.rglob("*")) == before
+    # Elsewhere, and in a folder whose run goes on, nothing is moved.
+    assert (
+        reads_own_folder(load_recipe(ROOT / "recipes/sums/sft.yaml", [*settings, f"run.output_dir={folder}-2"])) == []
+    )
+    (folder / "checkpoints/step-00000001").mkdir(parents=True)
+    assert reads_own_folder(load_recipe(ROOT / "recipes/sums/sft.yaml", [*settings, "run.resume=auto"])) == []
+    assert reads_own_folder(load_recipe(ROOT / "recipes/sums/sft.yaml", settings)) != []
 
 
 @pytest.mark.parametrize("change", CHANGES)

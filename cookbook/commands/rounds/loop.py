@@ -24,6 +24,7 @@ from cookbook.config.reward_functions import is_model
 from cookbook.config.sections import RoundsSection
 from cookbook.start import run_plan
 from cookbook.start.in_rounds import kind_of_samples
+from cookbook.start.own_folder import reads_own_folder
 from cookbook.system import lock, versions
 from cookbook.system.child import was_signalled
 from cookbook.system.console import say
@@ -267,7 +268,7 @@ def check(
     count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, num_gpus())
     with gathered(mistakes):
         run_plan.make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus(), recipe_name=str(path))
-    mistakes = placed(mistakes, path, assignments)
+    mistakes = placed([*mistakes, *reads_own_folder(recipe)], path, assignments)
     asked: list[Prompt] = []
     with gathered(mistakes):
         asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.config.effects import effect_of
 from cookbook.config.recipe import Recipe
+from cookbook.start.own_folder import reads_own_folder
 from cookbook.system import files
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.content import read_content
 from cookbook.training.checkpoint.folder import BrokenCheckpoint, Checkpoint
@@ -53,10 +54,13 @@ def choose(
         say: logs what was skipped, and which changes were allowed.
 
     Raises:
-        RecipeError: all checkpoints are broken, or the recipe has changed where it may not.
+        RecipeError: all checkpoints are broken, the recipe has changed where it may not, or it reads from the folder
+            that this start sets aside.
     """
     root = Path(recipe.run.output_dir) / "checkpoints"
     rank, num_ranks = collectives.world.rank, collectives.world.num_processes
+    if rank == 0:
+        refuse(reads_own_folder(recipe))
     resumes = recipe.run.resume == "auto" or collectives.broadcast_text(str(is_restarted)) == "True"
     names = [path.name for path in folder.list_folders(root)] if resumes else []
     # Rank 0's list: a rank on another machine may see another folder.
@@ -150,6 +154,8 @@ def changed_settings(recipe: Recipe) -> list[str]:
     """The mistakes with which `choose` would refuse a recipe for its settings alone, from JSON files in one process,
     before others are started. What data, model and plugins hold is compared by `choose`.
     """
+    if mistakes := reads_own_folder(recipe):
+        return mistakes
     own = folder.list_folders(Path(recipe.run.output_dir) / "checkpoints") if recipe.run.resume == "auto" else []
     for path in own if recipe.run.resume in ("never", "auto") else [Path(recipe.run.resume)]:
         try:
