@@ -298,6 +298,25 @@ STATES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.parametrize("command", ["next", "watch", "report", "why-slow", "chat", "evaluate"])
+def test_of_a_folder_of_runs_one_is_to_be_named(command, tmp_path, capsys):
+    """As of a sweep, in which no run can begin; nor is it waited for."""
+    folder = tmp_path / "rates-sweep"
+    for name in ("rate=1", "rate=2"):
+        finished(folder / name)
+    (folder / "compare.html").write_text("")
+    assert main([command, str(folder)]) == 2
+    assert f"name a run in it: {folder / 'rate=1'}, {folder / 'rate=2'}" in capsys.readouterr().err
+
+
+def test_next_sends_no_run_into_the_folder_of_something_else(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    assert main(["next", str(tmp_path / "model")]) == 0 and "never started" in capsys.readouterr().out
+    (tmp_path / "model/config.json").write_text("{}")
+    assert main(["next", str(tmp_path / "model")]) == 2
+    assert f"{tmp_path / 'model'}: no run's folder (it has config.json); name the" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verdict", STATES)
 def test_next_has_one_verdict_for_each_state_with_a_command_that_is_taken(verdict, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -16,6 +16,7 @@ from cookbook.commands.shared.arguments import AsJson, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import state_of
 from cookbook.commands.shared.labels import recipe_files
+from cookbook.config.checks import of_no_run
 from cookbook.config.recipe import load_recipe, read_recipe
 from cookbook.config.strategy import known_strategies, strategy_path
 from cookbook.system import lock, status
@@ -41,8 +42,14 @@ def next(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) -> i
 
 
 def next_step(folder: Path) -> NextStep:
-    """The verdict about a folder, and what follows from it."""
+    """The verdict about a folder, and what follows from it.
+
+    Raises:
+        RecipeError: it is neither a run's folder nor one that a run may begin in.
+    """
     verdict, why = _verdict(folder)
+    if verdict == "never started" and folder.is_dir() and (others := of_no_run(folder)):
+        raise RecipeError(f"{folder}: no run's folder (it has {', '.join(others)}); {which_run(folder)}")
     record = _record(folder)
     checkpoint, _ = newest(folder / "checkpoints")
     command, advice = WAYS[verdict](folder, record)

@@ -14,7 +14,7 @@ from typer import Option
 from cookbook.commands.rounds.rounds_folder import Round, read_answers, summary_of
 from cookbook.commands.rounds.shown import answer_words, prompt_words, three_answers
 from cookbook.commands.shared.answer_forms import ShownAnswer, Watched, WatchedRound, WatchedRun
-from cookbook.commands.shared.arguments import positive, run_folder, which_run
+from cookbook.commands.shared.arguments import positive, run_folder, runs_in, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system import status
@@ -41,6 +41,9 @@ def watch(
     """Watch runs live from their files, until all have ended."""
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise RecipeError([f"{folder}: no such folder; {which_run(folder)}" for folder in missing])
+    # Else it would be waited for, as a run that has not begun.
+    if of_others := [folder for folder in folders if state_of(folder).name == "starting" and runs_in(folder)]:
+        raise RecipeError([f"{folder}: no run's folder; {which_run(folder)}" for folder in of_others])
     if as_json:
         answer(Watched(runs=[look(folder) for folder in folders]))
         return 0

@@ -27,8 +27,16 @@ def _runs() -> list[str]:
     return sorted(str(path.parent) for path in Path("outputs").glob("*/run.json"))
 
 
+def runs_in(folder: Path) -> list[str]:
+    """The runs that a folder has, as that of a sweep."""
+    return sorted(str(path.parent) for path in folder.glob("*/status.json"))
+
+
 def which_run(folder: Path) -> str:
-    """Advice for a folder that is not a run's: the run with the nearest name, or the runs that are here."""
+    """Advice for a folder that is no run: a run in it, the run with the nearest name, or the runs that are here."""
+    if inside := runs_in(folder):
+        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+        return f"name a run in it: {', '.join(inside[:3])}{more}"
     names = {Path(run).name: run for run in _runs()}
     if name := closest(folder.name, names, least=0.6):  # of few folders
         return f"did you mean {names[name]}?"
