@@ -230,6 +230,11 @@ def test_an_array_of_slurm_has_a_job_for_each_run_that_is_left(started, tmp_path
         (["seed=1],[2"], ["not valid YAML"]),
         (["seed=1,2 # three"], ["not valid YAML"]),
         (["seed=1,1"], ["seed=1,1: a value is given twice"]),
+        ([f"{RATES},0.002"], ["rate=2e-3 and optim.learning_rate=0.002 are the same settings; keep one of them"]),
+        (
+            ["objective.train_on=assistant,null", "--to", "slurm", "--gpus", "2xcpu"],  # its default
+            ["objective.train_on=assistant and objective.train_on=null are the same settings"],
+        ),
         (["seed"], ["seed: write it as section.key=VALUE,VALUE"]),
         (["seed=1,2", "--and", "seed=3,4"], ["seed=3,4: seed has values already"]),
         (["run.resume=auto,never", "--and", "seed"], ["gives each run its own run.resume", "seed: write it"]),

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,6 +94,7 @@ def sweep(
     refuse(mistakes)
     swept = _swept([values, *(others or [])], assignments, strategy)
     runs = _runs(path, swept, assignments, strategy, is_local=to is None)
+    refuse(_twice(runs))
     if gpus is not None:
         return _print_array(path, runs, gpus, strategy)
     starts = _check(runs, processes, dry_run)
@@ -222,6 +224,20 @@ def _in_name(assignment: str) -> str:
     plain = re.sub(r"[^\w.+-]+", "_", text, flags=re.ASCII).strip("_")[:LONGEST]
     digest = "" if plain == text else f"-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return f"{key}={plain}{digest}"
+
+
+def _twice(runs: Sequence[Run]) -> list[str]:
+    """Mistakes of values that are written in two ways, as 1e-3 and 0.001, or are a key's default and left out."""
+    first: dict[str, Run] = {}
+    mistakes: list[str] = []
+    for run in runs:
+        with suppress(RecipeError):  # reported with the other mistakes
+            settings = run.recipe.model_dump_json(exclude={"run": {"output_dir"}})
+            same = first.setdefault(settings, run)
+            if same is not run:
+                pair = (", ".join(values) for values in (same.values, run.values))
+                mistakes.append(f"{' and '.join(pair)} are the same settings; keep one of them")
+    return mistakes
 
 
 def _check(runs: Sequence[Run], processes: int | None, dry_run: bool) -> dict[Path, Callable[[], int]]:
