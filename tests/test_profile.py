@@ -301,6 +301,36 @@ def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
     assert (of_step["data"], of_step["step"]) == pytest.approx((0.25, 0.75)), "waiting is a part of the step"
 
 
+@pytest.mark.parametrize(
+    ("spent", "settings", "said"),
+    [
+        (
+            "eval_seconds",
+            {"run.eval_every_steps": 5, "data.holdout": 0.1},
+            "raise run.eval_every_steps 5, or lower data",
+        ),
+        (
+            "eval_seconds",
+            {"run.evals_per_epoch": 2, "data.eval": "a"},
+            "lower run.evals_per_epoch 2, or lower data.eval",
+        ),
+        ("eval_seconds", {"data.eval..path": "a.jsonl"}, ": lower data.eval.max_rows"),  # before and after training
+        ("eval_seconds", {"run.eval_every_steps": None, "data.holdout": 0.0}, None),  # rounds
+        (
+            "save_seconds",
+            {"run.save_every_minutes": 5},
+            "save less often than run.save_every_minutes 5, or set run.save_in",
+        ),
+        ("save_seconds", {"run.save_every_steps": None}, ": set run.save_in_background: true"),  # at the end
+    ],
+)
+def test_what_is_to_be_done_less_often_is_a_key_that_the_recipe_has(spent: str, settings: dict, said: str | None):
+    run = history_of(**{spent: 1.0})
+    run.settings.update(settings)
+    advised = [one.what for one in advice(run, [])]
+    assert len(advised) == (said is not None) and all(said in what and "None" not in what for what in advised)
+
+
 def test_padding_costs_its_share_of_the_computing():
     run = history_of(step_seconds=2.0, data_seconds=1.0)
     run.record["packing"] = {"is_on": False, "why": "gpt2 mixes samples", "can_pack": False, "padding": 0.4}

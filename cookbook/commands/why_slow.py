@@ -189,18 +189,19 @@ def advice(run: History, profiles: list[dict[str, Any]]) -> Iterator[Advice]:
     steps = run.steps[WARM_UP:] or run.steps
     share, settings = shares(steps), run.settings
     if share["saving"] > WORTH:
-        often = settings.get("run.save_every_steps") or f"{settings.get('run.save_every_minutes')} minutes"
-        every = f"run.save_every_steps {often}"
-        if (count := settings.get("run.saves_per_epoch")) is not None:
-            every = f"run.saves_per_epoch {count}"
-        what = f"saving takes {share['saving']:.0%}: save less often than {every},"
-        yield Advice(what=f"{what} or set run.save_in_background: true", gain=share["saving"])
+        keys = ("run.saves_per_epoch", "run.save_every_steps", "run.save_every_minutes")
+        every = next((f"{key} {settings[key]}" for key in keys if settings.get(key) is not None), None)
+        less = f"save less often than {every}, or " if every else ""  # without a key it saves at the end alone
+        what = f"saving takes {share['saving']:.0%}: {less}set run.save_in_background: true"
+        yield Advice(what=what, gain=share["saving"])
     if share["evaluation"] > WORTH:
-        how = f"raise run.eval_every_steps {settings.get('run.eval_every_steps')}"
-        if (count := settings.get("run.evals_per_epoch")) is not None:
-            how = f"lower run.evals_per_epoch {count}"
-        what = f"evaluation takes {share['evaluation']:.0%}: {how}, or lower data.eval.max_rows"
-        yield Advice(what=what, gain=share["evaluation"])
+        ways = {"run.evals_per_epoch": "lower", "run.eval_every_steps": "raise", "data.holdout": "lower"}
+        advised = [f"{way} {key} {settings[key]}" for key, way in ways.items() if settings.get(key)]
+        if any(key.startswith("data.eval") and value for key, value in settings.items()):
+            advised.append("lower data.eval.max_rows")
+        if advised:  # rounds have no held-out rows
+            what = f"evaluation takes {share['evaluation']:.0%}: {', or '.join(advised)}"
+            yield Advice(what=what, gain=share["evaluation"])
     if share["data"] > WORTH:
         what = f"steps wait for their batch for {share['data']:.0%}: rows come too slowly; put them on a local disk,"
         yield Advice(what=f"{what} and take data.streaming out if they fit", gain=share["data"])
