@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from cookbook.commands.cli import main
+from cookbook.commands.rehearse.standins import with_names
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import Source
 from cookbook.system.files import RecipeError
@@ -51,7 +52,9 @@ def test_a_number_that_names_another_class_is_refused(tmp_path: Path, classes: l
     objective = Objective.of(name="classify", classes=classes)
     with pytest.raises(RecipeError, match=r"name of class \d and the number of '\w+'; write the name, as a text"):
         read(tmp_path, objective, {"text": "a", "label": label})
-    assert read(tmp_path, objective, {"text": "a", "label": str(label)})[0]["label"] == classes.index(str(label))
+    found = read(tmp_path, objective, {"text": "a", "label": str(label)})
+    assert found[0]["label"] == classes.index(str(label))
+    assert read(tmp_path, objective, *with_names(found, objective)) == found, "as a rehearsal reads its held-out rows"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from cookbook.commands.rehearse.standins import (
     Notes,
     few_rows,
+    with_names,
     write_jsonl,
     write_tiny_model,
     write_tiny_teacher,
@@ -124,7 +125,7 @@ def _put_small_data(rehearsal: Rehearsal, recipe: Recipe, values: dict[str, Any]
     held_out = sorted(rows.rows, key=lambda row: len(row_bytes(row)))[:NUM_EVAL_ROWS]
     if recipe.objective.splits_rows:  # a text over max_length would become several samples
         held_out = [{"text": row["text"][:100]} for row in held_out]
-    write_jsonl(eval_file, held_out)
+    write_jsonl(eval_file, with_names(held_out, recipe.objective))
     sources = [source.model_dump(mode="json", exclude_none=True) for source in train]
     values["data"] |= {"train": sources, "eval": {"path": str(eval_file)}, "holdout": 0.0, "max_length": length}
     values["data"].pop("too_long", None)  # at the smaller max_length nearly every row is too long

@@ -9,6 +9,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.facts.attention_layers import attention_layers
@@ -54,8 +55,7 @@ def few_rows(recipe: Recipe, num_rows: int, folder: Path, notes: Notes) -> tuple
                 made_up.append(source.path)
                 small = Source(path=str(path), weight=source.weight)
                 rows = synthetic_rows(known_kind(source.path) or recipe.objective.rows[0], num_rows)
-                if names := recipe.objective.class_names:
-                    rows = [row | {"label": names[row["label"]]} for row in rows]
+                rows = with_names(rows, recipe.objective)
             write_jsonl(path, rows)
         sources.append(small)
         rows_read = read_rows(small, recipe.data.on_bad_row, recipe.objective)
@@ -74,6 +74,12 @@ def synthetic_rows(kind: str, count: int) -> list[dict[str, Any]]:
     """Made-up rows of a kind, the same at each call."""
     some = TextGenerator(random.Random(0), WORDS.split())
     return [kinds()[kind].made_up(some) for _ in range(count)]
+
+
+def with_names(rows: list[dict[str, Any]], objective: Objective) -> list[dict[str, Any]]:
+    """Rows to be read again, whose label is the name of a class: its number may be the name of another."""
+    names = objective.class_names
+    return [row | {"label": names[row["label"]]} for row in rows] if names else rows
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
