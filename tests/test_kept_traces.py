@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import kept_traces, verdict
 from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.costs.inputs import Skeleton
 from cookbook.forecast.verdict import TraceCache
+from cookbook.run import auto_settings
+from cookbook.start.run_plan import make_plan
+from cookbook.system.hardware import parse_machines
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -45,19 +49,22 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ActivationTrace]:
 
     monkeypatch.setattr(verdict, "trace_pass", counted)
     monkeypatch.setattr(verdict, "TRACES", {})
+    monkeypatch.setattr(verdict, "SKELETONS", {})
     return traces
 
 
 def ask(cache: Path | None, settings: Recipe | None = None, strategy: str = "single", **sizes: Any) -> ActivationTrace:
     """The trace of a question in a process that has made none before."""
     verdict.TRACES.clear()
+    verdict.SKELETONS.clear()
     with kept_traces.kept_traces(cache):
         loaded = load_strategy(Path(f"accelerate_configs/{strategy}.yaml"))
         return TraceCache(config_of(**sizes), settings or recipe()).work(loaded, 1)
 
 
 def files(cache: Path) -> list[Path]:
-    return [path for path in cache.rglob("*") if path.is_file()]
+    """Those of traces; beside each model's is its skeleton."""
+    return [path for path in cache.rglob("*") if path.is_file() and "phases" in path.read_text()]
 
 
 def test_the_second_question_finds_the_trace_of_the_first(made: list[ActivationTrace], tmp_path: Path):
@@ -65,6 +72,21 @@ def test_the_second_question_finds_the_trace_of_the_first(made: list[ActivationT
     assert again == first and len(made) == 1 and len(files(tmp_path)) == 1
     ask(None)
     assert len(made) == 2, "outside of the context"
+
+
+def test_the_second_question_finds_the_skeleton_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made: list[Skeleton] = []
+    skeleton_of = verdict.skeleton_of
+    monkeypatch.setattr(verdict, "skeleton_of", lambda *args: made.append(skeleton_of(*args)) or made[-1])
+    adapted = recipe(adapter={"name": "lora", "rank": 2})
+    for settings, sizes in ((recipe(), {}), (adapted, {}), (adapted, {"tie_word_embeddings": True})):
+        asked = []
+        for _ in range(2):
+            monkeypatch.setattr(verdict, "SKELETONS", {})
+            with kept_traces.kept_traces(tmp_path):
+                asked.append(TraceCache(config_of(**sizes), settings))
+        assert asked[0].skeleton == asked[1].skeleton == made[-1] and asked[0].sizes == asked[1].sizes
+    assert len(made) == 3
 
 
 # What a trace depends on, and what it does not: optimizer, steps and folders are no part of a forward and backward.
@@ -154,3 +176,21 @@ def test_what_other_code_computes_is_not_kept(settings: dict[str, Any], tmp_path
     with kept_traces.kept_traces(tmp_path):
         traces._keep(("a key",), ActivationTrace(phases=()))
     assert files(tmp_path) == []
+
+
+def test_a_start_finds_the_traces_of_another(
+    made: list[ActivationTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What `auto` takes is the same, and nothing is traced for it; without the folder all is."""
+    monkeypatch.setattr(auto_settings, "machines_of", lambda plan: parse_machines("1x24GB"))
+    path = Path("recipes/quickstart.yaml")
+    keys = ["batch.micro_batch_size=auto", "model.gradient_checkpointing=auto", "mixed_precision=bf16"]
+    settings, single = load_recipe(path, keys), load_strategy(Path("accelerate_configs/single.yaml"))
+    plan = make_plan(settings, single, num_processes=1, num_gpus=1, recipe_name=str(path))
+    choices, counts = [], []
+    for cache in (tmp_path, tmp_path, None):
+        verdict.TRACES.clear()
+        choices.append(auto_settings.choose(path, settings, single, plan, cache=cache))
+        counts.append(len(made))
+    assert choices[0] == choices[1] == choices[2] and "by the forecast" in choices[0]["batch.micro_batch_size"][1]
+    assert counts[1] == counts[0] > 2 and counts[2] == 2 * counts[0]

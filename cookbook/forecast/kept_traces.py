@@ -1,4 +1,4 @@
-"""Traces of earlier questions, kept on disk: a trace takes seconds, and is the same for every machine."""
+"""Traces and skeletons of earlier questions, kept on disk: they take seconds, and are the same for every machine."""
 
 import contextlib
 import functools
@@ -8,16 +8,18 @@ import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.costs.inputs import Skeleton
 from cookbook.system.record_files import replace_file
 from cookbook.system.shipped import PACKAGE
 from cookbook.system.versions import LIBRARIES, installed
 
-_FORM = TypeAdapter(ActivationTrace)
+Kept = TypeVar("Kept", ActivationTrace, Skeleton)
+_FORMS: dict[Any, TypeAdapter[Any]] = {form: TypeAdapter(form) for form in (ActivationTrace, Skeleton)}
 _FOLDERS: list[Path] = []
 
 
@@ -43,23 +45,24 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def find(key: tuple[Any, ...]) -> ActivationTrace | None:
-    """The trace that was kept, if any; one that is damaged is made again."""
+def find(form: type[Kept], key: tuple[Any, ...]) -> Kept | None:
+    """A trace or skeleton that was kept, if any; one that is damaged is made again."""
     for folder in _FOLDERS[-1:]:
         with contextlib.suppress(OSError, ValidationError):
-            return _FORM.validate_json((folder / _name(key)).read_bytes())
+            return _FORMS[form].validate_json((folder / _name(form, key)).read_bytes())
     return None
 
 
-def keep(key: tuple[Any, ...], trace: ActivationTrace) -> None:
-    """Keep a trace, and remove those of other code and other versions. A folder that cannot be written keeps none."""
+def keep(key: tuple[Any, ...], value: ActivationTrace | Skeleton) -> None:
+    """Keep it, and remove what other code and other versions made. A folder that cannot be written keeps none."""
+    form = type(value)
     for folder in _FOLDERS[-1:]:
         with contextlib.suppress(OSError):
             if not folder.is_dir():
                 shutil.rmtree(folder.parent, ignore_errors=True)
                 folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / _name(key), _FORM.dump_json(trace).decode())
+            replace_file(folder / _name(form, key), _FORMS[form].dump_json(value).decode())
 
 
-def _name(key: tuple[Any, ...]) -> str:
-    return f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+def _name(form: type[Any], key: tuple[Any, ...]) -> str:
+    return f"{hashlib.sha256(json.dumps([form.__name__, *key]).encode()).hexdigest()[:32]}.json"

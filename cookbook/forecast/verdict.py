@@ -111,7 +111,11 @@ class TraceCache:
         adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
         structure = self._key[0], adapter, len(recipe.model.new_tokens or ())
         if structure not in SKELETONS:
-            skeleton = skeleton_of(config, recipe)
+            skeleton = kept_traces.find(Skeleton, structure) if self._is_kept else None
+            if skeleton is None:
+                skeleton = skeleton_of(config, recipe)
+                if self._is_kept:
+                    kept_traces.keep(structure, skeleton)
             SKELETONS[structure] = skeleton, sizes_of(config, skeleton)
         self.skeleton, self.sizes = SKELETONS[structure]
 
@@ -186,7 +190,7 @@ class TraceCache:
 
     def _known(self, key: tuple[Any, ...]) -> ActivationTrace | Untraceable | None:
         """A trace of this process or, where such are kept, of an earlier one."""
-        if key not in TRACES and self._is_kept and (kept := kept_traces.find(key)) is not None:
+        if key not in TRACES and self._is_kept and (kept := kept_traces.find(ActivationTrace, key)) is not None:
             TRACES[key] = kept
         return TRACES.get(key)
 
