@@ -4,6 +4,7 @@ strategy takes them.
 python -m pytest -q tests/test_plugins.py -m "slow or not slow"
 """
 
+import ast
 import json
 import random
 import re
@@ -346,3 +347,38 @@ def test_a_plugin_that_imports_torchao_brings_none_of_its_warnings(tmp_path):
     done = subprocess.run(line, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.startswith("recipes/quickstart.yaml: fine")
     assert done.stderr == "of the plugin\n"
+
+
+def test_modules_of_one_s_own_that_a_plugin_imports_are_part_of_it(tmp_path: Path):
+    """An edit of what it computes with is an edit of it; a file beside it that it does not import is none."""
+    package, plugin = tmp_path / "own_sizes", tmp_path / "plugin.py"
+    package.mkdir()
+    texts = {
+        plugin: "import numpy, own_sizes.outer\n" + PLUGIN.read_text(),
+        package / "__init__.py": "",
+        package / "outer.py": "from .inner import SIZE\ndef late():\n    from .late import SIZE\n",
+        package / "inner.py": "SIZE = 1.0\n",
+        package / "late.py": "SIZE = 2.0\n",
+        package / "not_imported.py": "SIZE = 3.0\n",
+    }
+    for path, text in texts.items():
+        path.write_text(text)
+
+    def digest() -> str:
+        """The digest in a process of its own."""
+        code = (
+            "import sys; from cookbook.config import plugins; sys.path.insert(0, sys.argv.pop(1)); file = sys.argv[1:]"
+        )
+        code += "; plugins.use(file); print(plugins.digest(file), plugins.record(file))"
+        words = [sys.executable, "-B", "-c", code, str(tmp_path), str(plugin)]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        of_all, _, record = done.stdout.partition(" ")
+        names = [Path(entry["file"]).name for entry in ast.literal_eval(record)]
+        assert names == ["plugin.py", "__init__.py", "inner.py", "late.py", "outer.py"]
+        return of_all
+
+    digests = [digest()]
+    for path in (package / "inner.py", package / "late.py", package / "not_imported.py"):
+        path.write_text("SIZE = 7.0\n")
+        digests.append(digest())
+    assert len(set(digests[:3])) == 3 and digests[3] == digests[2]

@@ -4,21 +4,26 @@ A plugin is Python code and runs with the user's rights. Only the recipe itself 
 model, a data set or the environment.
 """
 
+import ast
 import hashlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable
-from importlib.machinery import SourceFileLoader
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 from cookbook.system import registry
 from cookbook.system.files import refuse
+from cookbook.system.shipped import PACKAGE
 from cookbook.system.signals import no_exit
 
 _imported: dict[str, tuple[str, list[Any]]] = {}
 """By file: the SHA-256 of the imported content, and the entries it registered."""
+_own_modules: dict[str, dict[str, str]] = {}
+"""By file: the files of the user's own modules that it imports, with their SHA-256, in the order of their names."""
 
 
 def use(files: Iterable[str]) -> None:
@@ -33,13 +38,17 @@ def use(files: Iterable[str]) -> None:
 
 
 def digest(files: Iterable[str]) -> str:
-    """SHA-256 over the imported plugins in their order, independent of their paths."""
-    return hashlib.sha256(" ".join(_imported[file][0] for file in files).encode()).hexdigest()
+    """SHA-256 over the imported plugins in their order, each with its own modules, independent of their paths."""
+    return hashlib.sha256(" ".join(entry["sha256"] for entry in record(files)).encode()).hexdigest()
 
 
 def record(files: Iterable[str]) -> list[dict[str, str]]:
-    """Each file with its SHA-256, for run.json."""
-    return [{"file": file, "sha256": _imported[file][0]} for file in files]
+    """Each file with its SHA-256, and behind it the user's own modules that it imports, for run.json."""
+    return [
+        {"file": name, "sha256": sha256}
+        for file in files
+        for name, sha256 in ((file, _imported[file][0]), *_own_modules[file].items())
+    ]
 
 
 def _use(file: str) -> list[str]:
@@ -96,3 +105,49 @@ def _import(file: str, content: bytes, sha256: str) -> None:
     sys.modules[name] = module  # pydantic looks annotations up there
     loader.exec_module(module)
     _imported[file] = sha256, registry.entries_of(file)
+    own: dict[str, Path] = {}
+    _add_own_modules(content, "", own)
+    _own_modules[file] = {str(own[name]): hashlib.sha256(own[name].read_bytes()).hexdigest() for name in sorted(own)}
+
+
+def _add_own_modules(content: bytes, package: str, own: dict[str, Path]) -> None:
+    """Add the modules that code imports, and those that these import, unless they are installed.
+
+    Args:
+        package: where its relative imports start.
+    """
+    for name in _imported_names(content, package):
+        parent = name.rpartition(".")[0]
+        if name in own or (parent and parent not in own):
+            continue
+        if (spec := _spec_of(name)) is not None and spec.origin is not None and _is_own(Path(spec.origin)):
+            own[name] = Path(spec.origin)
+            _add_own_modules(own[name].read_bytes(), spec.parent or "", own)
+
+
+def _imported_names(content: bytes, package: str) -> Iterator[str]:
+    """Yield the names of modules that code may import, each behind the packages around it."""
+    for node in ast.walk(ast.parse(content)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            start = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names = [start, *(f"{start}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # no package, or a module without a spec
+        return None
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a module's file is the user's: no library that is installed, whose versions are recorded apart."""
+    folders = (PACKAGE, Path(sysconfig.get_path("stdlib")))
+    is_installed = any(path.resolve().is_relative_to(folder) for folder in folders)
+    return path.suffix == ".py" and not is_installed and not {"site-packages", "dist-packages"} & {*path.parts}
