@@ -294,7 +294,7 @@ def test_every_example_is_a_shipped_recipe_for_its_task(book, task, has_adapter)
 @pytest.mark.thorough
 def test_what_fits_no_gpu_is_offloaded_last(model):
     recipe = made(model(hidden=4096, layers=32), write(CHATS), "--gpus", "1x4GB")
-    assert (recipe.adapter.name, Path(recipe.strategy).stem) == ("lora", "fsdp2_offload")
+    assert (recipe.adapter.name, Path(recipe.strategy).stem) == ("qlora", "fsdp2_offload")
     text = Path(OUT).read_text()
     assert "# all weights do not fit on these GPUs without offloading" in text
     assert "host memory unknown, needs" in text and "GB of host memory." in text
