@@ -150,4 +150,5 @@ def _is_own(path: Path) -> bool:
     """Return whether a module's file is the user's: no library that is installed, whose versions are recorded apart."""
     folders = (PACKAGE, Path(sysconfig.get_path("stdlib")))
     is_installed = any(path.resolve().is_relative_to(folder) for folder in folders)
-    return path.suffix == ".py" and not is_installed and not {"site-packages", "dist-packages"} & {*path.parts}
+    is_file = path.suffix == ".py" and path.is_file()
+    return is_file and not is_installed and not {"site-packages", "dist-packages"} & {*path.parts}
