@@ -12,12 +12,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from conftest import ROOT, clean_environment
 
 import cookbook
 from cookbook.commands.cli import app
 from cookbook.config.recipe import Recipe
 from cookbook.system.registry import Named, Section
+
+pytestmark = pytest.mark.core  # what holds the rooms apart, however long it takes
 
 PACKAGE = ROOT / "cookbook"
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "numpy", "datasets", "tokenizers")
