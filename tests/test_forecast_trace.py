@@ -41,6 +41,7 @@ from cookbook.training.adapters.four_bit_experts import Dequantizer
 from cookbook.training.models import loss as losses
 from cookbook.training.models.attention import PACKED
 from cookbook.training.models.efficiency import compile_layers, save_activations
+from cookbook.training.models.logits import in_turn
 from cookbook.training.models.loss import add_loss, compile_loss
 from tests.experts import experts_config
 from tests.needs import need_compiler
@@ -69,6 +70,7 @@ def recipe(
     precision: str = "no",
     compiled: bool = False,
     packing: bool = False,
+    **sections: Any,
 ) -> Recipe:
     values: dict[str, Any] = {
         "strategy": "accelerate_configs/single.yaml",
@@ -78,6 +80,7 @@ def recipe(
         "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS},
         "optim": {"learning_rate": 1e-4},
         "run": {"max_steps": 1, "output_dir": "out"},
+        **sections,
     }
     return Recipe(**values, **({"adapter": adapter} if adapter else {}))
 
@@ -415,6 +418,25 @@ def test_large_micro_batches_of_compiled_layers_follow_from_two_traces_to_the_by
     short = exact(plain, 1).towards(exact(plain, 2), 6)
     peaks = [next(one.peak for one in work.phases if one.name == "head") for work in (short, exact(plain, 7))]
     assert peaks[0] > 1.1 * peaks[1]
+
+
+@pytest.mark.parametrize("adapter", [None, LORA])
+@pytest.mark.parametrize("objective", [{"name": "sft"}, {"name": "sft", "label_smoothing": 0.1}])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chunks_of_the_loss_that_are_alike_are_counted_as_if_each_were_run(compiled, objective, adapter, monkeypatch):
+    """With a head that is trained, and with one whose gradient the forward makes; the last chunk is smaller."""
+    for name, times in (("LOGITS_BUDGET", VOCAB * 100), ("OF_FROZEN", 1)):
+        monkeypatch.setattr(losses, name, times)
+    settings = recipe(True, adapter, "bf16", compiled=compiled, objective=objective)
+    sizes: list[int] = []
+    evaluate = losses._evaluate
+    counting = lambda *given, **named: sizes.append(len(given[1])) or evaluate(*given, **named)  # noqa: E731
+    monkeypatch.setattr(losses, "_evaluate", counting)
+    counted = traced(settings, config_of(num_hidden_layers=2))
+    few, _ = list(sizes), sizes.clear()
+    monkeypatch.setattr(Ledger, "in_chunks", lambda ledger, *given: in_turn(*given))
+    assert counted == traced(settings, config_of(num_hidden_layers=2))
+    assert few[:3] == [100, 100, ROWS * LENGTH % 100] and len(few) < len(sizes)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Counts what operations on fake tensors allocate, between marks around the layers and their experts."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,10 @@ AROUND_EXPERTS = {
 """The phase that follows where a forward comes to a layer's experts, or leaves them."""
 
 
+COUNTED = ("kernels", "looped", "moved", "streamed")
+"""What a phase counts of its operations."""
+
+
 def _equal_parts(whole: int, count: int) -> list[int]:
     """Sizes of parts, of which no two differ by more than one."""
     return [whole // count + (part < whole % count) for part in range(count)]
@@ -58,6 +62,23 @@ def _equal_parts(whole: int, count: int) -> list[int]:
 
 def _run_by_fake_mode(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
     return function(*args, **kwargs)
+
+
+def _as_large(value: Any, storages: dict[int, torch.Tensor]) -> Any:
+    """Tensors of the shapes in `value`, with memory of their own as large as that of those.
+
+    Args:
+        storages: by the identity of those of `value`, as views of one have one.
+    """
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        if id(storage) not in storages:
+            storages[id(storage)] = value.new_empty(storage.nbytes() // value.element_size())
+        return storages[id(storage)].as_strided(value.shape, value.stride(), value.storage_offset())
+    if isinstance(value, (list, tuple)):
+        parts = [_as_large(part, storages) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 class TooLong(Exception):
@@ -195,14 +216,40 @@ class Ledger(TorchDispatchMode):
         finally:
             self._counts = before
 
+    def in_chunks(self, evaluate: Callable[[slice], Any], chunks: Sequence[slice]) -> list[Any]:
+        """Results of a function of each chunk of rows, as those of `cookbook.training.models.logits.in_turn`. From the
+        third on, one of as many rows as the second does what that did, and is counted without being run.
+        """
+        results = [evaluate(rows) for rows in chunks[:1]]
+        second, above, counted = None, 0, dict.fromkeys(COUNTED, 0)
+        for rows in chunks[1:]:
+            size = rows.stop - rows.start
+            if size == second:
+                self._raise_peak(self.live + above)
+                for name, more in counted.items():
+                    setattr(self, name, getattr(self, name) + more)
+                results.append(_as_large(results[1], {}))
+            elif second is None:
+                live, peak, before = self.live, self.peak, {name: getattr(self, name) for name in COUNTED}
+                self.peak, second = live, size
+                results.append(evaluate(rows))
+                above, counted = self.peak - live, {name: getattr(self, name) - before[name] for name in COUNTED}
+                self._raise_peak(peak)
+            else:
+                results.append(evaluate(rows))
+        return results
+
     def _see(self, storage: torch.UntypedStorage) -> None:
         if id(storage) in self._known:
             return
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         self._hold(storage, size)
         self.live += size
-        self.peak = max(self.peak, self.live)
-        self.peak_with_made = max(self.peak_with_made, self.live + self.made)
+        self._raise_peak(self.live)
+
+    def _raise_peak(self, live: int) -> None:
+        self.peak = max(self.peak, live)
+        self.peak_with_made = max(self.peak_with_made, live + self.made)
 
     def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
         held = self._known[id(storage)] = _Held(storage, self._gone)
@@ -236,7 +283,7 @@ class Ledger(TorchDispatchMode):
         if self._open is not None:
             before, of_layer, held = self._open
             making = self.peak_with_made - self.peak
-            counted = {name: getattr(self, name) for name in ("kernels", "looped", "moved", "streamed")}
+            counted = {name: getattr(self, name) for name in COUNTED}
             self.phases.append(Phase(name=before, layer=of_layer, held=held, peak=self.peak, making=making, **counted))
         self._kept = {"experts backward": self.made, "rest backward": self._kept}.get(name, 0)
         self.made, self._open = self._kept, (name, layer, self.live + self._kept)

@@ -37,7 +37,7 @@ from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.experts import autocast_products
-from cookbook.training.models.loss import add_loss, loss_of_targets
+from cookbook.training.models.loss import LossHead, add_loss, loss_of_targets
 
 if TYPE_CHECKING:
     from cookbook.forecast.compiled import Kept
@@ -472,6 +472,8 @@ def _trace_phases(
     ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
     if compiling is not None:
         compiling(model, uncounted=ledger.uncounted)
+    if isinstance(head := head_of(model), LossHead):
+        head.in_chunks = ledger.in_chunks  # type: ignore[method-assign]
     if offloads:
         _offload_checkpoints(model, ledger)
     _mark_layers(model, ledger, unit)

@@ -26,6 +26,7 @@ from cookbook.training.models.logits import (
     Reading,
     VocabularyPart,
     gradient_of_losses,
+    in_turn,
     losses_of,
     transformed,
 )
@@ -50,6 +51,8 @@ class LossHead(torch.nn.Linear):
 
     kernels: Kernels | None = None
     """Functions in the place of `PLAIN`."""
+    in_chunks = staticmethod(in_turn)
+    """A forecast has its own, see `Reading`."""
 
     def forward(
         self,
@@ -87,7 +90,8 @@ class LossHead(torch.nn.Linear):
         # A head that an adapter trains is float32, and without autocast the hidden states may not be.
         device = hidden.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        hidden, reading = hidden.to(autocast or weight.dtype), Reading(transform, self.kernels or PLAIN, part)
+        reading = Reading(transform, self.kernels or PLAIN, part, self.in_chunks)
+        hidden = hidden.to(autocast or weight.dtype)
         with torch.autocast(device, enabled=False):  # CUDA's would make probabilities float32
             results = _LossOfHead.apply(
                 hidden, weight, bias, function or _Likelihood(targets), reading, torch.is_grad_enabled()
@@ -213,18 +217,21 @@ class _LossOfHead(torch.autograd.Function):
         chunks = _chunks(len(hidden), width, LOGITS_BUDGET // OF_FROZEN if is_frozen else LOGITS_BUDGET)
         # The gradient of the logits is kept of one chunk, and of none where the hidden states' follows at once.
         with_gradient = has_backward and (is_frozen or len(chunks) == 1)
-        parts, of_hidden = [], []
-        for rows in chunks:
+        finishes = with_gradient and is_frozen
+
+        def evaluated(rows: slice) -> _Evaluated:
             part = _evaluate(function, _logits(hidden[rows], cast, bias), rows, reading, with_gradient=with_gradient)
-            if is_frozen and part.gradient is not None:
-                of_hidden.append(part.gradient @ cast)
-                part = part._replace(known=[], gradient=None)
-            parts.append(part)
+            if finishes:
+                assert part.gradient is not None
+                return part._replace(known=[], gradient=part.gradient @ cast)
+            return part
+
+        parts: list[_Evaluated] = reading.in_chunks(evaluated, chunks)
         results = tuple(map(torch.cat, zip(*(part.results for part in parts), strict=True)))
         ctx.function, ctx.reading = function, reading
         ctx.mark_non_differentiable(*results[1:])
-        if of_hidden:
-            ctx.save_for_backward(torch.cat(of_hidden))
+        if finishes:
+            ctx.save_for_backward(torch.cat([part.gradient for part in parts if part.gradient is not None]))
             return results
         known = parts[0].known
         if len(parts) > 1:
@@ -244,10 +251,10 @@ class _LossOfHead(torch.autograd.Function):
         # The likelihood in bf16 makes nothing of float32 here but what `transformed` does, so that the bytes of the
         # forward hold twice as many rows.
         is_small = hidden.dtype == torch.bfloat16 and reading.transform is None and type(ctx.function) is _Likelihood
-        of_hidden: list[torch.Tensor] = []
         of_weight, of_bias = None, None
-        budget = LOGITS_BUDGET * OF_BACKWARD if is_small else LOGITS_BUDGET
-        for rows in _chunks(len(hidden), reading.part.width or len(weight), budget):
+
+        def of_hidden(rows: slice) -> torch.Tensor | None:
+            nonlocal of_weight, of_bias
             part, scale, gradient = hidden[rows], gradients[0][rows].unsqueeze(1), kept
             if gradient is None:
                 gradient = _evaluate(
@@ -260,15 +267,18 @@ class _LossOfHead(torch.autograd.Function):
                 ).gradient
             if gradient.dtype != part.dtype:
                 gradient, scale = (gradient * scale).to(part.dtype), torch.ones_like(scale)
-            if needs_hidden:
-                of_hidden.append(((gradient @ cast) * scale).to(part.dtype))
+            own = ((gradient @ cast) * scale).to(part.dtype) if needs_hidden else None
             if needs_weight:
                 of_weight = _add_product(of_weight, gradient.t(), (part * scale).to(part.dtype), weight.dtype)
             if needs_bias:
                 of_bias = _add_product(of_bias, gradient.t(), scale.to(part.dtype), weight.dtype)
-            del gradient
+            return own
+
+        budget = LOGITS_BUDGET * OF_BACKWARD if is_small else LOGITS_BUDGET
+        chunks = _chunks(len(hidden), reading.part.width or len(weight), budget)
+        of_chunks = [own for own in reading.in_chunks(of_hidden, chunks) if own is not None]
         return (
-            _of_all_parts(of_hidden, reading.part),
+            _of_all_parts(of_chunks, reading.part),
             of_weight,
             None if of_bias is None else of_bias.squeeze(1),
             *[None] * 3,
@@ -291,6 +301,7 @@ class _Evaluated(NamedTuple):
     results: tuple[torch.Tensor, ...]
     known: list[torch.Tensor]
     gradient: torch.Tensor | None
+    """By the logits; of a head that is not trained by the hidden states."""
 
 
 def _evaluate(
