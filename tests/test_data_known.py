@@ -95,6 +95,18 @@ def test_whatever_rows_depend_on_makes_them_read_again(tmp_path, reads, change):
     assert reads == [1, 1]
 
 
+def test_other_classes_make_other_rows_of_the_same_file(tmp_path, reads):
+    """A label becomes the number of its class as it is read."""
+    path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
+    path.write_text("".join(json.dumps({"text": label, "label": label}) + "\n" for label in ("good", "bad")))
+    data = DataSection(train=[str(path)])
+    one, other = (Objective.of(name="classify", classes=names) for names in (["bad", "good"], ["good", "bad"]))
+    before, after = (known_rows(data, objective, cache=cache) for objective in (one, other))
+    assert len(reads) == 2 and facts(after) == facts(read_data(data, other)) != facts(before)
+    known_rows(data, other, cache=cache)
+    assert len(reads) == 2
+
+
 def test_a_change_of_any_code_that_reads_rows_makes_them_read_again(tmp_path, monkeypatch):
     data, read_bytes = settings(tmp_path), Path.read_bytes
     keys = {known._key_of(data, SFT, tmp_path)}

@@ -100,7 +100,7 @@ def _key_of(data: DataSection, objective: Objective, cache: Path | None) -> str 
     made_from = [
         content,
         data.model_dump(mode="json", exclude=NOT_OF_ROWS),
-        [objective.name, sorted(objective.rows), plugins.digest(registry.plugin_files())],
+        [objective.model_dump(mode="json"), sorted(objective.rows), plugins.digest(registry.plugin_files())],
         [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
     ]
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
