@@ -91,6 +91,26 @@ def read_generation_config(folder: str | Path) -> Any:
         return GenerationConfig.from_pretrained(folder)
 
 
+def generation_settings(folder: Path) -> Any:
+    """The settings that a model's folder proposes for generation, in a file of their own or in its configuration.
+
+    Raises as `read_config`.
+    """
+    from transformers import GenerationConfig
+
+    if (folder / GENERATION).is_file():
+        return read_generation_config(folder)
+    is_there = (folder / CONFIG).is_file()
+    return GenerationConfig.from_model_config(read_config(folder)) if is_there else GenerationConfig()
+
+
+def end_tokens(settings: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer, by the tokenizer and by `generation_settings`."""
+    proposed = settings.eos_token_id
+    ends = [tokenizer.eos_token_id, *(proposed if isinstance(proposed, list) else [proposed])]
+    return sorted({token for token in ends if token is not None})
+
+
 @contextmanager
 def _name_file_in_errors(folder: str | Path, needed: Sequence[str], *others: str) -> Iterator[None]:
     """Name the file in the errors of a library that reads files of a folder, or of a model on the Hub.

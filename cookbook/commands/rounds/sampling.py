@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from cookbook.commands.rounds.drawing import Drawing, logps
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.shared import generation
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
+from cookbook.facts.model_files import end_tokens
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models import language_model, tokenizer_files
@@ -72,13 +73,6 @@ def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
         return tokenizer.apply_chat_template(prompt.asked, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = tokenizer(prompt.asked)["input_ids"]
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
-
-
-def end_tokens(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer, by the tokenizer and by what a model's folder proposes for generation."""
-    proposed = settings.eos_token_id
-    ends = [tokenizer.eos_token_id, *(proposed if isinstance(proposed, list) else [proposed])]
-    return sorted({token for token in ends if token is not None})
 
 
 class OpenFile:

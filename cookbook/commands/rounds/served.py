@@ -31,13 +31,13 @@ from transformers import GenerationConfig
 
 from cookbook.commands.rounds import rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
-from cookbook.commands.rounds.sampling import Answer, end_tokens
+from cookbook.commands.rounds.sampling import Answer
 from cookbook.commands.shared.find_model import ADAPTER
 from cookbook.config.outside_words import VLLM, addresses, has_adapters, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
-from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
+from cookbook.facts.model_files import GENERATION, end_tokens, read_generation_config, read_tokenizer
 from cookbook.start.in_rounds import KEY
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line, make_folder

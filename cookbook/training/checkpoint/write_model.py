@@ -17,14 +17,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from transformers import (
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from cookbook.facts.model_files import read_config, read_generation_config
+from cookbook.facts.model_files import generation_settings
 from cookbook.facts.score_head import empty_model
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
@@ -218,11 +217,7 @@ def write_generation_config(folder: Path, *, like: Path, end_of_turn: int | None
     """Write the generation settings of the model that was trained, and let it stop also at the end of a turn, which a
     base model's own settings do not name.
     """
-    config = GenerationConfig()
-    if (like / "generation_config.json").is_file():
-        config = read_generation_config(like)
-    elif (like / "config.json").is_file():
-        config = GenerationConfig.from_model_config(read_config(like))
+    config = generation_settings(like)
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = list(dict.fromkeys(token for token in (*own, end_of_turn) if token is not None))
     config.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
