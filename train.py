@@ -259,7 +259,7 @@ def train_step(
     set_learning_rate(engine.optimizer, lr)
     engine.begin_step(progress.step + 1)
     objective = recipe.objective
-    count = batch.num_targets if objective.mean_over == "tokens" else batch.num_samples
+    count = max(batch.num_targets, 1) if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
     if unreached := engine.unreached():
         what = f"{len(unreached)} trained parameters got no gradient in the first step"
@@ -280,6 +280,7 @@ def train_step(
             "step": progress.step,
             "epoch": batch.epoch,
             **result.means,
+            **({"masked": batch.num_masked / batch.num_sequences} if objective.masks_truncated else {}),
             "grad_norm": result.grad_norm,
             "learning_rate": lr,
             **({} if scale is None else {"loss_scale": scale}),
@@ -292,6 +293,8 @@ def train_step(
             **services.meter.price(),
         }
     )
+    if not batch.num_targets:
+        services.log.say(f"step {progress.step}: all its answers were cut off, and none carries loss", "bold red")
     if result.unusual is not None:
         services.log.event("gradient", progress.step, **result.unusual.details())
         services.log.say(f"step {progress.step}: {result.unusual.in_words()}", "bold red")

@@ -159,6 +159,16 @@ def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, t
     _is_shown_as_one_run(lab, out, capsys)
 
 
+def test_answers_that_a_round_cut_off_are_masked_where_the_recipe_says_so(lab, forked, model, tmp_path, capsys):
+    masked = {"objective__mask_truncated_completions": True, "rounds__num_rounds": 1, "schedule": {"warmup_steps": 0}}
+    assert start(lab, settings(tmp_path, model, **masked)) == 0, capsys.readouterr()
+    ended = [one for line in read(tmp_path / "out/rounds/0001/samples.jsonl") for one in line["ended"]]
+    steps = [line for line in read(tmp_path / "out/metrics.jsonl") if "loss" in line]
+    share = sum(line["masked"] for line in steps) / len(steps)
+    assert len(steps) == 2 and share == pytest.approx(1 - sum(ended) / len(ended)) and 0 < share < 1
+    assert steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
+
+
 def are_of_their_tokens(lines: list[dict[str, Any]], tokenizer) -> None:
     """Prompts, ends, texts and rewards of a round's samples are those of the token ids."""
     for line in lines:

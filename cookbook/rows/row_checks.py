@@ -35,8 +35,10 @@ LOGPROBS = {
 distribution that it was drawn from, if temperature or truncation made another of it; and under the reference."""
 MASK = "completion_mask"
 """Key of a group of token ids: for each answer 1 for a token that the policy wrote, and 0 for one without loss."""
-NUMBERS = ("rewards", MASK, *LOGPROBS)
-"""Keys of a group whose values are numbers."""
+ENDED = "ended"
+"""Key of a group: for each answer whether it ended by itself; false if it was cut off at a length."""
+NUMBERS = ("rewards", MASK, ENDED, *LOGPROBS)
+"""Keys of a group whose values are numbers, or true and false."""
 TOKENS = ("prompt_ids", "completion_ids")
 """Keys of a group whose values are token ids; TRL's names."""
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -376,7 +378,15 @@ def _check_group(raw: Row, key: str = "completions") -> tuple[list[Any], Row]:
     numbers: Row = {"rewards": _numbers(rewards, "`rewards`", len(answers))}
     given = {name: from_json(raw.get(name)) for name in LOGPROBS}
     lists = {name: _logprobs(value, name, len(answers)) for name, value in given.items() if not is_empty(value)}
+    if not is_empty(ended := from_json(raw.get(ENDED))):
+        numbers[ENDED] = _truths(ended, ENDED, len(answers))
     return answers, numbers | lists
+
+
+def _truths(value: Any, name: str, count: int) -> list[bool]:
+    if not isinstance(value, list) or len(value) != count or any(type(item) is not bool for item in value):
+        raise BadRow("not true or false for each answer", f"`{name}` has one of them for each of {count} completions")
+    return value
 
 
 def _logprobs(value: Any, name: str, count: int) -> list[list[float]]:

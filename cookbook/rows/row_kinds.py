@@ -13,6 +13,7 @@ from cookbook.rows.json_text import BadRow
 from cookbook.rows.messages import Chat, check_messages, check_text
 from cookbook.rows.row_checks import (
     CHAT_KEYS,
+    ENDED,
     LOGPROBS,
     MASK,
     TOKENS,
@@ -164,7 +165,8 @@ def shapes(asked_for: Sequence[str] = ()) -> str:
 def _make_up_group(some: "TextGenerator", prompt: Any, answer: Callable[[], Any]) -> Row:
     count = some.chance.randint(2, 4)
     rewards = [some.chance.random() for _ in range(count)]
-    return {"prompt": prompt, "completions": [answer() for _ in range(count)], "rewards": rewards}
+    ended = [True] * (count - 1) + [False]
+    return {"prompt": prompt, "completions": [answer() for _ in range(count)], "rewards": rewards, ENDED: ended}
 
 
 def _make_up_tokens(some: "TextGenerator") -> Row:
@@ -172,7 +174,7 @@ def _make_up_tokens(some: "TextGenerator") -> Row:
         return [some.chance.randrange(100) for _ in range(some.chance.randint(2, 10))]
 
     group = _make_up_group(some, ids(), ids)
-    return {"prompt_ids": group["prompt"], "completion_ids": group["completions"], "rewards": group["rewards"]}
+    return {"prompt_ids": group.pop("prompt"), "completion_ids": group.pop("completions"), **group}
 
 
 def _exchange(user: str, assistant: str, name: str = "", context: str = "context") -> Naming:
@@ -357,7 +359,7 @@ for _kind in (
     RowKind(
         name="chat_group",
         keys=("prompt", "completions", "rewards"),
-        other_keys=(*LOGPROBS, "context", *CHAT_KEYS),
+        other_keys=(*LOGPROBS, ENDED, "context", *CHAT_KEYS),
         matches=is_chat_group,
         form=" of messages",
         check=check_chat_group,
@@ -369,7 +371,7 @@ for _kind in (
     RowKind(
         name="group",
         keys=("prompt", "completions", "rewards"),
-        other_keys=(*LOGPROBS, "context"),
+        other_keys=(*LOGPROBS, ENDED, "context"),
         matches=lambda raw: not is_chat_group(raw),
         check=check_text_group,
         texts=lambda row: (row["prompt"], tuple(row["completions"])),
@@ -380,7 +382,7 @@ for _kind in (
     RowKind(
         name="sampled_group",
         keys=(*TOKENS, "rewards"),
-        other_keys=(*LOGPROBS, MASK),
+        other_keys=(*LOGPROBS, MASK, ENDED),
         check=check_sampled_group,
         tokens=lambda row: (row["prompt_ids"], row["completion_ids"]),
         masks=lambda row: row.get(MASK),

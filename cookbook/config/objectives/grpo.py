@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from cookbook.config.objectives.objective import Objective
 from cookbook.rows.json_text import BadRow
+from cookbook.rows.row_checks import ENDED
 from cookbook.system.registry import register
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class GRPO(Objective):
     shares_samples = True
     needs_reference = True
     reference_of = "tokens"
-    settings_of_values = ("scale_rewards",)
+    settings_of_values = ("scale_rewards", "mask_truncated_completions")
     name: Literal["grpo"]
     loss_type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
     """`dapo`: a mean over all tokens of the global batch, eq. 8 of Yu et al. 2025 (arXiv 2503.14476); `grpo`: a mean
@@ -66,6 +67,9 @@ class GRPO(Objective):
     importance_sampling_clip_max: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     """The largest weight of a token that was drawn from another distribution than the model's; TRL's
     vllm_importance_sampling_clip_max with `token_truncate`. Truncation alone gives none above 1."""
+    mask_truncated_completions: bool = False
+    """Leave answers that were cut off while sampling out of the loss, section 3.4 of DAPO (arXiv 2503.14476). Their
+    rewards count in their groups; they are no tokens of a mean over tokens, and answers of 0 in a mean over answers."""
 
     @model_validator(mode="after")
     def _has_its_constant(self):
@@ -85,12 +89,17 @@ class GRPO(Objective):
         """Where a ratio is clipped above."""
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
+    @property
+    def masks_truncated(self) -> bool:
+        return self.mask_truncated_completions
+
     def words(self) -> str:
+        masked = ", without answers that were cut off" if self.mask_truncated_completions else ""
         level = ", ratios of sequences" if self.importance_sampling_level == "sequence" else ""
         scaled = {"group": "deviation of the group", "batch": "deviation of all rewards", "none": "nothing"}
         clipped = f"ratios clipped at {1 - self.epsilon:g} and {self.most:g}"
         divided = f"advantages divided by {scaled[self.scale_rewards]}"
-        return f"grpo, loss {self.loss_type}, {divided}, {clipped}{level}, beta {self.beta:g}"
+        return f"grpo, loss {self.loss_type}, {divided}, {clipped}{level}, beta {self.beta:g}{masked}"
 
     def compares(self, given: Collection[str]) -> bool:
         return "old_logps" not in given or (self.beta > 0 and "token_reference_logps" not in given)
@@ -98,6 +107,11 @@ class GRPO(Objective):
     def checked(self, row: dict[str, Any]) -> dict[str, Any]:
         if not self.beta and "reference_logprobs" in row:
             raise BadRow("reference_logprobs without a divergence", "objective.beta is 0; or put them in data.ignore")
+        if not self.mask_truncated_completions:
+            return {key: value for key, value in row.items() if key != ENDED}
+        if ENDED not in row and "completion_ids" not in row:
+            seen = f"a text does not show it; write `{ENDED}`, or objective.mask_truncated_completions: false"
+            raise BadRow("no word of which answers were cut off", seen)
         return row
 
     def values_of(self, groups: Sequence[Sequence[float]]) -> list[float]:
@@ -137,7 +151,7 @@ class GRPO(Objective):
         else:
             sums, counts = sums_by_sequence(torch.stack([log_ratios, drawn * divergence, drawn], 1), batch)
             num_tokens, divergences, drawn_sums = counts[:, 0], sums[:, 1], sums[:, 2]
-            ratio = (sums[:, 0] / num_tokens).exp()
+            ratio = (sums[:, 0] / num_tokens.clamp(min=1)).exp()
             divergences = divergences * ratio if self.use_bias_correction_kl else divergences
             least, most, *others = self._clipped(ratio)
             policy = [least * drawn_sums, most * drawn_sums, *(metric * num_tokens for metric in others)]
@@ -146,10 +160,12 @@ class GRPO(Objective):
         advantages = batch["values"]
         is_good = advantages >= 0
         losses = self.beta * divergences - advantages * torch.where(is_good, least, most)
-        weights = 1 / num_tokens if self.mean_over == "samples" else torch.ones_like(num_tokens)
-        metrics = {"ratio": ratios, "clipped": torch.where(is_good, above, below) * (advantages != 0)}
+        weights = 1 / num_tokens.clamp(min=1) if self.mean_over == "samples" else torch.ones_like(num_tokens)
+        # A mean over answers has those without a token too, as likely as when they were sampled.
+        empty = (num_tokens == 0) * (self.mean_over == "samples")
+        metrics = {"ratio": ratios + empty, "clipped": torch.where(is_good, above, below) * (advantages != 0)}
         metrics |= {"kl": divergences} if self.beta else {}
-        metrics |= {"sampling_weight": drawn_sums} if "sampled_logps" in batch else {}
+        metrics |= {"sampling_weight": drawn_sums + empty} if "sampled_logps" in batch else {}
         sums_of = {name: (weights * values).detach().sum() for name, values in metrics.items()}
         if self.max_completion_length is not None:
             weights = torch.full_like(num_tokens, 1 / self.max_completion_length)

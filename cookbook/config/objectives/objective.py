@@ -61,7 +61,7 @@ class Objective(Named):
     """With tokens, batches carry `token_reference_logps` of each target instead, and `old_logps` if rows have
     them, or the reference."""
     settings_of_values: ClassVar[tuple[str, ...]] = ()
-    """Keys that `values_of` depends on."""
+    """Keys that `values_of` depends on, or which tokens carry loss."""
     splits_rows: ClassVar[bool] = False
     """Whether rows longer than data.max_length are split into several samples if the recipe does not choose."""
 
@@ -98,6 +98,11 @@ class Objective(Named):
     def asks(self) -> "Question | None":
         """The question to a teacher before the first step; None without one."""
         return None
+
+    @property
+    def masks_truncated(self) -> bool:
+        """Return whether an answer that was cut off while sampling carries no loss; it is a sample all the same."""
+        return False
 
     @property
     def takes_parts(self) -> bool:

@@ -68,6 +68,8 @@ class StepBatch:
     """Samples on all ranks; fewer than global_batch_size at the end of an epoch."""
     num_sequences: int
     """Sequences on all ranks: one for each sample, or two for each pair."""
+    num_masked: int
+    """Those of them without a position that carries loss."""
     epoch: float
     """Epochs completed after this step; a whole number for a stream, whose length is unknown."""
     stream_digest: str | None = None
@@ -396,16 +398,18 @@ def train_steps(
         lengths = tokens.lengths.reshape(-1, tokens.group_size)[window]
         shares = balance_over_ranks(lengths.sum(1).tolist(), layout.num_ranks)
         micro_batches = _micro_batches_of_rank(lengths, shares, layout)
+        num_targets = tokens.num_targets[_sequences(tokens, window)]
         yield StepBatch(
             micro_batches=[
                 _collate(tokens, window[mine], layout, places=[place + position for position in mine])
                 for mine in micro_batches
             ],
             sample_numbers=[window[mine].tolist() for mine in micro_batches],
-            num_targets=int(tokens.num_targets[_sequences(tokens, window)].sum()),
+            num_targets=int(num_targets.sum()),
             num_tokens=int(lengths.sum()),
             num_samples=len(window),
             num_sequences=lengths.size,
+            num_masked=int((num_targets == 0).sum()),
             epoch=epoch,
             stream_digest=digest,
         )

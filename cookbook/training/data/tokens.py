@@ -8,10 +8,10 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,8 @@ from cookbook.config import plugins
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.sections import DataSection
 from cookbook.facts import tokenizer_rules
-from cookbook.rows.row_checks import LOGPROBS, Row
+from cookbook.facts.model_files import end_tokens, generation_settings
+from cookbook.rows.row_checks import ENDED, LOGPROBS, Row
 from cookbook.rows.row_kinds import BadRow, RowKind, kinds
 from cookbook.system import lock, registry, signals
 from cookbook.system.console import say
@@ -311,16 +312,24 @@ def _cut_rows(
         is_worth_it = kinds()[rows.kind].chats is not None and len(rows.rows) >= MIN_ROWS_FOR_POOL
         num_processes = min(num_cores(), MAX_PROCESSES) if is_worth_it else 1
     if num_processes == 1:
-        keys = kinds()[rows.kind].logps
+        kind = kinds()[rows.kind]
+        ends = _end_tokens(encoder.tokenizer) if objective.masks_truncated else ()
         for row, encoded in zip(rows.rows, encoder.encode(rows), strict=True):
             if isinstance(encoded, BadRow):
                 yield encoded
                 continue
-            cut = _cut(encoded.sequences, limit, objective)
-            for key in keys:
+            count = len(encoded.sequences)
+            masked = _truncated(kind, row, ends) if objective.masks_truncated else [False] * count
+            sequences = [
+                (ids, [0] * len(labels) if is_masked else labels)
+                for (ids, labels), is_masked in zip(encoded.sequences, masked, strict=True)
+            ]
+            cut = _cut(sequences, limit, objective, masked)
+            for key in kind.logps:
                 if not isinstance(cut, BadRow):
-                    cut = _with_logps(cut, encoded.sequences, row, key, has_them=key in rows.rows[0])
-            yield cut if isinstance(cut, BadRow) else cut._replace(remarks=encoded.remarks)
+                    cut = _with_logps(cut, sequences, masked, row, key, has_them=key in rows.rows[0])
+            remarks = (*encoded.remarks, *([CUT_OFF] if any(masked) else []))
+            yield cut if isinstance(cut, BadRow) else cut._replace(remarks=remarks)
         return
     work = _Work(encoder.tokenizer, encoder.keys, limit, objective.model_dump(), registry.plugin_files())
     for task in _in_processes(work, _slices(rows), num_processes):
@@ -329,15 +338,41 @@ def _cut_rows(
         yield from task
 
 
-def _with_logps(cut: Cut, sequences: list[LabelledIds], row: Row, key: str, *, has_them: bool) -> Cut | BadRow:
-    """The cut with log-probabilities, of which each trained token has one; `has_them`: whether the first row does."""
+CUT_OFF = "with answers that were cut off while sampling, which carry no loss"
+
+
+def _end_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """The tokens that may be the last one of an answer that was not cut off; as TRL (1.16, trainer/grpo_trainer.py)
+    padding too."""
+    ends = end_tokens(generation_settings(Path(tokenizer.name_or_path)), tokenizer)
+    return {*ends, *([] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id])}
+
+
+def _truncated(kind: RowKind, row: Row, ends: Container[int]) -> list[bool]:
+    """Return for each answer whether it was cut off: as the row says, else by its last token. A conversation whose last
+    words are not the policy's had no room for its next turn."""
+    answers = kind.tokens(row)[1] if kind.tokens is not None else []
+    truncated = [not has_ended for has_ended in row.get(ENDED) or (ids[-1] in ends for ids in answers)]
+    masks = kind.masks(row) or [[1]] * len(truncated)
+    return [is_cut or not mask[-1] for is_cut, mask in zip(truncated, masks, strict=True)]
+
+
+def _with_logps(
+    cut: Cut, sequences: list[LabelledIds], masked: Sequence[bool], row: Row, key: str, *, has_them: bool
+) -> Cut | BadRow:
+    """The cut with log-probabilities, of which each trained token has one, and a masked answer has none.
+
+    Args:
+        has_them: whether the first row does.
+    """
     if (key in row) != has_them:
         return BadRow(f"{key} in some rows only", f"the first row has {'some' if has_them else 'none'}, this not")
-    for number, ((_, labels), given) in enumerate(zip(sequences, row.get(key, ()), strict=False), start=1):
+    of_answers = [[] if is_masked else given for given, is_masked in zip(row.get(key, ()), masked, strict=False)]
+    for number, ((_, labels), given) in enumerate(zip(sequences, of_answers, strict=False), start=1):
         if (count := sum(labels[1:])) != len(given):
             seen = f"`{key}` {number} has {len(given)} for {count} trained tokens, the end of the turn included"
             return BadRow(f"{key} of another length", seen)
-    kept = zip(cut.pieces, row.get(key, ()), strict=False)
+    kept = zip(cut.pieces, of_answers, strict=False)
     values = [given[: int(is_label[1:].sum())] for (_, is_label), given in kept]
     return cut._replace(logps=(*cut.logps, (LOGPROBS[key], values)))
 
@@ -439,7 +474,8 @@ def _leave_with(parent: Connection) -> None:
     os._exit(0)  # to the loader, any other code is a failure
 
 
-def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: Objective) -> Cut | BadRow:
+def _cut(sequences: list[LabelledIds], limit: Limit, objective: Objective, masked: Sequence[bool]) -> Cut | BadRow:
+    """The pieces of a row's sequences, of which those that are masked need no label."""
     max_length, too_long = limit
     length = max(len(ids) for ids, _ in sequences)
     is_long = length > max_length
@@ -460,7 +496,8 @@ def _cut(sequences: list[tuple[list[int], list[int]]], limit: Limit, objective: 
     cut = f"{length:,} tokens cut to data.max_length {max_length}; raise it, or write data.too_long: drop"
     # An error by default, not a row less: to raise max_length, or to leave the row out, is the user's decision.
     first = 1 if objective.num_scores is None else 0  # no position predicts a first token, but one may be scored
-    if not pieces or not all(is_label[first:].any() for _, is_label in pieces):
+    have_target = [is_label[first:].any() for _, is_label in pieces]
+    if not pieces or not all(any(pair) for pair in zip_longest(have_target, masked)):
         return BadRow("no trained token after truncation", cut) if is_long else BadRow("no trained token")
     if len(objective.sequences) > 1 and all(np.array_equal(pieces[0][0], ids) for ids, _ in pieces[1:]):
         names = " and ".join(objective.sequences)
@@ -503,6 +540,8 @@ def cached_tokens(
     }
     if objective.settings_of_values:
         made_from["values"] = [getattr(objective, key) for key in objective.settings_of_values]
+    if objective.masks_truncated:
+        made_from["ends"] = sorted(_end_tokens(tokenizer))
     if objective.num_scores is not None:
         made_from["padding"] = tokenizer.pad_token_id
     if files := registry.plugin_files():

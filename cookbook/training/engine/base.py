@@ -468,7 +468,7 @@ class Engine:
         *sums, count, num_tokens = self.collectives.sums(
             self.collectives.all_gather(*totals.values(), count, num_tokens)
         )
-        means = {name: total / count for name, total in zip(totals, sums, strict=True)}
+        means = {name: total / max(count, 1) for name, total in zip(totals, sums, strict=True)}
         return means | {"num_tokens": round(num_tokens)}
 
     @torch.no_grad()
