@@ -1119,7 +1119,7 @@ OTHER_TRAININGS = {
         "normalize_advantages: true": "rewards while training",
         "loss_type: cispo": "a loss of GRPO that is not here; write dapo, grpo or dr_grpo",
         "delta: 4.0": "a loss of GRPO that is not here",
-        "mask_truncated_completions: true": "a loss of GRPO that is not here",
+        "off_policy_mask_threshold: 0.5": "a loss of GRPO that is not here",
         "repetition_penalty: 1.1": "the policy that is trained has none",
         "multi_objective_aggregation: normalize_then_sum": "the sum is compared within its group",
         "loss_type: [sigmoid, sft]": "no such objective",

@@ -50,7 +50,7 @@ eval_steps: 10
 save_steps: 50
 generation_kwargs: {stop: "."}
 log_completions: true
-mask_truncated_completions: false
+mask_truncated_completions: true
 """
 FROM_TRL = {
     "strategy": "single",
@@ -65,6 +65,7 @@ FROM_TRL = {
         "max_completion_length": 256,
         "scale_rewards": "none",
         "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
     },
     "batch": {"global_batch_size": 32, "micro_batch_size": 8},
     "optim": {"learning_rate": 2e-5},
@@ -91,7 +92,7 @@ OF_TRL = (
     "the optimizer's moments begin at zero in each round, after 8 steps",
     "file.yaml:10: max_prompt_length is 128: a longer prompt is cut there, and here a mistake",
     "file.yaml:28: save_steps is 50: left out: each round ends with an export",
-    "needs nothing: log_completions, mask_truncated_completions",
+    "needs nothing: log_completions",
 )
 AXOLOTL = """\
 base_model: some/model
@@ -101,6 +102,7 @@ trl:
   use_vllm: true
   num_generations: 4
   reward_funcs: [rewards.is_right]
+  mask_truncated_completions: true
 vllm: {host: 10.0.0.1, port: 9000, gpu_memory_utilization: 0.85}
 datasets: [{path: some/prompts, type: rewards.transform}]
 sequence_len: 1024
@@ -126,7 +128,7 @@ FROM_AXOLOTL = {
     "plugins": ["reward_functions.py"],
     "model": {"name_or_path": "some/model"},
     "data": {"train": "some/prompts", "max_length": 1024},
-    "objective": {"name": "grpo", "beta": 0.001},
+    "objective": {"name": "grpo", "beta": 0.001, "mask_truncated_completions": True},
     "adapter": {"name": "lora", "rank": 32, "alpha": 64.0, "dropout": 0.05, "targets": ["all-linear"]},
     "batch": {"global_batch_size": 16, "micro_batch_size": 4},
     "optim": {"name": "adamw", "learning_rate": 1e-5, "weight_decay": 0.0},
