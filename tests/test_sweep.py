@@ -156,6 +156,24 @@ def test_a_finished_run_of_other_settings_is_not_passed_over(started, tmp_path):
     assert started.runs == ["seed=1", "seed=2"]
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_finished_run_of_rows_that_were_written_since_is_named(started, tmp_path, capsys, is_folder):
+    rows = tmp_path / "rows" / "train.jsonl"
+    rows.parent.mkdir()
+    lines = [json.dumps({"prompt": f"{number}+1=", "completion": f"{number + 1}"}) for number in range(40)]
+    rows.write_text("\n".join(lines) + "\n")
+    settings = ("seed=1,2", "--set", f"data.train={rows.parent if is_folder else rows}")
+    assert sweep(tmp_path / "out", *settings) == 0
+    long_ago = time.time() - 1000
+    os.utime(rows, (long_ago, long_ago))
+    assert sweep(tmp_path / "out", *settings) == 0
+    assert "was written since" not in capsys.readouterr().out
+    os.utime(rows, (long_ago + 2000, long_ago + 2000))
+    assert sweep(tmp_path / "out", *settings) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "was written since then; this run is of" in line]
+    assert len(notes) == 2 and str(rows.parent) in notes[0] and "--set run.resume=never" in notes[0]
+
+
 def test_a_failed_run_ends_no_sweep_and_is_not_the_best(started, tmp_path, capsys):
     started.codes = {name("2e-3"): 1}
     assert sweep(tmp_path / "out", RATES) == 1

@@ -27,6 +27,7 @@ from cookbook.commands.shared.named_file import write_named_file
 from cookbook.commands.submit import slurm_array
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.start import hosts
+from cookbook.start.own_folder import changed_since
 from cookbook.start.run_plan import load_pair, read_pair
 from cookbook.system import lock, signals
 from cookbook.system.child import was_signalled
@@ -60,12 +61,17 @@ class Run:
         return load_pair(self.path, self.settings, self.strategy)[0]
 
     @property
+    def record(self) -> Path:
+        """The file with its settings, which it writes when it starts."""
+        return self.folder / "recipe.yaml"
+
+    @property
     def is_over(self) -> bool:
         """True if it has finished with the settings that it has now."""
-        record = self.folder / "recipe.yaml"
-        if self.recipe.run.resume != "auto" or state_of(self.folder).name != "finished" or not record.is_file():
+        is_finished = state_of(self.folder).name == "finished" and self.record.is_file()
+        if self.recipe.run.resume != "auto" or not is_finished:
             return False
-        finished = load_recipe(record).model_dump(mode="json", exclude_none=True)
+        finished = load_recipe(self.record).model_dump(mode="json", exclude_none=True)
         return changes({"recipe": finished, "made_from": {}}, self.recipe, None) == ([], [])
 
 
@@ -104,6 +110,9 @@ def sweep(
     for number, run in enumerate(runs, start=1):
         if run.folder not in starts:
             say(f"RUN {number} of {len(runs)}: {run.folder} is finished", flush=True)
+            for text in changed_since(run.recipe, run.record):
+                again = "--set run.resume=never trains all runs again"
+                say(f"note: {text} was written since then; this run is of what it was ({again})", flush=True)
             continue
         say(f"RUN {number} of {len(runs)}: {', '.join(run.values)}", flush=True)
         codes.append(starts[run.folder]())

@@ -1,5 +1,8 @@
-"""Paths in a recipe that lead into its own output folder, which a start that does not resume sets aside."""
+"""Paths in a recipe: those into its own output folder, which a start that does not resume sets aside, and those of
+what was written since a run began.
+"""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,21 @@ def reads_own_folder(recipe: Recipe) -> list[str]:
         for key, text in _texts("", recipe.model_dump(mode="json", exclude_none=True))
         if key not in ("run.output_dir", "run.resume") and _is_in(text, folder)
     ]
+
+
+def changed_since(recipe: Recipe, record: Path) -> list[str]:
+    """Paths in a recipe at which a file was written later than the record that a run writes when it starts; of a folder
+    its own files count. A path that cannot be looked at is left out.
+    """
+    begun, folder = record.stat().st_mtime, Path(recipe.run.output_dir)
+    changed: dict[str, None] = {}
+    for _, text in _texts("", recipe.model_dump(mode="json", exclude_none=True)):
+        with contextlib.suppress(OSError):
+            if path_problem(text) is None and (path := Path(text)).exists() and not _is_in(text, folder):
+                files = [path] if path.is_file() else [each for each in path.iterdir() if each.is_file()]
+                if any(each.stat().st_mtime > begun for each in files):
+                    changed[text] = None
+    return list(changed)
 
 
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
