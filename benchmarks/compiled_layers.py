@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cookbook.config.sections import AdapterSection, ModelSection  # noqa: E402
+from cookbook.facts.served_code import check_layers, served_code  # noqa: E402
 from cookbook.training.adapters.insertion import add_adapter  # noqa: E402
-from cookbook.training.models.efficiency import check_layers, compile_counts  # noqa: E402
+from cookbook.training.models.efficiency import compile_counts  # noqa: E402
 from cookbook.training.models.language_model import load_model  # noqa: E402
 from tests.target_grid import from_grid  # noqa: E402
 
@@ -49,7 +50,8 @@ def compare(folder: Path, recomputed: Recomputed = False, adapter: AdapterSectio
         Failed: any other error, or none in `LIMIT_SECONDS`.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    check_layers(ModelSection(name_or_path=str(folder), compile=True, gradient_checkpointing=recomputed), config)
+    settings = ModelSection(name_or_path=str(folder), compile=True, gradient_checkpointing=recomputed)
+    check_layers(settings, config, served_code(config))
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply_async(_compare, (folder, recomputed, adapter)).get(LIMIT_SECONDS)
 

@@ -23,6 +23,7 @@ from benchmarks import architectures, architectures_page, compiled_layers
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.cli import main as cookbook
 from cookbook.config.sections import AdapterSection, ModelSection
+from cookbook.facts.served_code import check_layers, served_code
 from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.models import efficiency, loss
@@ -185,19 +186,20 @@ def test_more_kinds_of_layers_are_compiled_than_torch_takes_of_one_function(most
 @pytest.mark.parametrize("model_type", ["ctrl", "openai-gpt", "jetmoe"])
 def test_a_model_whose_layers_cannot_be_compiled_or_recomputed_is_refused_before_it_is_loaded(model_type: str):
     settings = ModelSection(name_or_path="a", compile=True, gradient_checkpointing=True)
+    config = tiny_config(model_type)
     with pytest.raises(RecipeError) as refused:
-        efficiency.check_layers(settings, tiny_config(model_type))
+        check_layers(settings, config, served_code(config))
     assert "model.gradient_checkpointing is true" in str(refused.value)
     assert ("model.compile is true" in str(refused.value)) == (model_type != "jetmoe")
 
 
 def test_what_a_compiled_backward_would_find_changed_is_refused():
     config = tiny_config("gemma3n_text")
-    efficiency.check_layers(ModelSection(name_or_path="a", compile=True), config)
-    efficiency.check_layers(ModelSection(name_or_path="a", gradient_checkpointing=True), config)
+    check_layers(ModelSection(name_or_path="a", compile=True), config, served_code(config))
+    check_layers(ModelSection(name_or_path="a", gradient_checkpointing=True), config, served_code(config))
     both = ModelSection(name_or_path="a", compile=True, gradient_checkpointing="selective")
     with pytest.raises(RecipeError, match="clips a weight"):
-        efficiency.check_layers(both, config)
+        check_layers(both, config, served_code(config))
 
 
 def folder_of(model_type: str, folder: Path) -> Path:

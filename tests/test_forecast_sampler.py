@@ -16,7 +16,7 @@ from cookbook.commands.cli import main
 from cookbook.commands.rounds import sampling
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.forecast import sampler
+from cookbook.forecast import sampler_trace
 from cookbook.forecast.any_gpus import for_each_card
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler, sampler_memory
@@ -134,7 +134,7 @@ def test_a_server_and_a_conversation_are_told_their_bound():
 
 
 def test_constants_of_the_sampler_are_its_own():
-    assert sampler.TOKENS_OF_PROOF == sampling.TOKENS_AT_A_TIME
+    assert sampler_trace.TOKENS_OF_PROOF == sampling.TOKENS_AT_A_TIME
 
 
 def ask(capsys, *words: str) -> tuple[int, dict[str, Any]]:

@@ -1,12 +1,15 @@
 """Traces that `cookbook plan` keeps on disk: found by whoever asks the same, made again by whoever does not."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT, clean_environment
 from transformers import AutoConfig, PreTrainedConfig
 
-from cookbook.config.recipe import Recipe, load_recipe
+from cookbook.config.recipe import Recipe, dump_recipe, load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import kept_traces, verdict
 from cookbook.forecast.activations import ActivationTrace
@@ -87,6 +90,30 @@ def test_the_second_question_finds_the_skeleton_of_the_first(tmp_path: Path, mon
                 asked.append(TraceCache(config_of(**sizes), settings))
         assert asked[0].skeleton == asked[1].skeleton == made[-1] and asked[0].sizes == asked[1].sizes
     assert len(made) == 3
+
+
+PLAN = """
+import sys
+from cookbook.commands.cli import main
+code = main(["plan", "recipe.yaml", "--gpus", "1x24GB"])
+print("MODELS", code, "transformers.modeling_utils" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_the_second_question_loads_no_code_of_models(tmp_path: Path):
+    """It takes seconds, and only a new trace needs it."""
+    config_of().save_pretrained(tmp_path / "model")
+    settings = recipe(model={"name_or_path": "model", "gradient_checkpointing": "auto"}, adapter={"name": "lora"})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(settings))
+    here = clean_environment(PYTHONPATH=str(ROOT))
+    answers = [
+        subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=here, capture_output=True, text=True)
+        for _ in range(2)
+    ]
+    lines = [answer.stdout.partition("MODELS ") for answer in answers]
+    assert [line[2].strip() for line in lines] == ["0 True", "0 False"], answers
+    assert lines[0][0] == lines[1][0] and "YES" in lines[0][0]
 
 
 # What a trace depends on, and what it does not: optimizer, steps and folders are no part of a forward and backward.

@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_models import tiny_config
+from cookbook.facts.served_code import served_code
 from cookbook.forecast.compiled import _Forward
 from cookbook.forecast.ledger import Unit, experts_of
-from cookbook.forecast.trace import _cast_at_ends, holds_scores, trace
+from cookbook.forecast.trace import _cast_at_ends, trace
 from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.system import replaced
 from cookbook.system.files import RecipeError
@@ -33,7 +34,7 @@ def test_attention_holds_its_scores_where_transformers_takes_no_kernel(model_typ
     config = tiny_config(model_type)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert holds_scores(config) == (model.config._attn_implementation == "eager")
+    assert served_code(config).holds_scores == (model.config._attn_implementation == "eager")
 
 
 def test_modules_of_experts_are_found():

@@ -15,9 +15,9 @@ from cookbook.commands.plan.model_recipe import recipe_of_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.facts.offline import known_model
+from cookbook.facts.served_code import served_code
 from cookbook.forecast.any_gpus import for_each_card, simple
-from cookbook.forecast.ranking import PlanReport, forecast_all
-from cookbook.forecast.trace import scores_in_words
+from cookbook.forecast.ranking import PlanReport, forecast_all, scores_in_words
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.system.prices import PRICES
 
@@ -56,7 +56,8 @@ def test_attention_that_no_kernel_computes_is_named_with_the_size_of_its_scores(
         facts = known_model(name)
         assert facts is not None
         recipe = recipe_of_model(name, "lora", 4096, None, ["batch.micro_batch_size=1"])
-        note = scores_in_words(AutoConfig.for_model(**facts["config"]), recipe)
+        config = AutoConfig.for_model(**facts["config"])
+        note = scores_in_words(config, recipe, served_code(config))
         assert (note is not None) == has_note
         assert note is None or "64 heads x 4,096 x 4,096 scores are 2.0 GiB a sample" in note
 
@@ -64,7 +65,8 @@ def test_attention_that_no_kernel_computes_is_named_with_the_size_of_its_scores(
 @pytest.mark.parametrize("model_type", ["falcon_mamba", "mamba2", "rwkv"])
 def test_a_model_without_attention_has_no_scores(model_type: str):
     recipe = recipe_of_model(NAME, "lora", 4096, None, [])
-    assert scores_in_words(AutoConfig.for_model(model_type), recipe) is None
+    config = AutoConfig.for_model(model_type)
+    assert scores_in_words(config, recipe, served_code(config)) is None
 
 
 def test_the_method_decides_what_is_trained():

@@ -8,6 +8,14 @@ CACHE_BYTES = 64 * 2**20
 """More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
 
 
+class Untraceable(Exception):
+    """The model's code needs values that a fake tensor does not have, or has more operations than are traced."""
+
+
+class TooLong(Exception):
+    """More operations than are traced."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A phase of one forward and backward. Sizes are in bytes, without weights."""
@@ -34,7 +42,9 @@ class Phase:
     """Part of `moved`, by kernels that move more than a GPU's cache holds."""
 
 
-SIZES = ("held", "peak", "making", "kernels", "looped", "moved", "streamed")
+COUNTED = ("kernels", "looped", "moved", "streamed")
+"""The fields of a phase that count its operations."""
+SIZES = ("held", "peak", "making", *COUNTED)
 
 
 @dataclass(frozen=True, kw_only=True)

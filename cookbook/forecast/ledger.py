@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from cookbook.forecast.activations import CACHE_BYTES, Phase
+from cookbook.forecast.activations import CACHE_BYTES, COUNTED, Phase, TooLong
 from cookbook.forecast.repeated import run, tensors_in
 
 MOST_OPERATIONS = 25_000
@@ -51,10 +51,6 @@ AROUND_EXPERTS = {
 """The phase that follows where a forward comes to a layer's experts, or leaves them."""
 
 
-COUNTED = ("kernels", "looped", "moved", "streamed")
-"""What a phase counts of its operations."""
-
-
 def _equal_parts(whole: int, count: int) -> list[int]:
     """Sizes of parts, of which no two differ by more than one."""
     return [whole // count + (part < whole % count) for part in range(count)]
@@ -79,10 +75,6 @@ def _as_large(value: Any, storages: dict[int, torch.Tensor]) -> Any:
         parts = [_as_large(part, storages) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
-
-
-class TooLong(Exception):
-    """More operations than are traced."""
 
 
 class _Held(weakref.ref[Any]):

@@ -5,19 +5,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from transformers import PreTrainedConfig
+
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.config.strategy import Strategy
+from cookbook.facts.served_code import ServedCode
 from cookbook.forecast.changes import NOTHING_HELPS, Changes, small_batch
 from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.order import in_order
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler
-from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.step_time import caveat, no_forecast, share_of_peak
-from cookbook.forecast.trace import scores_in_words
-from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, skeleton_of
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines, in_gib
 from cookbook.training.models.structure import config_of, find_config, quantized_weights, why_not_trained
@@ -98,15 +99,27 @@ def forecast_all(
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
         quantized=(quantized := quantized_weights(config)),
-        scores=scores_in_words(config, traces.recipe),
+        scores=(scores := scores_in_words(config, traces.recipe, traces.skeleton.code)),
         sampler=sampler,
         notes=(
             *traces.skeleton.notes,
-            *filter(None, [quantized, scores_in_words(config, traces.recipe)]),
+            *filter(None, [quantized, scores]),
             *_teacher_notes(recipe, machines),
             *([] if sampler is None else [f"sampler: {sampler.words}"]),
             *filter(None, [small_batch(recipe, machines)]),
         ),
+    )
+
+
+def scores_in_words(config: PreTrainedConfig, recipe: Recipe, code: ServedCode) -> str | None:
+    """A note on the memory of attention that no kernel computes: how large one tensor of a layer's scores is."""
+    length, heads = recipe.data.max_length, getattr(config, "num_attention_heads", None)
+    if heads is None or not code.holds_scores:  # Mamba and RWKV have no attention
+        return None
+    size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
+    return (
+        f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
+        f" are {size} GiB a sample, and a layer holds several such tensors; without recomputation each layer does"
     )
 
 
@@ -140,7 +153,7 @@ def _teacher_notes(recipe: Recipe, machines: Machines) -> list[str]:
     model = ModelSection(name_or_path=asked.teacher)
     try:
         config, _ = find_config(model)
-        sizes = sizes_of(config, skeleton(config, recipe.model_copy(update={"model": model, "adapter": None})))
+        sizes = sizes_of(config, skeleton_of(config, recipe.model_copy(update={"model": model, "adapter": None})))
     except RecipeError as error:
         return [*notes, f"what the teacher itself takes is not known: {error}"]
     count, flops = sizes.num_parameters, work(sizes, Step(num_tokens=1, num_labelled=1, length=0)).forward

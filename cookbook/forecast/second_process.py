@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 
 from cookbook.config.recipe import Recipe
 from cookbook.forecast.activations import ActivationTrace
-from cookbook.forecast.trace import trace
 
 _FORK = multiprocessing.get_context("fork")  # another start would take the seconds of importing torch
 
@@ -77,6 +76,8 @@ def take() -> ActivationTrace | None:
 
 
 def _answer(parents: Connection, own: Connection) -> None:
+    from cookbook.forecast.trace import trace
+
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     with contextlib.suppress(EOFError, OSError):

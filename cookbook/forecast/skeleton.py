@@ -10,6 +10,7 @@ from cookbook.config.optim.groups import kinds
 from cookbook.config.recipe import Recipe
 from cookbook.facts.pipeline_stages import head_in_layers
 from cookbook.facts.score_head import backbone_of, empty_model, head_of
+from cookbook.facts.served_code import served_code
 from cookbook.forecast.costs.inputs import Part, Skeleton, Weight
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.adapted_layers import examine, experts_in_4_bits
@@ -73,6 +74,7 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
         buffers=buffers,
         head_layers=head,
         notes=(*notes, *_of_bits(weights)),
+        code=served_code(config),
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.config.objectives import Objective
@@ -24,15 +24,15 @@ from cookbook.config.recipe import Recipe
 from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import stops_compiling
 from cookbook.facts.score_head import backbone_of, empty_model, head_of
-from cookbook.forecast.activations import ActivationTrace
+from cookbook.facts.served_code import served_code
+from cookbook.forecast.activations import ActivationTrace, TooLong, Untraceable
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
 from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthened, whole
-from cookbook.forecast.ledger import Ledger, MarkedLayer, TooLong, Unit, experts_of
+from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
 from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
 from cookbook.system.files import first_line
-from cookbook.system.hardware import in_gib
 from cookbook.training.adapters.insertion import inject
 from cookbook.training.models.attention import Kind, Lengths, Segments, causal, computed_in, one_by_one
 from cookbook.training.models.efficiency import save_activations
@@ -45,10 +45,6 @@ if TYPE_CHECKING:
 TRACED, JOINED, EXCHANGED = "cookbook_traced", "cookbook_traced_joined", "cookbook_traced_exchange"
 """Names for `attn_implementation`."""
 COMPUTE_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Untraceable(Exception):
-    """The model's code needs values that a fake tensor does not have, or has more operations than are traced."""
 
 
 def trace(
@@ -145,7 +141,7 @@ def _ways(
     """Attention, and what traces compiled layers if they are: the first that works is taken. Some models do not accept
     a custom attention, and some layers cannot be compiled.
     """
-    if holds_scores(config) and ours == TRACED and not recipe.data.is_packed:
+    if served_code(config).holds_scores and ours == TRACED and not recipe.data.is_packed:
         ours = "eager"  # as transformers itself chooses
     ways: list[tuple[str, Callable[..., None] | None]] = [(ours, None), ("sdpa", None), ("eager", None)]
     # Packed float32 attention breaks a layer's graph, which checkpointing does not support (models/efficiency.py).
@@ -158,23 +154,6 @@ def _ways(
 
     kept = kept or kept_by(recipe.model.gradient_checkpointing)
     return [(ours, partial(trace_compiled, kept=kept)), *ways]
-
-
-def holds_scores(config: PreTrainedConfig) -> bool:
-    """Return whether attention's memory grows with the square of a sample: transformers lets no kernel compute it."""
-    return not getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-
-
-def scores_in_words(config: PreTrainedConfig, recipe: Recipe) -> str | None:
-    """A note on the memory of attention that no kernel computes: how large one tensor of a layer's scores is."""
-    length, heads = recipe.data.max_length, getattr(config, "num_attention_heads", None)
-    if heads is None or not holds_scores(config):  # Mamba and RWKV have no attention
-        return None
-    size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
-    return (
-        f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
-        f" are {size} GiB a sample, and a layer holds several such tensors; without recomputation each layer does"
-    )
 
 
 def _share_of(config: PreTrainedConfig, tp_size: int) -> PreTrainedConfig:

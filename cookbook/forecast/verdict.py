@@ -12,8 +12,9 @@ from cookbook.facts.meshes import mesh_problem, share_beyond_buffer, units_probl
 from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import decide
 from cookbook.facts.pipeline_stages import Begun, begun, in_flight, stage_chunks
+from cookbook.facts.served_code import check_layers
 from cookbook.forecast import kept_traces, second_process
-from cookbook.forecast.activations import ActivationTrace
+from cookbook.forecast.activations import ActivationTrace, TooLong, Untraceable
 from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.inputs import (
     Skeleton,
@@ -28,19 +29,14 @@ from cookbook.forecast.costs.loading import machine_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, checkpoint_bytes, heaviest
 from cookbook.forecast.costs.states import states as states_of
 from cookbook.forecast.costs.traffic import Transfer, transfers
-from cookbook.forecast.ledger import TooLong
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
 from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.outside import workspaces
-from cookbook.forecast.skeleton import skeleton as skeleton_of
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
-from cookbook.forecast.trace import Untraceable, holds_scores
-from cookbook.forecast.trace import trace as trace_pass
 from cookbook.start.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
-from cookbook.training.models.efficiency import check_layers
-from cookbook.training.models.loss import LOGITS_BUDGET, OF_BACKWARD
+from cookbook.training.models.chunks import LOGITS_BUDGET, OF_BACKWARD
 
 Verdict = Literal[
     "fits", "host memory unknown", "disk unknown", "tight", "not judged", "no forecast", "does not fit", "cannot run"
@@ -92,6 +88,21 @@ operations for each."""
 SHORT = 16, 32
 """Likewise of models that run token by token: as many tokens, in more rows."""
 SKELETONS: dict[tuple[str, str | None, int], tuple[Skeleton, ModelSizes]] = {}
+
+
+def trace_pass(config: PreTrainedConfig, recipe: Recipe, **options: Any) -> ActivationTrace:
+    """A new trace, see `cookbook.forecast.trace`."""
+    # Imported here, as transformers' models take seconds, and a question that was asked before needs none.
+    from cookbook.forecast.trace import trace
+
+    return trace(config, recipe, **options)
+
+
+def skeleton_of(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
+    """A new skeleton, likewise."""
+    from cookbook.forecast.skeleton import skeleton
+
+    return skeleton(config, recipe)
 
 
 class TraceCache:
@@ -276,7 +287,7 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
     """Raises RecipeError where the strategy cannot run there."""
     recipe, skeleton, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
-    check_layers(recipe.model, traces.config)
+    check_layers(recipe.model, traces.config, skeleton.code)
     if machines.num_gpus and count > machines.num_gpus:
         raise RecipeError(f"{strategy.path}: needs {count} GPUs, but there are only {machines.num_gpus}")
     if (gpu := machines.gpu) is not None:
@@ -365,7 +376,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
     largest = longest = None
     if limits and machines.usable_gib is not None and held.gpu.total < machines.usable_gib * GIB:
         largest = _largest(traces, strategy, memory_of, machines.usable_gib * GIB)
-    if largest is not None and not holds_scores(traces.config):  # n samples of T tokens take less than one of n * T
+    if largest is not None and not skeleton.code.holds_scores:  # n samples of T tokens take less than one of n * T
         tokens = int(largest * recipe.data.max_length)
         positions = getattr(traces.config, "max_position_embeddings", None) or tokens
         longest = min(tokens, positions) // 64 * 64

@@ -32,6 +32,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import mesh_problem, num_experts
 from cookbook.facts.packing import Packing, decide
 from cookbook.facts.score_head import ScoreHead, head_note, head_wanted
+from cookbook.facts.served_code import check_layers, served_code
 from cookbook.run.publish import model_folder
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, Plan
@@ -49,7 +50,7 @@ from cookbook.training.data.tokens import TokenSet
 from cookbook.training.engine import Engine, engine_class, make_deterministic
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models import language_model, model_source, sample_draws, tokenizer_files
-from cookbook.training.models.efficiency import check_layers, kernel_notes, slow_kernel_notes
+from cookbook.training.models.efficiency import kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.stateful_layers import stateful_layers
 from cookbook.training.models.structure import comparison_notes, layer_mistakes
@@ -248,7 +249,7 @@ def load_inputs(
         notes.append(head_note(config, head))
         folder = scored_folder(folder, head, seed=recipe.seed, cache=cache)
         config = language_model.load_config(folder, recipe.data.max_length)
-    check_layers(recipe.model, config)
+    check_layers(recipe.model, config, served_code(config))
     packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if packing.is_on:
         stateful_layers(config)

@@ -11,6 +11,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import AdapterSection
 from cookbook.config.strategy import Strategy, exchange_precision
 from cookbook.facts.pipeline_stages import head_layers, layers_of_stage
+from cookbook.facts.served_code import ServedCode
 
 Part = Literal["embedding", "layer", "norm", "head", "rest"]
 
@@ -67,6 +68,7 @@ class Skeleton:
     """See `head_layers`."""
     notes: tuple[str, ...] = ()
     """See `adapted_layers.examine`."""
+    code: ServedCode = field(default_factory=ServedCode)
 
 
 def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -> Skeleton:

@@ -4,7 +4,6 @@ Liger returns queries and keys in 16 bits where transformers returns float32.
 """
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -21,14 +20,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import simulated_gpus
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection
 from cookbook.facts.packing import why_split
-from cookbook.system.files import RecipeError, first_line, refuse
+from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models import sample_draws
 from cookbook.training.models.mixers import is_kept_apart, replayed
 
@@ -68,30 +67,6 @@ def save_activations(
     # Offloaded by transformers on the stream of the layers. A copy on a second stream overlaps, but needs events on
     # both sides: one that is missing is a wrong curve, and neither a CPU nor a simulated GPU shows it.
     enable(options, **({"offload": True} if offload else {}))
-
-
-def check_layers(settings: ModelSection, config: PreTrainedConfig) -> None:
-    """Raise RecipeError where layers are to be recomputed or compiled, and transformers' code of this model cannot."""
-    served = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    mistakes = []
-    if settings.recompute and not getattr(served, "supports_gradient_checkpointing", True):
-        value = str(settings.gradient_checkpointing).lower()
-        why = f"transformers' code of {config.model_type} cannot recompute its layers"
-        mistakes.append(f"model.gradient_checkpointing is {value}: {why}; write false")
-    if settings.compile and served is not None and not _has_layers(served):
-        why = f"transformers' code of {config.model_type} marks no layers, which are what is compiled"
-        mistakes.append(f"model.compile is true: {why}; write false")
-    if settings.compile and settings.recompute and getattr(config, "altup_coef_clip", None) is not None:
-        # Gemma3nTextAltUp.predict. In the backward torch 2.13 finds the weight changed that its forward had kept.
-        why = f"transformers' code of {config.model_type} clips a weight in each layer, which torch refuses in compiled"
-        mistakes.append(f"model.compile is true: {why} layers that are recomputed; write gradient_checkpointing: false")
-    refuse(mistakes)
-
-
-def _has_layers(served: type[PreTrainedModel]) -> bool:
-    """Return whether a class's own file has layers of the kind that `compile_layers` finds in a model."""
-    values = vars(sys.modules[served.__module__]).values()
-    return any(isinstance(value, type) and issubclass(value, GradientCheckpointingLayer) for value in values)
 
 
 def is_saved(operation: str) -> bool:

@@ -18,6 +18,7 @@ from cookbook.config.objectives.forward import FunctionOfLogits
 from cookbook.facts.score_head import backbone_of, head_of, is_scored
 from cookbook.system.files import RecipeError
 from cookbook.training.models.attention import PACKED, Lengths, Segments
+from cookbook.training.models.chunks import LOGITS_BUDGET, OF_BACKWARD, OF_FROZEN
 from cookbook.training.models.logits import (
     PLAIN,
     WHOLE,
@@ -33,14 +34,6 @@ from cookbook.training.models.logits import (
 from cookbook.training.models.mixers import packed_row
 from cookbook.training.models.sample_draws import drawn_row
 from cookbook.training.models.structure import LogitTransform, logit_transform
-
-LOGITS_BUDGET = 2**27
-"""Largest number of logits in one matrix product of the forward. With the float32 copy and the log-probabilities they
-take 1.25 GiB in bf16. Below it, a single product is fastest."""
-OF_BACKWARD = 2
-"""Times as many in the backward of the likelihood in bf16."""
-OF_FROZEN = 4
-"""Times fewer of a head that is not trained, where smaller chunks repeat no product."""
 
 
 class LossHead(torch.nn.Linear):
