@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_rounds_turns.py
 """
 
+import signal
 import sys
 import threading
 import time
@@ -155,10 +156,32 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         talk.say("calc 3 + 4")
 
 
+def _catches(self, messages):
+    """Answers a failure of its tool, as most do."""
+    try:
+        time.sleep(5)
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def _takes_the_alarm(self, messages):
+    signal.alarm(0)
+    time.sleep(0.4)
+    return 1.0
+
+
+def _fails_in_time(self, messages):
+    raise TimeoutError("of its own")
+
+
 ENVIRONMENTS = {
     "step: KeyError: 'missing'": lambda self, messages: {}["missing"],
     "calls sys.exit(0), which would end": lambda self, messages: sys.exit(0),
     "step took longer than rounds.environment_seconds 0.2": lambda self, messages: time.sleep(5),
+    "step took longer than rounds.environment_seconds 0.2\n": _catches,
+    "took longer than rounds.environment_seconds 0.2": _takes_the_alarm,
+    "step: TimeoutError: of its own": _fails_in_time,
     "step returned nan, which is not finite": lambda self, messages: float("nan"),
     "step returned 'a text', neither a number nor messages": lambda self, messages: "a text",
     "neither a number nor messages": lambda self, messages: [{"role": "assistant", "content": "mine"}],
@@ -177,6 +200,17 @@ def test_an_environment_that_fails_is_named_with_its_row(monkeypatch, message, s
         talk.say("calc 3 + 4")
     assert message in str(raised.value) and str(raised.value).startswith("environment Calculator: step")
     assert "prompts.jsonl:35" in str(raised.value) and time.monotonic() - begun < 4
+
+
+@pytest.mark.parametrize("method", ["__init__", "start"])
+def test_an_environment_that_begins_too_late_ends_rounds_at_the_first_row(monkeypatch, method):
+    recipe = recipe_of("rounds.environment_seconds=0.2")
+    assert recipe.rounds is not None
+    monkeypatch.setattr(environments()["Calculator"].kind, method, lambda self, given: time.sleep(5))
+    begun = time.monotonic()
+    with pytest.raises(RecipeError, match=r"prompts\.jsonl:1: environment Calculator: start took longer than"):
+        prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)
+    assert time.monotonic() - begun < 4
 
 
 def test_each_turn_is_sampled_after_the_tokens_of_all_before_and_again_the_same(tmp_path):

@@ -98,6 +98,37 @@ def no_exit() -> Iterator[None]:
         ) from end
 
 
+class OutOfTime(BaseException):
+    """A call takes longer than it may. No Exception, which somebody's code would take for a failure of its own."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Ends the block in this thread, the main one, after a time.
+
+    Raises:
+        OutOfTime: the block took longer, also where it caught that, or could not be interrupted, and went on.
+    """
+
+    def end(*_: object) -> None:
+        raise OutOfTime
+
+    begun, failure = time.monotonic(), None
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except (Exception, OutOfTime) as error:
+        failure = error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    if time.monotonic() - begun >= seconds:
+        raise OutOfTime from None
+    if failure is not None:
+        raise failure
+
+
 class _Lasting(MaskedStream):
     """A stream that ignores write errors: after Ctrl-C in `cookbook launch | tee log`, on a closed terminal or a full
     disk the run must still save.

@@ -7,9 +7,7 @@ that the chat template writes after it. A template that writes earlier turns oth
 import copy
 import hashlib
 import math
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cookbook.commands.rounds.prompt_rows import Prompt, environment_seed
@@ -17,7 +15,7 @@ from cookbook.config.environments import environments
 from cookbook.config.recipe import Recipe
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
-from cookbook.system.signals import no_exit
+from cookbook.system.signals import OutOfTime, no_exit, time_limit
 
 MARK = "ANSWER"
 """Stands for what the policy wrote where the template is asked for what follows it."""
@@ -40,7 +38,7 @@ class Conversation:
         self.rounds, self.max_length = recipe.rounds, recipe.data.max_length
         kind = environments()[self.rounds.environment or ""].kind
         self.messages: list[Any] = []
-        self.environment = kind(environment_seed(recipe.seed, prompt.place))
+        self.environment = self._called(lambda: kind(environment_seed(recipe.seed, prompt.place)), "__init__")
         self.messages = [*self._called(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")]
         if self.messages != prompt.asked:
             raise self._mistake("start returned other messages for the same row and seed")
@@ -105,9 +103,9 @@ class Conversation:
 
     def _called(self, function: Callable[[], Any], name: str) -> Any:
         try:
-            with no_exit(), _limit(self.rounds.environment_seconds):
+            with time_limit(self.rounds.environment_seconds), no_exit():
                 return function()
-        except TimeoutError:
+        except OutOfTime:
             seconds = f"{self.rounds.environment_seconds:g}"
             raise self._mistake(f"{name} took longer than rounds.environment_seconds {seconds}") from None
         except Exception as error:  # any of a user's class
@@ -122,22 +120,6 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("role") == "assistant":
         return False
     return all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-@contextmanager
-def _limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in this thread, the main one, after a time; code that keeps the interpreter is not stopped."""
-
-    def end(*_: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def converse(

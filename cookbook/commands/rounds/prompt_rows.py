@@ -17,7 +17,7 @@ from cookbook.rows.messages import Chat, check_text, read_messages
 from cookbook.rows.row_checks import CHAT_KEYS, is_empty
 from cookbook.rows.row_columns import drop_columns
 from cookbook.system.files import RecipeError, kind_in_words
-from cookbook.system.signals import no_exit
+from cookbook.system.signals import OutOfTime, no_exit, time_limit
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
 
@@ -52,7 +52,7 @@ def read_prompts(data: DataSection, rounds: RoundsSection, seed: int = 0) -> lis
                 prompts.append(
                     _read(raw, place, source, rounds.user_message)
                     if rounds.environment is None
-                    else _begin(raw, place, source, rounds.environment, seed)
+                    else _begin(raw, place, source, rounds, seed)
                 )
                 bad_rows.num_good += 1
             except BadRow as bad:
@@ -64,17 +64,20 @@ def read_prompts(data: DataSection, rounds: RoundsSection, seed: int = 0) -> lis
     return prompts
 
 
-def _begin(raw: Any, place: str, source: Source, name: str, seed: int) -> Prompt:
+def _begin(raw: Any, place: str, source: Source, rounds: RoundsSection, seed: int) -> Prompt:
     """The messages by which an environment begins with a row."""
+    name, seconds = rounds.environment or "", rounds.environment_seconds
     if isinstance(raw, BadRow):
         raise raw
     if not isinstance(raw, dict):
         raise BadRow("not an object", f"{kind_in_words(raw)}; an environment begins with an object")
     columns = drop_columns(raw, source.ignore or ())
-    begun = environments()[name].kind(environment_seed(seed, place))
     try:
-        with no_exit():
-            asked = begun.start(copy.deepcopy(columns))
+        with time_limit(seconds), no_exit():
+            asked = environments()[name].kind(environment_seed(seed, place)).start(copy.deepcopy(columns))
+    except OutOfTime:
+        why = f"environment {name}: start took longer than rounds.environment_seconds {seconds:g}"
+        raise RecipeError(f"{place}: {why}") from None
     except Exception as error:  # any of a user's class
         raise BadRow(f"environment {name}: start fails", f"{type(error).__name__}: {error}") from error
     asked = read_messages(asked, "start")
