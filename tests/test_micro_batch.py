@@ -118,6 +118,33 @@ def test_the_largest_that_fits_is_found_around_an_estimate(estimate: int | None)
             assert max(tried) > 100, "what takes longest is tried without one"
 
 
+@pytest.mark.parametrize("gib", [80.0, 1.5])
+def test_the_best_alone_is_the_first_of_all_kinds(gib: float, monkeypatch: pytest.MonkeyPatch):
+    """Where the whole step fits without recomputation no other kind is looked at, and else each is."""
+    recipe, single = recipe_with("batch.global_batch_size=256"), load_strategy(strategy_path("single"))
+    machines = replace(parse_machines("1xH100"), usable_gib=gib)
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in even(256)]
+    asked = (recipe, single, machines, "", batches, (False, "selective", True))
+    of_all = fitting.fitting(*asked)
+    kinds = set()
+    changed = fitting.TraceCache.changed
+    noted = lambda traces, **own: kinds.add(own["model"].gradient_checkpointing) or changed(traces, **own)  # noqa: E731
+    monkeypatch.setattr(fitting.TraceCache, "changed", noted)
+    alone = fitting.fitting(*asked, best_alone=True)
+    assert alone[0] == of_all[0] and len(of_all) > 1
+    assert (alone[0].checkpointing is False and alone[0].batch.micro_batch_size == 256) == (gib == 80)
+    assert kinds == ({False} if gib == 80 else {False, True, "selective"})
+
+
+def test_a_kind_that_is_still_open_is_forecast_as_one_that_recomputes():
+    recipe, single = recipe_with("batch.global_batch_size=2"), load_strategy(strategy_path("single"))
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": 1})]
+    of_auto, of_true = (
+        fitting.fitting(recipe, single, parse_machines("1xH100"), "", batches, [kind]) for kind in ("auto", True)
+    )
+    assert of_auto[0].forecast.memory == of_true[0].forecast.memory
+
+
 def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPatch):
     """A sample of 2,048 tokens in 4 bits leaves an H100 waiting for the host; one of 4,096 does not."""
     one = "batch.micro_batch_size=1"

@@ -206,4 +206,4 @@ def _by_auto(recipe: Recipe, best: Forecast, machines: Machines, recipe_name: st
     share = recipe.batch.global_batch_size // best.plan.data_parallel_size
     sizes = [1] if best.strategy.pp_size > 1 else even(share)
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size, "micro_batch_tokens": None}) for size in sizes]
-    return fitting(recipe, best.strategy, machines, recipe_name, batches, KINDS)[0]
+    return fitting(recipe, best.strategy, machines, recipe_name, batches, KINDS, best_alone=True)[0]

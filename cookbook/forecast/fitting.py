@@ -44,18 +44,24 @@ def fitting(
     recipe_name: str,
     batches: Sequence[BatchSection],
     kinds: Sequence[Checkpointing],
+    *,
+    best_alone: bool = False,
 ) -> list[Fitting]:
     """The last of ever larger `batches` with which a run fits, for each of `kinds`; the fastest by the forecast first,
     and none if a GPU's memory is not known. Selective checkpointing is left out unless products take most of its time:
     it decides about each operation on the host, and was slower than recomputing all where those are small
     (docs/on_gpu.md).
 
+    Args:
+        best_alone: leave out other kinds than the best where they need no look: nothing is faster than the largest of
+            all batches if no layer is recomputed.
+
     Raises:
         RecipeError: there is no forecast.
     """
     traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
     of_kind: dict[Checkpointing, Fitting] = {}
-    for kind in sorted(kinds, key=lambda kind: kind is not True):
+    for kind in sorted(kinds, key=lambda kind: (kind is not False, kind is not True)):
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
 
         def of(batch: BatchSection, model: ModelSection = model) -> Forecast:
@@ -84,6 +90,8 @@ def fitting(
             last = batches[count - 1]
             if not is_judged or is_bound_by_products(last):
                 of_kind[kind] = Fitting(kind, last, of(last))
+            if best_alone and kind is False and count == len(batches):
+                break
     return sorted((of_kind[kind] for kind in kinds if kind in of_kind), key=lambda fitting: fitting.seconds)
 
 
@@ -153,7 +161,7 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[
             sizes = [1] if ranked.strategy.pp_size > 1 else even(share)
             batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
         try:
-            fits = fitting(recipe, ranked.strategy, machines, recipe_name, batches, kinds)
+            fits = fitting(recipe, ranked.strategy, machines, recipe_name, batches, kinds, best_alone=True)
         except RecipeError:
             continue
         for best in fits[:1]:
