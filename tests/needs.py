@@ -18,6 +18,7 @@ import pytest
 import simulated_gpus
 from cookbook.commands.doctor import software
 from cookbook.facts.model_types import TYPES
+from cookbook.system import sandbox
 from cookbook.system.imports import has_torchao
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +145,14 @@ def need_namespaces() -> None:
     subprocess.run(["ip", "netns", "delete", "cookbook-try"], capture_output=True)
     if tried.returncode:
         end_without(f"needs a kernel that lets root make network namespaces: {tried.stderr.strip()}")
+
+
+def need_own_network() -> None:
+    """Ends the test where no process gets a network of its own."""
+    try:
+        sandbox.passes("", "")
+    except OSError as error:
+        end_without(f"needs a kernel that lets this user unshare its network: {error}")
 
 
 def need_tun() -> None:

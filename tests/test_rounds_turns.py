@@ -304,7 +304,7 @@ def test_tokens_of_a_tool_carry_no_loss():
     [
         (
             "rounds.environment=Calc",
-            "rounds.environment is 'Calc', which no file in plugins registers; they have Calculator",
+            "rounds.environment is 'Calc', which no file in plugins registers; there are Program, Calculator",
         ),
         ("rounds.user_message='{prompt}'", "rounds.user_message is '{prompt}', but the environment asks"),
         ("objective={name: distill, teacher: a, kd_ratio: 1}", "distill trains on all tokens of an answer"),

@@ -1,11 +1,12 @@
-"""Environments: what `rounds.environment` names. The files in a recipe's `plugins` register them. No torch."""
+"""Environments: what `rounds.environment` names. The files in a recipe's `plugins` register others. No torch."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from cookbook.rows.messages import Chat
-from cookbook.system import registry
+from cookbook.system import registry, sandbox
 
 
 class Environment(Protocol):
@@ -45,5 +46,34 @@ def environment(kind: Kind) -> Kind:
 
 
 def environments() -> Mapping[str, Registered]:
-    """The environments of the plugins in use, by name."""
+    """The environments by name, those of the plugins in use with them."""
     return registry.known("environment")
+
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+@environment
+class Program:
+    """A row's `prompt` asks for a Python program, and its `test_list` are lines that raise an exception if it is wrong.
+
+    These are the columns of MBPP, and the words of its question (Austin et al. 2021, arXiv 2108.07732). The program is
+    the last block of code in what the policy wrote, or all of it. Passed tests give 1; what failed is told, and the
+    next turn may be better.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.tests = ""  # nothing is drawn, so the seed is not used
+
+    def start(self, row: dict[str, Any]) -> Chat:
+        tests = row["test_list"]
+        self.tests = tests if isinstance(tests, str) else "\n".join(tests)
+        asked = f"{row['prompt']} Your code should pass these tests:\n\n{self.tests}"
+        return [{"role": "user", "content": asked}]
+
+    def step(self, messages: Chat) -> Chat | float:
+        said = messages[-1]["content"]
+        outcome = sandbox.passes((FENCED.findall(said) or [said])[-1], self.tests)
+        if outcome.passed:
+            return 1.0
+        return [{"role": "user", "content": f"The tests failed: {outcome.words}. Write the whole program again."}]

@@ -756,8 +756,8 @@ class RoundsSection(Section):
     """The divergence of the weights that are trained from who sampled, above which rounds stop: a mean over all tokens
     of a round. Rounding in bf16 makes some thousandths of it."""
     environment: str | None = None
-    """An environment, which the recipe's plugins register: it begins a conversation for each row, answers each turn of
-    the policy, as a tool does, and gives the reward."""
+    """An environment, which the recipe's plugins register, or Program: it begins a conversation for each row, answers
+    each turn of the policy, as a tool does, and gives the reward."""
     max_turns: int = Field(default=4, gt=0)
     """Turns of the policy after which a conversation is over; its reward is then 0, if it has none."""
     environment_seconds: float = Field(default=10.0, gt=0, allow_inf_nan=False)

@@ -100,8 +100,7 @@ def _of_environment(recipe: Recipe, kind: RowKind | None) -> Iterator[str]:
     if (name := rounds.environment) is None:
         return
     if name not in (known := environments()):
-        there = f"they have {', '.join(known)}" if known else "none registers an environment"
-        yield f"rounds.environment is {name!r}, which no file in plugins registers; {there}"
+        yield f"rounds.environment is {name!r}, which no file in plugins registers; there are {', '.join(known)}"
     if kind is not None and kind.values is None:
         what = f"{recipe.objective.name} trains on all tokens of an answer"
         yield f"rounds.environment is {name}, and {what}; write objective.name: grpo"
