@@ -5,6 +5,7 @@ python -m pytest -q tests/test_data_sets.py
 
 import itertools
 import json
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -392,6 +393,53 @@ def test_a_stream_that_goes_on_with_other_rows_is_refused(tmp_path, tokenizer):
                 steps_from(edited, 3 * num_steps, digest)
     # What comes later may be other rows: nobody has seen them.
     steps_from([*rows[:8], "other", "rows"], 3, whole[0].stream_digest)
+
+
+def _append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"text": "more"}) + "\n")
+
+
+def _replace(path: Path) -> None:
+    os.replace(text_file(path.with_suffix(".new"), *words(40, start=100)), path)
+
+
+def _write_over_in_secret(path: Path) -> None:
+    """By other words of the same length, under the time of before, as of a data set of the Hub nothing is known."""
+    stat = path.stat()
+    text_file(path, *words(35, start=50))
+    assert path.stat().st_size == stat.st_size
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_append, r"rows\.jsonl: has changed while the run reads it"),
+        (_replace, r"rows\.jsonl: has changed while the run reads it"),
+        (Path.unlink, r"rows\.jsonl: is gone while the run reads it"),
+        (lambda path: text_file(path.with_name("rows_new.jsonl"), "new"), r"rows_new\.jsonl: has changed while"),
+        (_write_over_in_secret, "pass 2 has other rows than the first, from block 1 of data.shuffle_rows on"),
+        (lambda path: path.chmod(0o400), None),
+        (lambda path: None, None),
+    ],
+)
+def test_a_stream_whose_rows_change_while_it_is_read_ends(tmp_path: Path, change, message):
+    path = Path(text_file(tmp_path / "rows.jsonl", *words(35, start=10)))
+    text_file(tmp_path / "rows_after.jsonl", *words(5, start=90))
+    data = DataSection(train=str(tmp_path / "rows*.jsonl"), streaming=True, shuffle_rows=5, max_length=8)
+    tokenizer = train_tokenizer([" ".join(words(100))], 300)
+    stream = Stream(data=data, objective=SFT, tokenizer=tokenizer)
+    steps = stream.windows(seed=0, global_batch_size=5, num_samples_consumed=0)
+    next(steps)
+    if change is _write_over_in_secret:  # of the first pass nothing is known to compare with
+        list(itertools.islice(steps, 7))
+    change(path)
+    if message is None:
+        assert [step.epoch for step in itertools.islice(steps, 20)][-1] == 2
+        return
+    with pytest.raises(RecipeError, match=message):
+        list(itertools.islice(steps, 20))
 
 
 def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):

@@ -1,20 +1,38 @@
 """Passes over the sources of a stream, in blocks of rows: all rows of one source after another, or so many of each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError
 from cookbook.training.data.rows import BadRows, Reader, Rows, good_rows, place_of
+from cookbook.training.data.sources import local_files
+
+Stamps = Mapping[Path, tuple[int, int]]
+"""Size and time of modification of files, which identify their content as in `sha256_of`."""
+
+
+def stamps_of(data: DataSection) -> Stamps:
+    """The stamps of the local files of data.train; of one that is gone there is none."""
+    stamps = {}
+    for path in (path for source in data.train for path in local_files(source) if path.exists()):
+        stat = path.stat()
+        stamps[path] = stat.st_size, stat.st_mtime_ns
+    return stamps
 
 
 class Passes:
     """Passes over data.train, one after another. Of a mixture each goes on where the last one ended."""
 
-    def __init__(self, data: DataSection, objective: Objective) -> None:
-        self._data = data
+    def __init__(self, data: DataSection, objective: Objective, stamps: Stamps | None = None) -> None:
+        """
+        Args:
+            stamps: of the files that are read; default: those that they have now.
+        """
+        self._data, self._stamps = data, stamps_of(data) if stamps is None else stamps
         self._sources = [
             _Turns(source, objective, place_of("data.train", data.train, i)) for i, source in enumerate(data.train)
         ]
@@ -24,13 +42,24 @@ class Passes:
         a row a source), each as one `Rows` per source in it. Holds one block in memory.
 
         Raises:
-            RecipeError: as `read_rows`, when the block with the bad row is full or the pass ends.
+            RecipeError: as `read_rows`, when the block with the bad row is full or the pass ends; a file that has
+                changed since the first pass began.
         """
         blocks = self._mixed(bad_rows) if self._data.is_streamed_mixture else self._in_order(bad_rows)
         for parts in blocks:
+            self._compare_files()
             bad_rows.stop_if(self._data.on_bad_row)
             if parts:
                 yield parts
+
+    def _compare_files(self) -> None:
+        now = stamps_of(self._data)
+        changed = sorted(path for path in {*self._stamps, *now} if self._stamps.get(path) != now.get(path))
+        if changed:
+            raise RecipeError(
+                f"{changed[0]}: {'has changed' if changed[0] in now else 'is gone'} while the run reads it, and other"
+                " rows would be trained than those that it began with; put it back as it was, and start again"
+            )
 
     def _in_order(self, bad_rows: BadRows) -> Iterator[list[Rows]]:
         parts: list[Rows] = []

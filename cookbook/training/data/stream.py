@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,7 @@ from cookbook.system.digests import sha256_of
 from cookbook.system.files import RecipeError, refuse
 from cookbook.training.data.ahead import Prefetcher
 from cookbook.training.data.encode import TextKeys
-from cookbook.training.data.passes import Passes
+from cookbook.training.data.passes import Passes, Stamps, stamps_of
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import local_files
 from cookbook.training.data.tokens import Remark, TokenSet, ids_beyond, take, tokenize, tokenizer_fingerprint
@@ -65,6 +66,11 @@ class Stream:
     first_pass: PassCounts = field(default_factory=PassCounts)
     """Later passes read the same rows again."""
 
+    @cached_property
+    def _stamps(self) -> Stamps:
+        """Stamps of the files when the first block was read."""
+        return stamps_of(self.data)
+
     def fingerprint(self, cache: Path) -> str:
         """SHA-256 of sources, files and tokenizer. Local files are read to their end, once (see `sha256_of` for
         `cache`); Hub datasets, which are downloaded during training, count by name and revision.
@@ -88,7 +94,7 @@ class Stream:
             RecipeError: as `windows`.
         """
         bad_rows = BadRows()
-        passes = Passes(self.data, self.objective)
+        passes = Passes(self.data, self.objective, self._stamps)
         block, num_dropped = next(self._blocks(passes, bad_rows, self.first_pass), (None, None))
         if block is None or num_dropped is None:
             raise RecipeError(["data.train: no row left to train on", *bad_rows.mistakes()])
@@ -120,7 +126,8 @@ class Stream:
     def _samples(self, seed: int, num_skipped: int, expected: str | None) -> Iterator[tuple[int, TokenSet, int, str]]:
         """Samples as (pass, block, index in the block, digest of the pass up to that block)."""
         epoch, num_consumed = 0, num_skipped
-        passes = Passes(self.data, self.objective)
+        of_first_pass: list[tuple[int, str]] = []
+        passes = Passes(self.data, self.objective, self._stamps)
         while True:
             num_samples, bad_rows, digest = 0, BadRows(), ""
             ends: list[tuple[int, str]] = []  # samples and digest up to the end of each block
@@ -129,6 +136,8 @@ class Stream:
                     num_samples += len(block)
                     digest = hashlib.sha256((digest + block.fingerprint).encode()).hexdigest()
                     ends.append((num_samples, digest))
+                    if of_first_pass and ends != of_first_pass[: number + 1]:
+                        raise _other_rows(epoch, number)
                     if expected is not None and num_consumed <= num_samples:
                         self._compare(ends, num_consumed, expected)
                         expected = None
@@ -150,6 +159,9 @@ class Stream:
             if expected is not None:
                 self._compare(ends, (num_consumed - 1) % num_samples + 1, expected)
                 expected = None
+            of_first_pass = of_first_pass or ends
+            if ends != of_first_pass:
+                raise _other_rows(epoch, len(ends))
             # Passes are equally long, so whole ones are skipped without reading.
             num_passes, num_skipped = divmod(num_skipped, num_samples)
             epoch += 1 + num_passes
@@ -190,6 +202,13 @@ class Stream:
             if block is not None:
                 refuse(ids_beyond(block, self.num_embeddings, self.tokenizer, "data.train"))
                 yield block, bad_rows.num_by_reason.copy()
+
+
+def _other_rows(epoch: int, number: int) -> RecipeError:
+    return RecipeError(
+        f"data.train: pass {epoch + 1} has other rows than the first, from block {number + 1} of data.shuffle_rows on;"
+        " name a data set's revision, or rows that do not change while the run reads them"
+    )
 
 
 def _order(seed: int, epoch: int, number: int, size: int) -> np.ndarray:
