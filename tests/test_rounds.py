@@ -555,12 +555,19 @@ def test_a_round_killed_while_a_server_samples_is_sampled_again_whole(lab, forke
     assert Counter(tuple(ids) for row in rows for ids in row["completion_ids"]) == sampled
 
 
+def with_token(found: dict[str, Any], token: int) -> dict[str, Any]:
+    """An answer that ends as before, of at most 8 tokens, and begins with another one."""
+    return {"choices": [found["choices"][0] | {"token_ids": [token, *found["choices"][0]["token_ids"]][:8]}]}
+
+
 SPOILT: dict[str, Any] = {
     "returned no token_ids": lambda found: found["choices"][0].pop("token_ids") and found,
     "returned 2 answers where one was asked for": lambda found: {"choices": found["choices"] * 2},
     "ended an answer after 2 tokens (finish_reason 'length'), neither": lambda found: {
         "choices": [found["choices"][0] | {"token_ids": [5, 6]}]
     },
+    "as the ids of tokens": lambda found: with_token(found, -1),
+    f"returned [{2**70}": lambda found: with_token(found, 2**70),
     "as the log-probabilities of": lambda found: {"choices": [found["choices"][0] | {"logprobs": {}}]},
     "answered 500 to /v1/completions: out of memory": lambda found: {"error": {"message": "out of\nmemory"}},
     "does not answer (Remote end closed connection": lambda found: None,

@@ -66,11 +66,18 @@ def prove(
 
     Raises:
         RecipeError: the divergence is above the recipe's bound, answers of a server are those of other weights, or
-            tokens are none that the recipe's truncation leaves.
+            tokens are none that the recipe's truncation leaves, or that the model has.
     """
     rounds = recipe.rounds
     assert rounds is not None
     sampler = sampler or rounds.sampler
+    num_embeddings = trainer.model.get_input_embeddings().weight.shape[0]
+    largest = max(token for line in lines for ids in line["completion_ids"] for token in ids)
+    if largest >= num_embeddings:  # a GPU would end this process
+        raise RecipeError(
+            f"rounds.sampler is {sampler}, and it returned the token {largest}, but the model has {num_embeddings:,},"
+            " from 0 on; it samples with another model"
+        )
     num_left_out = measure(lines, trainer, rounds)
     check(lines, trainer, recipe, others, number, sampler)
     num_tokens = sum(len(logprobs) for line in lines for logprobs in line["trainer_logprobs"])

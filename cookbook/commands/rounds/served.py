@@ -554,7 +554,10 @@ class Served:
                 f"ended an answer after {len(ids)} tokens (finish_reason {choices[0].get('finish_reason')!r}), neither"
                 f" at one of its end tokens {self.ends} nor after {most}"
             )
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        try:
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        except OverflowError:  # below 0, or above what a tokenizer counts in; `proof` compares with the model
+            raise self.client.mistake(f"returned {ids!r:.200} as the ids of tokens") from None
         logps = self._logps(choices[0].get("logprobs"), len(ids))
         return Answer(ids, text, end is not None, logps, seed=seed)
 
