@@ -17,9 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from cookbook.commands.cli import main
-from cookbook.commands.rounds import loop, proof, sampler_divergence
+from cookbook.commands.rounds import loop, proof, rounds_folder, sampler_divergence
 from cookbook.commands.rounds.drawing import logps, truncated
-from cookbook.commands.rounds.sampling import OpenFile, Sampler
+from cookbook.commands.rounds.round_samples import Sampling, _lines
+from cookbook.commands.rounds.rounds_folder import Round
+from cookbook.commands.rounds.sampling import Answer, OpenFile, Sampler
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
@@ -220,6 +222,52 @@ def test_who_samples_with_the_weights_is_not_accused(lies):
     lies.check(lambda number, prompt, ids: logps_of(lies.right, prompt, ids), others)
     half = AutoModelForCausalLM.from_pretrained(lies.model, dtype=torch.bfloat16)
     lies.check(lambda number, prompt, ids: logps_of(half, prompt, ids), others)  # as a server in bf16
+
+
+def test_a_token_that_the_model_does_not_have_is_named(lies):
+    num_embeddings = lies.right.get_input_embeddings().weight.shape[0]
+    answer = lies.groups[1][2]
+    for token in (num_embeddings - 1, num_embeddings):
+        lies.groups[1][2] = answer._replace(ids=[token, *answer.ids[1:]])
+        if token < num_embeddings:
+            lies.check(lambda number, prompt, ids: logps_of(lies.right, prompt, ids))
+            continue
+        with pytest.raises(RecipeError, match=f"returned the token {token}, but the model has {num_embeddings}"):
+            lies.check(lambda number, prompt, ids: [-1.0] * len(ids))
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 3, 4])
+def test_log_probabilities_of_some_answers_alone_are_refused(num_known):
+    """One answer without would else take those of all away, and the proof with them."""
+    recipe = load_recipe(Path("recipes/sums/grpo.yaml").resolve(), ["rounds.sampler=http://localhost:8000"])
+    how = Sampling(recipe=recipe, asked=[], ids=[[5], [6]], first_model="", judges={})
+    answers = [Answer([7], "", True, [-1.0] if i < num_known else None) for i in range(4)]
+    groups = [answers[:2], answers[2:]]
+    if 0 < num_known < 4:
+        with pytest.raises(RecipeError, match=f"and {num_known} of 4 answers came with log-probabilities"):
+            _lines(Round(Path("out"), 1), [0, 1], groups, how)
+    else:
+        lines = _lines(Round(Path("out"), 1), [0, 1], groups, how)
+        assert [line.get("logprobs") for line in lines] == [[[-1.0]] * 2 if num_known else None] * 2
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_a_server_without_log_probabilities_leaves_ratios_to_the_weights_that_sampled(
+    tmp_path, max_staleness, has_logprobs
+):
+    """With samples of earlier weights the run cannot compute these before its first step."""
+    changed = ["rounds.sampler=http://localhost:8000", f"rounds.max_staleness={max_staleness}"]
+    recipe = load_recipe(Path("recipes/sums/grpo.yaml").resolve(), changed)
+    line = {"row": 0, "round": 2, "completions": [" 1"], "ended": [True], "num_tokens": [1], "prompt_ids": [5]}
+    line |= {"completion_ids": [[7]], "rewards": [1.0], "trainer_logprobs": [[-1.0]]}
+    line |= {"logprobs": [[-1.1]]} if has_logprobs else {}
+    current = Round(tmp_path, 2)
+    rounds_folder.write_lines(current.samples, [line])
+    (source,) = [word for word in loop._of_round(current, tmp_path, [], recipe) if word.startswith("data.train=")]
+    columns = json.loads(source.removeprefix("data.train="))["columns"]
+    expected = "logprobs" if has_logprobs else "trainer_logprobs" if max_staleness else None
+    assert columns.get("logprobs") == expected
 
 
 @pytest.mark.parametrize("share", [1, 2], ids=["one server", "two servers that differ"])

@@ -390,7 +390,7 @@ def _of_round(current: Round, model: Path, done: list[Round], recipe: Recipe) ->
     # What transformers' generate rounded otherwise than a training forward, the run computes before its first step.
     left_out = {"logprobs"} if recipe.rounds.sampler == TRANSFORMERS else set()
     columns = {key: key for key in (*kind.keys, *kind.other_keys) if key in current.lines[0] and key not in left_out}
-    if left_out and recipe.rounds.max_staleness:
+    if "logprobs" not in columns and recipe.rounds.max_staleness:
         # The run begins with newer weights than sampled, so that it cannot compute them.
         columns["logprobs"] = "trainer_logprobs"
     values: dict[str, Any] = {

@@ -19,6 +19,9 @@ from cookbook.start.in_rounds import needs_reference
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError
 
+PROBABILITIES = {"logprobs": "logps", "sampled_logprobs": "drawn_logps"}
+"""Key of a round's lines -> attribute of an answer."""
+
 if TYPE_CHECKING:
     from cookbook.commands.rounds.sampling import Answer, Sampler
     from cookbook.commands.rounds.served import Served, Servers
@@ -162,7 +165,7 @@ def _lines(
     current: Round, chosen: Sequence[int], groups: Sequence[Sequence["Answer"]], how: Sampling
 ) -> list[dict[str, Any]]:
     assert how.recipe.rounds is not None
-    lines = []
+    lines, known = [], _known([answer for group in groups for answer in group], how)
     for row, group in zip(chosen, groups, strict=True):
         line: dict[str, Any] = {
             "round": current.number,
@@ -175,9 +178,7 @@ def _lines(
             "seeds": [answer.seed for answer in group],
             "sampling": how.recipe.rounds.sampling,
         }
-        for key, of in (("logprobs", "logps"), ("sampled_logprobs", "drawn_logps")):
-            if all(getattr(answer, of) is not None for answers in groups for answer in answers):
-                line[key] = [getattr(answer, of) for answer in group]
+        line |= {key: [getattr(answer, of) for answer in group] for key, of in known.items()}
         lines.append(line)
     return lines
 
@@ -186,6 +187,7 @@ def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: 
     """A line for each prompt, whose completions are conversations with the recipe's environment."""
     asked, ids = [how.asked[row] for row in chosen], [how.ids[row] for row in chosen]
     groups = conversations.converse(sampler, asked, ids, how.recipe, seed)
+    known = _known([turn for group in groups for talk in group for turn in talk.turns], how)
     lines = _lines(current, chosen, [[talk.turns[-1] for talk in group] for group in groups], how)
     for line, group in zip(lines, groups, strict=True):
         rewards = [talk.reward for talk in group]
@@ -199,12 +201,29 @@ def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: 
             "rewards": rewards,
             "scores": {how.recipe.rounds.environment if how.recipe.rounds else "": rewards},
         }
-        for key, of in (("logprobs", "logps"), ("sampled_logprobs", "drawn_logps")):
-            of_turns = [[getattr(turn, of) for turn in talk.turns] for talk in group]
-            line.pop(key, None)
-            if all(logps is not None for turns in of_turns for logps in turns):
-                line[key] = [[logp for logps in turns for logp in logps] for turns in of_turns]
+        for key, of in known.items():
+            line[key] = [[logp for turn in talk.turns for logp in getattr(turn, of)] for talk in group]
     return lines
+
+
+def _known(answers: Sequence["Answer"], how: Sampling) -> dict[str, str]:
+    """The items of `PROBABILITIES` that the answers have.
+
+    Raises:
+        RecipeError: only some have them, and nothing would prove the others, or could weigh them.
+    """
+    known = {}
+    for key, of in PROBABILITIES.items():
+        num_known = sum(getattr(answer, of) is not None for answer in answers)
+        if 0 < num_known < len(answers):
+            assert how.recipe.rounds is not None
+            raise RecipeError(
+                f"rounds.sampler is {how.recipe.rounds.sampler}, and {num_known:,} of {len(answers):,} answers came"
+                " with log-probabilities; start servers that return those of all"
+            )
+        if num_known:
+            known[key] = of
+    return known
 
 
 def _sampler(current: Round, model: Path, recipe: Recipe) -> "AbstractContextManager[Sampler | Servers]":
