@@ -1,7 +1,8 @@
 """A stand-in for vLLM's server, where vLLM is not installed: transformers samples, and says how probable that was.
 
 As a program it takes `serve FOLDER --host H --port P`, or `--uds PATH`, and loads adapters as vLLM does with
-`--enable-lora` and its variable, and weights as in vLLM's development mode; other options it leaves alone.
+`--enable-lora` and its variable, and weights as in vLLM's development mode; other options it leaves alone. With
+`--keeps-its-weights`, which is no option of vLLM, it says that it loaded an adapter and did not.
 """
 
 import copy
@@ -24,13 +25,13 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0, path: str | None = None) -> None:
+    def __init__(self, port: int = 0, path: str | None = None, host: str = "127.0.0.1") -> None:
         """
         Args:
             path: of a socket to listen at instead of a port.
         """
         self.address_family = socket.AF_INET if path is None else socket.AF_UNIX
-        super().__init__(("127.0.0.1", port) if path is None else path, _Handler)  # type: ignore[arg-type]
+        super().__init__((host, port) if path is None else path, _Handler)  # type: ignore[arg-type]
         self.folder, self.model = "", None
         self.fields: dict[str, Any] | None = None
         """Fields of a request, as /openapi.json describes them."""
@@ -168,8 +169,11 @@ if __name__ == "__main__":
     if "--uds" in options:
         started = StandIn(path=options[options.index("--uds") + 1])
     else:
-        started = StandIn(int(options[options.index("--port") + 1]))
+        started = StandIn(int(options[options.index("--port") + 1]), host=options[options.index("--host") + 1])
     started.reloads = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     started.loads = "--enable-lora" in options and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True"
     started.serve(folder)
+    if "--keeps-its-weights" in options:
+        started.open_adapter = lambda folder: started.model
+    print("ready", flush=True)
     started.serve_forever()

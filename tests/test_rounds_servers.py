@@ -5,9 +5,11 @@ python -m pytest -q tests/test_rounds_servers.py -m "slow or not slow"
 
 import json
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from cookbook.commands.rounds.served import Client, Served
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
+from tests.curves import environment, run_to_end
 from tests.stand_in_vllm import StandIn
-from tests.test_rounds import LORA, ROUNDS, forked, logps_of, model, read, settings, start  # noqa: F401
+from tests.test_rounds import LORA, ROUNDS, arguments, forked, logps_of, model, read, settings, start  # noqa: F401
+from tests.two_machines import ADDRESSES, two_machines
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -118,6 +122,44 @@ def test_a_server_that_lies_is_named_before_the_round_asks_it(lab, forked, model
     assert json.loads((tmp_path / "out/status.json").read_text())["exit_code"] == 2
     liar.open_adapter = liar._open_adapter
     assert start(lab, values) == 0, capsys.readouterr()
+
+
+@contextmanager
+def serving(machine: str, address: str, model: Path, *options: str) -> Iterator[str]:  # noqa: F811
+    """A server of its own process on one of `two_machines`; its address."""
+    program = [sys.executable, str(ROOT / "tests/stand_in_vllm.py"), "serve", str(model), "--enable-lora", *options]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", machine, *program, "--host", address, "--port", "8000"],
+        env=environment(VLLM_ALLOW_RUNTIME_LORA_UPDATING="True", OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert "ready\n" in iter(process.stdout.readline, "")
+        yield f"http://{address}:8000"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_servers_on_two_machines_share_the_prompts_and_the_one_that_lies_is_named(lab, model, tmp_path):  # noqa: F811
+    """Two network namespaces, which have the disk in common; the command is in one of them."""
+    with two_machines() as machines, ExitStack() as opened:
+        here = opened.enter_context(serving(machines[0], ADDRESSES[0], model))
+        values = values_of(tmp_path, model, [here, f"http://{ADDRESSES[1]}:8000"])
+        command = ["ip", "netns", "exec", machines[0], sys.executable, "-m", "cookbook", *arguments(lab, values)]
+        with serving(machines[1], ADDRESSES[1], model, "--keeps-its-weights") as liar:
+            lied = run_to_end(command, timeout=400, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        assert lied.returncode == 2, lied.stderr
+        assert f"rounds.sampler is {liar}: in round 2 kl_sampler_trainer is" in lied.stderr and here not in lied.stderr
+        with serving(machines[1], ADDRESSES[1], model):
+            done = run_to_end(command, timeout=400, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tuned: Any = PeftModel.from_pretrained(base, str(tmp_path / "out/rounds/0001/run/export")).eval()
+    assert is_of(read(tmp_path / "out/rounds/0002/samples.jsonl"), tuned)
 
 
 def test_a_server_that_loads_nothing_is_to_be_started_with_the_round(lab, forked, model, tmp_path, capsys, servers):  # noqa: F811
