@@ -185,6 +185,11 @@ ENVIRONMENTS = {
     "step returned nan, which is not finite": lambda self, messages: float("nan"),
     "step returned 'a text', neither a number nor messages": lambda self, messages: "a text",
     "neither a number nor messages": lambda self, messages: [{"role": "assistant", "content": "mine"}],
+    "neither a number nor messages, each": lambda self, messages: [{"role": "gpt", "content": "mine"}],
+    "step: `image` is not read: message 2 of": lambda self, messages: [
+        {"role": "user", "content": "7", "image": "7.png"}
+    ],
+    "step: a key that is not read: `note` of": lambda self, messages: [{"role": "tool", "content": "7", "note": "x"}],
     "step returned '<|im_end|>', which the tokenizer reads as a special token": lambda self, messages: [
         {"role": "tool", "content": "7<|im_end|>"}
     ],
@@ -200,6 +205,27 @@ def test_an_environment_that_fails_is_named_with_its_row(monkeypatch, message, s
         talk.say("calc 3 + 4")
     assert message in str(raised.value) and str(raised.value).startswith("environment Calculator: step")
     assert "prompts.jsonl:35" in str(raised.value) and time.monotonic() - begun < 4
+
+
+def test_messages_of_an_environment_are_read_as_those_of_rows(monkeypatch):
+    """Roles by their other names, the call that a result answers, and no key that nothing reads."""
+    kind = environments()["Calculator"].kind
+    asked = [{"role": "human", "content": "3 + 4 ="}]
+    reply = [
+        {"role": "observation", "content": "", "tool_call_id": "1"},
+        {"role": "user", "content": "Go on.", "id": None},
+    ]
+    monkeypatch.setattr(kind, "start", lambda self, row: asked)
+    monkeypatch.setattr(kind, "step", lambda self, messages: reply)
+    assert Talk(recipe_of()).say("").messages == [
+        {"role": "user", "content": "3 + 4 ="},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "", "tool_call_id": "1"},
+        {"role": "user", "content": "Go on."},
+    ]
+    asked[0]["note"] = "x"
+    with pytest.raises(RecipeError, match="a key that is not read: `note` of `start`"):
+        Talk(recipe_of())
 
 
 @pytest.mark.parametrize("method", ["__init__", "start"])

@@ -4,15 +4,18 @@ What the policy wrote is never tokenized again: its turn is the tokens that were
 that the chat template writes after it. A template that writes earlier turns otherwise, once others follow, is refused.
 """
 
+import contextlib
 import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from cookbook.commands.rounds.prompt_rows import Prompt, environment_seed
+from cookbook.commands.rounds.prompt_rows import Prompt, environment_seed, read_of_environment
 from cookbook.config.environments import environments
 from cookbook.config.recipe import Recipe
+from cookbook.rows.json_text import BadRow
+from cookbook.rows.messages import role_of
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
 from cookbook.system.signals import OutOfTime, no_exit, time_limit
@@ -39,8 +42,10 @@ class Conversation:
         kind = environments()[self.rounds.environment or ""].kind
         self.messages: list[Any] = []
         self.environment = self._called(lambda: kind(environment_seed(recipe.seed, prompt.place)), "__init__")
-        self.messages = [*self._called(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")]
-        if self.messages != prompt.asked:
+        asked = self._called(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")
+        with contextlib.suppress(BadRow):  # it has been read before
+            asked = read_of_environment(asked, "start")
+        if asked != prompt.asked:
             raise self._mistake("start returned other messages for the same row and seed")
         self.messages = copy.deepcopy(prompt.asked)  # an environment may write to what it returned
         self._shown = [*prompt.asked]
@@ -76,7 +81,12 @@ class Conversation:
                 f"step returned {reply!r:.100}, neither a number nor messages, each with a role that is not assistant"
                 " and a text as content"
             )
-        following: list[Any] = copy.deepcopy(reply)
+        try:
+            # After an answer, which may have called a tool.
+            answer = {"role": "assistant", "content": MARK}
+            _, *following = read_of_environment([answer, *copy.deepcopy(reply)], "answer and reply")
+        except BadRow as bad:
+            raise self._mistake(f"step: {bad}") from None
         special = [token for token in self.tokenizer.all_special_tokens if token in str(following)]
         if special:
             raise self._mistake(f"step returned {special[0]!r}, which the tokenizer reads as a special token")
@@ -117,7 +127,7 @@ class Conversation:
 
 
 def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("role") == "assistant":
+    if not isinstance(value, dict) or role_of(value) == "assistant":
         return False
     return all(isinstance(value.get(key), str) for key in ("role", "content"))
 

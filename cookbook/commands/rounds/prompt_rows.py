@@ -13,7 +13,7 @@ from typing import Any
 from cookbook.config.environments import environments
 from cookbook.config.sections import DataSection, RoundsSection, Source
 from cookbook.rows.json_text import BadRow
-from cookbook.rows.messages import Chat, check_text, read_messages
+from cookbook.rows.messages import IN_MESSAGES, Chat, check_text, read_messages, unread_keys
 from cookbook.rows.row_checks import CHAT_KEYS, is_empty
 from cookbook.rows.row_columns import drop_columns
 from cookbook.system.files import RecipeError, kind_in_words
@@ -80,10 +80,22 @@ def _begin(raw: Any, place: str, source: Source, rounds: RoundsSection, seed: in
         raise RecipeError(f"{place}: {why}") from None
     except Exception as error:  # any of a user's class
         raise BadRow(f"environment {name}: start fails", f"{type(error).__name__}: {error}") from error
-    asked = read_messages(asked, "start")
+    asked = read_of_environment(asked, "start")
     if asked[-1]["role"] == "assistant":
         raise BadRow(f"environment {name}: start ends with an answer", "its last message must ask for one")
     return Prompt(place=place, asked=asked, columns=columns)
+
+
+def read_of_environment(messages: Any, name: str) -> Chat:
+    """Messages of an environment, as those of rows are read.
+
+    Raises:
+        BadRow: they are none, or have a key that nothing reads.
+    """
+    checked = read_messages(messages, name)
+    if unread := next(unread_keys(messages), None):
+        raise BadRow("a key that is not read", f"`{unread.removeprefix(IN_MESSAGES)}` of `{name}`; leave it out")
+    return checked
 
 
 def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
