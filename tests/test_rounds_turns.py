@@ -3,6 +3,8 @@
 python -m pytest -q tests/test_rounds_turns.py
 """
 
+import json
+import re
 import signal
 import sys
 import threading
@@ -16,6 +18,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cookbook.commands.cli import main
 from cookbook.commands.rounds import conversations, prompt_rows, proof, rounds_folder
 from cookbook.commands.rounds.round_samples import Sampling, _sample, _talks
 from cookbook.commands.rounds.rounds_folder import Round
@@ -308,6 +311,23 @@ def test_each_address_is_proven_by_its_conversations(tmp_path, is_lie):
         for server in servers:
             server.shutdown()
             server.server_close()
+
+
+def test_the_preview_marks_what_the_policy_wrote(tmp_path, capsys):
+    """As of any rows: what a tool said, and what the template writes around it, carries no loss."""
+    talk = Talk(recipe_of())
+    talk.say("calc 3 + 4")
+    talked = talk.say("7")
+    answers = {"completion_ids": [talked.tokens] * 2, "completion_mask": [talked.mask] * 2, "rewards": [1, 0]}
+    rows = tmp_path / "samples.jsonl"
+    rows.write_text(json.dumps({"prompt_ids": talked.prompt_ids, **answers}) + "\n")
+    changed = {"model.name_or_path": MODEL, "rounds": "null", "plugins": "null", "data.train": rows}
+    words = [word for key, value in changed.items() for word in ("--set", f"{key}={value}")]
+    assert main(["preview", "recipes/calculator/grpo.yaml", "--samples", "1", *words]) == 0
+    shown = capsys.readouterr().out
+    end = talk.tokenizer.eos_token
+    assert re.findall(r"⟦(.*?)⟧|\[\[(.*?)\]\]", shown) == [(f"calc 3 + 4{end}", ""), (f"7{end}", "")]
+    assert f"7{end}" in shown.replace(f"⟦7{end}⟧", "")  # the tool's, not marked
 
 
 def test_tokens_of_a_tool_carry_no_loss():
