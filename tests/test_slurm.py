@@ -17,11 +17,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from conftest import ROOT, clean_environment
 from curves import Curve, distance
 
+import simulated_gpus
 from cookbook.commands.cli import main
-from tests.needs import need_slurm
+from tests.needs import need_simulated_gpus, need_slurm
 from tests.two_machines import ADDRESSES, two_machines
 
 pytestmark = pytest.mark.slow
@@ -121,7 +123,8 @@ class Slurm:
 def slurm(tmp_path_factory):
     need_slurm()
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("cookbook", "simulated_gpus", "train.py", "slurm", "accelerate_configs", "ds_configs"):
+    names = ("cookbook", "simulated_gpus", "train.py", "slurm", "accelerate_configs", "ds_configs", "requirements.txt")
+    for name in names:
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
     with two_machines() as machines:
@@ -219,6 +222,26 @@ def test_a_mistake_ends_the_job_with_its_own_code(slurm, lab, tmp_path):
     until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
     assert slurm.job(job)["ExitCode"] == "2:0", log.read_text()
     assert log.read_text().count("3 processes, which 2 machines cannot split evenly") == 2
+
+
+@pytest.mark.thorough
+def test_auto_is_one_number_on_both_machines_of_a_job(slurm, tmp_path):
+    """As tests/test_micro_batch.py has it of two such GPUs in one machine, by accelerate launch and torchrun."""
+    need_simulated_gpus()
+    folder, log = tmp_path / "auto", tmp_path / "log.txt"
+    settings = ["model.gradient_checkpointing=auto", f"run.output_dir={folder}", "run.max_steps=1"]
+    settings += ["batch.micro_batch_size=auto", "batch.global_batch_size=64", "mixed_precision=bf16"]
+    words = [str(ROOT / "recipes/quickstart.yaml"), "--strategy", "fsdp2", "--processes", "2"]
+    words += [word for text in settings for word in ("--set", text)]
+    variables = simulated_gpus.environment(1, memory=12 * 2**27) | {"OMP_NUM_THREADS": "1"}
+    submit = ("sbatch", "--parsable", "--nodes=2", f"--output={log}", "slurm/job.sh", *words)
+    job = slurm.call(*submit, **variables).strip()
+    until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), "its end", 600)
+    assert slurm.job(job)["ExitCode"] == "0:0", log.read_text()
+    values = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert (values["batch"]["micro_batch_size"], values["model"]["gradient_checkpointing"]) == (32, False)
+    said = [line for line in log.read_text().splitlines() if "auto is" in line]
+    assert len(said) == 4 and len({*said}) == 2, "both machines say so of both keys"
 
 
 @pytest.mark.thorough
