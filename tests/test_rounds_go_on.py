@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -183,3 +184,34 @@ def test_a_damaged_record_of_rounds_is_no_reason_to_begin_again(tmp_path: Path, 
     with pytest.raises(RecipeError, match=r"rounds\.json: is damaged; put it back, or begin again"):
         loop._begin(tmp_path / "out", recipe, {"plugins": ""})
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _refusal(lab: Lab, values: dict[str, str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command says of rounds that go on with other values; "" if it goes on."""
+    capsys.readouterr()
+    assert start(lab, values) == 2
+    said = capsys.readouterr().err
+    return said if "cannot resume" in said else ""
+
+
+def test_rounds_go_on_by_the_template_and_the_length_that_they_were_begun_with(
+    lab: Lab, model: Path, tmp_path: Path, capsys, monkeypatch
+):
+    """Both decide what later rounds ask; another file of the same template is the same."""
+
+    def fail(*_: Any) -> None:
+        raise RecipeError("here")
+
+    monkeypatch.setattr(loop, "write_samples", fail)
+    template = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
+    for name, text in (("one", template), ("moved", template), ("other", template.replace("user", "human") + " ")):
+        (tmp_path / f"{name}.jinja").write_text(text)
+    values = settings(tmp_path, model, data__chat_template=str(tmp_path / "one.jinja"))
+
+    def with_data(**changed: Any) -> dict[str, str]:
+        return values | {"data": json.dumps(json.loads(values["data"]) | changed)}
+
+    assert _refusal(lab, values, capsys) == _refusal(lab, values, capsys) == ""
+    assert _refusal(lab, with_data(chat_template=str(tmp_path / "moved.jinja")), capsys) == ""
+    assert "data.chat_template was" in _refusal(lab, with_data(chat_template=str(tmp_path / "other.jinja")), capsys)
+    assert "data.max_length was 64" in _refusal(lab, with_data(max_length=63), capsys)

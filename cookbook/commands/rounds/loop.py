@@ -65,7 +65,8 @@ def rounds(
     first_model = base if recipe.adapter is None or recipe.adapter.path is None else recipe.adapter.path
     judges = _reward_models(recipe.rounds, asked[0])
     how = Sampling(recipe=recipe, asked=asked, ids=ids, first_model=first_model, judges=judges)
-    made_from = {"data": prompt_rows.digest(asked), **_digests(base, judges, recipe)}
+    of_data = prompt_rows.digest(asked, ids, recipe.data.max_length, _template(base, recipe, asked))
+    made_from = {"data": of_data, **_digests(base, judges, recipe)}
     if sample_until is not None:
         return _sample_until(sample_until, output_dir, made_from, how)
     _begin(output_dir, recipe, made_from)
@@ -284,6 +285,15 @@ def _first_model(recipe: Recipe, asked: list[Prompt]) -> tuple[str, list[list[in
 
     first = model_source.resolve_model(recipe.model, seed=recipe.seed, texts=(), fingerprint="", cache=CACHE)
     return first, encode(asked, first, recipe)
+
+
+def _template(model: str, recipe: Recipe, asked: list[Prompt]) -> Any:
+    """The chat template of prompts that are messages, which writes later turns too."""
+    if all(isinstance(prompt.asked, str) for prompt in asked):
+        return None
+    from cookbook.training.models.tokenizer_files import load_tokenizer
+
+    return load_tokenizer(model, recipe.data.chat_template).chat_template
 
 
 def _reward_models(rounds: RoundsSection, prompt: Prompt) -> dict[str, str]:

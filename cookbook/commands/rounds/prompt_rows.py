@@ -127,9 +127,13 @@ def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
     return Prompt(place=place, asked=asked, columns=columns)
 
 
-def digest(prompts: list[Prompt]) -> str:
-    """SHA-256 of their content."""
-    text = json.dumps([[prompt.asked, prompt.columns] for prompt in prompts], sort_keys=True, default=str)
+def digest(prompts: list[Prompt], *written: Any) -> str:
+    """SHA-256 of their content.
+
+    Args:
+        written: how they are written, as with which chat template.
+    """
+    text = json.dumps([[[prompt.asked, prompt.columns] for prompt in prompts], *written], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
