@@ -215,3 +215,19 @@ def test_rounds_go_on_by_the_template_and_the_length_that_they_were_begun_with(
     assert _refusal(lab, with_data(chat_template=str(tmp_path / "moved.jinja")), capsys) == ""
     assert "data.chat_template was" in _refusal(lab, with_data(chat_template=str(tmp_path / "other.jinja")), capsys)
     assert "data.max_length was 64" in _refusal(lab, with_data(max_length=63), capsys)
+
+
+@pytest.mark.parametrize("date", ['strftime_now("%d %B %Y")', '"29 November 2026"'])
+def test_prompts_with_the_date_of_the_day_are_refused(model: Path, tmp_path: Path, date: str):
+    """A round that is killed and goes on the day after would be asked otherwise."""
+    shipped = (ROOT / "recipes/chat_templates/chatml.jinja").read_text()
+    (tmp_path / "dated.jinja").write_text("{{- " + date + " }}" + shipped)
+    values = settings(tmp_path, model, data__chat_template=str(tmp_path / "dated.jinja"))
+    recipe = load_recipe(ROOT / "recipes/sums/grpo.yaml", [f"{key}={value}" for key, value in values.items()])
+    assert recipe.rounds is not None
+    asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)
+    if "strftime" not in date:
+        assert len(encode(asked, str(model), recipe)) == len(WORDS)
+        return
+    with pytest.raises(RecipeError, match=r"prompts\.jsonl:1: the chat template prints today's date"):
+        encode(asked, str(model), recipe)

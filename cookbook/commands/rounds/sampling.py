@@ -1,5 +1,6 @@
 """Samples answers with a model's folder, in this process. Imports torch."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from cookbook.config.sections import RoundsSection
 from cookbook.facts.model_files import end_tokens
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line
+from cookbook.training.data.chat_template import ChatRequest, ChatTemplate, MissingDate, TemplateRefusal
 from cookbook.training.models import language_model, tokenizer_files
 
 PROBED_TOKENS = 8
@@ -52,7 +54,10 @@ def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[
     language_model.load_config(folder, recipe.data.max_length)  # refuses more than the model has positions for
     most = recipe.data.max_length - rounds.max_completion_length
     encoded, mistakes = [], []
+    template = ChatTemplate(tokenizer)
     for prompt in prompts:
+        if isinstance(prompt.asked, list):
+            _refuse_date(template, prompt)
         try:
             ids = _ids(prompt, tokenizer)
         except Exception as error:  # of the template, which is a program
@@ -66,6 +71,18 @@ def encode(prompts: Sequence[Prompt], folder: str, recipe: Recipe) -> list[list[
         more = [f"... and {len(mistakes) - 5} more"] if len(mistakes) > 5 else []
         raise RecipeError([*mistakes[:5], *more, f"{what}; write other numbers, or leave these rows out"])
     return encoded
+
+
+def _refuse_date(template: ChatTemplate, prompt: Prompt) -> None:
+    """Refuse a template that prints today's date: rounds that go on another day would ask otherwise."""
+    try:
+        with contextlib.suppress(TemplateRefusal):  # which `encode` tells
+            template.render(ChatRequest(prompt.asked, None, {}, (), prompt.place), prompt=True)  # type: ignore[arg-type]
+    except MissingDate:
+        raise RecipeError(
+            f"{prompt.place}: the chat template prints today's date, so that rounds would depend on the day; name a"
+            " copy of it with a date written out in data.chat_template"
+        ) from None
 
 
 def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
