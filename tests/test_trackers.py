@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_trackers.py
 """
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -123,7 +124,7 @@ READERS: dict[str, Callable[[Path], Series]] = {
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     PartialState(cpu=True)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -132,6 +133,10 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for secret in ("HF_TOKEN", "SOME_API_KEY"):
         monkeypatch.setenv(secret, "canary-4711")
+    monkeypatch.setattr(sys, "exit", sys.exit)  # wandb puts its own in the place
+    yield
+    with contextlib.suppress(KeyError, AttributeError):  # not imported, or a stand-in
+        sys.modules["wandb"].teardown()  # each test has a service of its own: an earlier one may be gone
 
 
 def start(folder: Path, name: str, resumed: int | None = None, options: dict[str, Any] | None = None) -> RunLog:
