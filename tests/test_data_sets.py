@@ -470,3 +470,15 @@ def test_a_stream_is_known_by_what_it_is_read_from_and_with(tmp_path: Path):
     assert fingerprint(path, train_tokenizer(["completely different words"], 300)) != first
     words.chat_template = words.chat_template + " "
     assert fingerprint(path, words) != first
+
+
+@pytest.mark.parametrize("labels", [[True, True, True], [True, False, True]])
+def test_labels_that_are_all_the_same_are_told(tmp_path, tokenizer, labels):
+    """The sources count together: good and bad answers may lie in a file each."""
+    objective = Objective.model_validate({"name": "kto_zero"})
+    rows = [json.dumps({"prompt": "q", "completion": "a", "label": label}) for label in labels]
+    paths = [write_lines(tmp_path / "some.jsonl", *rows[:2]), write_lines(tmp_path / "other.jsonl", rows[2])]
+    sets = prepare(DataSection(train=paths, max_length=32), tokenizer, tmp_path / "cache", objective)
+    told = [note for note in sets.notes if "the same label" in note]
+    alike = "data.train: all 3 samples have the same label or advantage, 1: nothing sets them apart"
+    assert told == ([alike] if all(labels) else [])

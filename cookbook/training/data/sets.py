@@ -183,6 +183,7 @@ def tokenize_data(
     else:
         train = _tokens_of(rows.train, "data.train", tokenizer, data, objective, cache, notes)
         mistakes += ids_beyond(train, num_embeddings, tokenizer, "data.train")
+        notes.extend(_alike_note("data.train", train.values))
         weights = tuple(
             source.rows_per_epoch / len(part.rows) if source.rows_per_epoch else source.weight or 1.0
             for source, part in zip(data.train, rows.train, strict=True)
@@ -273,6 +274,15 @@ def _long_note(
     if enough is not None and enough > max_length and how != "split":  # splitting loses nothing
         keep = f"; {enough:,} would keep {SHARE_TO_KEEP:.0%} whole"
     return [f"{place}: {what} and {LONG_ROWS[how]}{keep}"]
+
+
+def _alike_note(place: str, values: np.ndarray | None) -> list[str]:
+    """At most one note: a judgement that is the same for all samples is no reason to prefer any answer."""
+    if values is None or len(values) < 2 or values.min() != values.max():
+        return []
+    return [
+        f"{place}: all {len(values):,} samples have the same label or advantage, {values[0]:g}: nothing sets them apart"
+    ]
 
 
 def _shares_note(tokens: TokenSet, data: DataSection) -> str:
