@@ -1184,6 +1184,18 @@ def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
     assert "write less than 3" in mistakes(book)[0]
 
 
+def test_a_folder_that_cannot_be_written_is_told_before_a_launch(book, monkeypatch):
+    output_dir = Path("there", "run")
+    output_dir.parent.mkdir()
+    recipe = load_recipe(Path(RECIPE), [f"run.output_dir={output_dir}"])
+    assert not [doubt for doubt in doubts(recipe) if "run.output_dir" in doubt]
+    able = os.access  # root may write anywhere, whatever the mode says
+    monkeypatch.setattr(os, "access", lambda path, mode: path != output_dir.parent.absolute() and able(path, mode))
+    (told,) = [doubt for doubt in doubts(recipe) if "run.output_dir" in doubt]
+    expected = f"run.output_dir is 'there/run', and you cannot write to {output_dir.parent.absolute()} on this machine"
+    assert told == expected
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

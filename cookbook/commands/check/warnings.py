@@ -1,5 +1,6 @@
 """Warnings of `check`: settings that are allowed but contradict each other. Also the reading of all rows."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,10 @@ def doubts(recipe: Recipe) -> Iterator[str]:
     if recipe.run.max_steps is not None:
         yield from short_run(recipe.schedule, recipe.in_schedule(0, recipe.run.max_steps)[1])
     yield from _rank_above_width(recipe)
+    folder = Path(recipe.run.output_dir).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"run.output_dir is {recipe.run.output_dir!r}, and you cannot write to {nearest} on this machine"
     trains_on_builtin = any(source.path == BUILTIN_SOURCE for source in recipe.data.train)
     trained = set().union(*(_kinds_here(source) for source in recipe.data.train))
     for key, source in recipe.data.sources[len(recipe.data.train) :]:
