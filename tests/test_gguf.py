@@ -20,7 +20,9 @@ import json, sys
 from pathlib import Path
 folder, target = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
 kind = sys.argv[sys.argv.index("--outtype") + 1]
-Path(target).write_text(json.dumps({"files": sorted(p.name for p in Path(folder).iterdir()), "outtype": kind}))
+head = b"GGUF" + (3).to_bytes(4, "little") + (2).to_bytes(8, "little")
+said = json.dumps({"files": sorted(p.name for p in Path(folder).iterdir()), "outtype": kind})
+Path(target).write_bytes(head + said.encode())
 """
 FAILS = CONVERTER + 'print("loading"); sys.exit("BPE pre-tokenizer was not recognized")\n'
 
@@ -70,6 +72,14 @@ def test_a_converter_that_fails_leaves_no_file_and_its_reason(run, install, tmp_
     install(FAILS)
     assert main(["export", str(run.folder), "--gguf", str(tmp_path / "mine.gguf")]) == 1
     assert "BPE pre-tokenizer was not recognized" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*mine.gguf*")) and (run.folder / "export/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("left", ["", "not a model", "GGUF", "GGUF" + "\0" * 12])
+def test_what_is_no_file_of_tensors_is_not_taken(run, install, tmp_path, capsys, left):
+    install(CONVERTER + f"Path(target).write_text({left!r})\n")
+    assert main(["export", str(run.folder), "--gguf", str(tmp_path / "mine.gguf")]) == 1
+    assert "left no GGUF file with tensors" in capsys.readouterr().err
     assert not list(tmp_path.glob("*mine.gguf*")) and (run.folder / "export/model.safetensors").is_file()
 
 

@@ -41,7 +41,7 @@ def write_gguf(converter: Path, folder: Path, target: Path, dtype: str) -> None:
         dtype: a key of `OUTTYPES`.
 
     Raises:
-        RuntimeError: the converter failed; with its last line.
+        RuntimeError: the converter failed; with its last line. Or what it left is no GGUF file.
     """
     with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=f".{target.name}.") as build:
         built = Path(build) / target.name
@@ -50,8 +50,17 @@ def write_gguf(converter: Path, folder: Path, target: Path, dtype: str) -> None:
         if done.returncode or not built.is_file():
             said = [line for line in done.stdout.splitlines() if line.strip()]
             raise RuntimeError(f"{converter} ended with {done.returncode}: {said[-1] if said else 'without a word'}")
+        if not _has_tensors(built):
+            raise RuntimeError(f"{converter} ended with 0, and left no GGUF file with tensors")
         try:
             target.touch(exist_ok=False)  # never over a file that has come meanwhile; many disks have no hard links
         except FileExistsError:
             raise RuntimeError(f"{target}: has come meanwhile, and was left as it is") from None
         built.replace(target)
+
+
+def _has_tensors(path: Path) -> bool:
+    """Return whether the header has GGUF's magic number and counts tensors (gguf 0.19, gguf_reader.py, GGUFReader)."""
+    with path.open("rb") as file:
+        head = file.read(16)  # the magic number, the version, the number of tensors
+    return head[:4] == b"GGUF" and len(head) == 16 and int.from_bytes(head[8:], "little") > 0
