@@ -2551,7 +2551,8 @@ def test_a_mixer_of_rows_has_numbers_of_rows(folder):
 
 def test_a_program_that_is_named_after_what_is_not_here_says_so(folder, capsys):
     flags = "--model_name_or_path m --dataset_name d --completion_only_loss true --max_steps 5"
-    for program, line in {"prm.py": "prm.py has prm in its name: a reward model of steps", "finetune.py": ""}.items():
-        assert convert(f"python {program} {flags}\n", name=f"{program[:3]}.sh") == 0
+    of_steps = "prm.py has prm in its name: a reward model of steps"
+    for program, line in {"prm.py": of_steps, "prm/prm.py": f"prm/{of_steps}", "finetune.py": ""}.items():
+        assert convert(f"python {program} {flags}\n", name=f"{program.replace('/', '-')}.sh") == 0
         said = capsys.readouterr().out
-        assert line in said and ("in its name" in said) == bool(line)
+        assert line in said and said.count("in its name") == bool(line)

@@ -95,7 +95,7 @@ class Conversion(Collected):
 
     def _name_meaning(self) -> None:
         """Name what a word of a program means as an objective, as in `prm.py`, unless that is SFT."""
-        for word in re.findall(r"[a-z0-9]+", self.program.lower()):
+        for word in dict.fromkeys(re.findall(r"[a-z0-9]+", self.program.lower())):
             if (meaning := meaning_of("objective.name", word)) is not None and "write sft" not in meaning:
                 self.changes.append(f"{self.program} has {word} in its name: {meaning}")
 
