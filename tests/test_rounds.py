@@ -697,6 +697,21 @@ def test_the_reward_of_the_recipe_for_laptops_rises(lab, forked, tmp_path, monke
     assert found[1.0][2] > 0.3 and found[-1.0][1] < 0.08, found
 
 
+@pytest.mark.slow
+def test_the_student_of_the_recipe_for_laptops_comes_near_its_teacher(lab, forked, tmp_path, monkeypatch, capsys):
+    """After the first of its 4 rounds; and stays where it is if the teacher knows no more than itself."""
+    monkeypatch.chdir(ROOT)
+    found = {}
+    for teacher in ("teacher", "model"):
+        folder = tmp_path / teacher
+        changed = [f"run.output_dir={folder}", "rounds.num_rounds=2", f"objective.teacher=recipes/sums/{teacher}"]
+        values = load_recipe(Path("recipes/sums/distill.yaml"), changed).model_dump(mode="json", exclude_unset=True)
+        assert start(lab, {key: json.dumps(value) for key, value in values.items()}) == 0, capsys.readouterr()
+        found[teacher] = [line["reward"] for line in read(folder / "metrics.jsonl") if "reward" in line]
+    assert found["teacher"][0] == found["model"][0] < 0.2, found
+    assert found["teacher"][1] > 0.6 and found["model"][1] < 0.2, found
+
+
 @pytest.fixture(scope="module")
 def judge(model, tmp_path_factory) -> Path:
     """A reward model with weights by chance, for answers to chats."""
