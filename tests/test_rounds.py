@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -285,6 +286,30 @@ def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):
     distances = [float((found - torch.softmax(logits / heat, -1)).abs().sum() / 2) for heat in (0.2, 1.0)]
     assert distances[0] < 0.2 and distances[1] > 2 * distances[0], distances
     assert sampler.answers([[5, 6, 7]], seed=3) == [group] != sampler.answers([[5, 6, 7]], seed=4)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_an_answer_of_a_base_model_ends_where_a_turn_of_the_chat_template_ends(model, tmp_path, is_own):
+    """As by the export of a run from it, which names that token; of a template in its folder, and of the recipe's."""
+    from cookbook.commands.rounds.sampling import Sampler
+
+    base, recipes = tmp_path / "base", tmp_path / "chat.jinja"
+    shutil.copytree(model, base, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    tokenizer, config = AutoTokenizer.from_pretrained(model), GenerationConfig.from_pretrained(model)
+    turn = tokenizer.eos_token_id
+    other = next(token for token in range(3, 20) if token not in tokenizer.all_special_ids)
+    recipes.write_text(tokenizer.chat_template)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(other)
+    tokenizer.chat_template = tokenizer.chat_template if is_own else None
+    tokenizer.save_pretrained(base)
+    config.eos_token_id = other
+    config.save_pretrained(base)
+    rounds, template = RoundsSection(**ROUNDS | {"num_generations": 200}), None if is_own else str(recipes)
+    sampler = Sampler(base, rounds, is_bf16=False, chat_template=template)
+    (answers,) = sampler.answers([[5, 6, 7]], seed=1)
+    assert {answer.ids[-1] for answer in answers if answer.has_ended} == {turn, other}
+    assert all(token not in (turn, other) for answer in answers for token in answer.ids[:-1])
+    assert is_own or Sampler(base, rounds, is_bf16=False).ends == [other]
 
 
 MISTAKES = {

@@ -234,4 +234,5 @@ def _sampler(current: Round, model: Path, recipe: Recipe) -> "AbstractContextMan
         return served.open_servers(current, model, recipe)
     from cookbook.commands.rounds.sampling import Sampler
 
-    return closing(Sampler(model, recipe.rounds, is_bf16=recipe.compute_precision == "bf16"))
+    is_bf16 = recipe.compute_precision == "bf16"
+    return closing(Sampler(model, recipe.rounds, is_bf16=is_bf16, chat_template=recipe.data.chat_template))

@@ -92,6 +92,15 @@ def _ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
 
 
+def answer_ends(settings: GenerationConfig, folder: Path, chat_template: str | None) -> list[int]:
+    """The tokens that end an answer: by the model's folder, and the end of a turn of the chat template, which the
+    folder of a base model does not name, while each export of a run does.
+    """
+    tokenizer = tokenizer_files.load_tokenizer(str(folder), chat_template)
+    turn = tokenizer_files.end_of_turn(tokenizer)
+    return sorted({*end_tokens(settings, tokenizer), *([] if turn is None else [turn])})
+
+
 class OpenFile:
     """A model in this process; `close` gives its memory back."""
 
@@ -149,10 +158,14 @@ class Reference(OpenFile):
 class Sampler(OpenFile):
     """A model that samples."""
 
-    def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool) -> None:
+    def __init__(self, folder: Path, rounds: RoundsSection, *, is_bf16: bool, chat_template: str | None = None) -> None:
+        """
+        Args:
+            chat_template: `data.chat_template`.
+        """
         super().__init__(folder, is_bf16=is_bf16)
         self.rounds = rounds
-        self.ends = end_tokens(self.model.generation_config, self.tokenizer)
+        self.ends = answer_ends(self.model.generation_config, folder, chat_template)
         # Else what the folder proposes, a repetition penalty, say, would fill in what is not given here.
         self.model.generation_config = GenerationConfig()
         self.settings = GenerationConfig(

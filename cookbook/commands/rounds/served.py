@@ -31,13 +31,13 @@ from transformers import GenerationConfig
 
 from cookbook.commands.rounds import rounds_folder
 from cookbook.commands.rounds.rounds_folder import Round
-from cookbook.commands.rounds.sampling import Answer
+from cookbook.commands.rounds.sampling import Answer, answer_ends
 from cookbook.commands.shared.find_model import ADAPTER
 from cookbook.config.outside_words import VLLM, addresses, has_adapters, is_address
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.facts.language_part import open_config
-from cookbook.facts.model_files import GENERATION, end_tokens, read_generation_config, read_tokenizer
+from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer
 from cookbook.start.in_rounds import KEY
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, first_line, make_folder
@@ -111,7 +111,7 @@ def open_servers(current: Round, model: Path, recipe: Recipe) -> Iterator["Serve
         folder = _make_folder(current, model)
         if not clients:
             clients = [opened.enter_context(_started(folder, recipe, current.folder / LOG))]
-        yield Servers([_serve_whole(client, current, folder, rounds) for client in clients])
+        yield Servers([_serve_whole(client, current, folder, recipe) for client in clients])
 
 
 @contextmanager
@@ -191,21 +191,26 @@ def _serve_beside_base(
     base. Whether it computes with this adapter, and this base, is for the proof."""
     assert recipe.rounds is not None
     if not (model / ADAPTER).is_file():
-        return Served(model, recipe.rounds, client, current.number, name=client.base())
+        return _served(model, recipe, client, current.number, name=client.base())
     folder = _make_link(current, model)
     if all(listed.get("id") != str(folder) for listed in client.models()):
         client.load(folder)
     opened.callback(client.unload, folder)
-    return Served(folder, recipe.rounds, client, current.number)
+    return _served(folder, recipe, client, current.number)
 
 
-def _serve_whole(client: "Client", current: Round, folder: Path, rounds: RoundsSection) -> "Served":
+def _serve_whole(client: "Client", current: Round, folder: Path, recipe: Recipe) -> "Served":
     """A server that has been told to load the round's weights, if it does that, or has been started with them."""
     if not client.reloads():
-        return Served(folder, rounds, client, current.number)
+        return _served(folder, recipe, client, current.number)
     name = client.base()
     client.reload(folder)
-    return Served(folder, rounds, client, current.number, name=name)
+    return _served(folder, recipe, client, current.number, name=name)
+
+
+def _served(folder: Path, recipe: Recipe, client: "Client", number: int, *, name: str | None = None) -> "Served":
+    assert recipe.rounds is not None
+    return Served(folder, recipe.rounds, client, number, name=name, chat_template=recipe.data.chat_template)
 
 
 def _make_link(current: Round, model: Path) -> Path:
@@ -493,11 +498,19 @@ class Served:
     """A model of a server that samples."""
 
     def __init__(
-        self, folder: Path, rounds: RoundsSection, client: Client, number: int, *, name: str | None = None
+        self,
+        folder: Path,
+        rounds: RoundsSection,
+        client: Client,
+        number: int,
+        *,
+        name: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """
         Args:
             name: of the model at the server, where it is not the folder's.
+            chat_template: `data.chat_template`.
 
         Raises:
             RecipeError: the server has not this folder.
@@ -505,7 +518,7 @@ class Served:
         self.rounds, self.client, self.number, self.tokenizer = rounds, client, number, read_tokenizer(folder)
         proposed = read_generation_config(folder) if (folder / GENERATION).is_file() else None
         settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
-        self.ends = end_tokens(settings, self.tokenizer)
+        self.ends = answer_ends(settings, folder, chat_template)
         client.check_penalties()
         self.settings = {
             "model": name or self._name_of(folder),
