@@ -1,7 +1,7 @@
 """Runs a program that nobody has read, and its tests, in a process with limits and without a network. Linux only.
 
-The child is this file, run by itself: it imports nothing but Python's library. What it keeps a program from, and what
-not, is in docs/recipes.md.
+The child is this file, run by itself for each program: it imports nothing but Python's library, and of that only what
+it needs, since imports are most of its time. What it keeps a program from, and what not, is in docs/recipes.md.
 """
 
 import contextlib
@@ -11,11 +11,8 @@ import json
 import os
 import re
 import resource
-import secrets
 import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +43,10 @@ def passes(program: str, tests: str) -> Outcome:
     Raises:
         OSError: this system gives no process a network of its own, without which nothing is run.
     """
+    import secrets
+    import subprocess
+    import tempfile
+
     nonce = secrets.token_hex()
     given = json.dumps({"program": program, "tests": tests, "nonce": nonce})
     with tempfile.TemporaryDirectory() as folder:
