@@ -41,6 +41,7 @@ TABLES = (
         "regress": "regress",
         "grpo": "GRPO",
         "gspo": "GSPO",
+        "turns": "GRPO, turns",
         "distill": "distill",
         "smoothed": "smoothed",
     },

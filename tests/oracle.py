@@ -199,6 +199,9 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
     """The answers of a row, and whether it is a good one; of a group its rewards, and the log-probabilities with which
     its answers were sampled, if it has them.
     """
+    if setup.objective == "grpo" and "prompt_ids" in row:
+        lines = zip(row["completion_ids"], row["completion_mask"], strict=True)
+        return [sampled_before(row["prompt_ids"], *line) for line in lines], (row["rewards"], None)
     if setup.objective == "grpo":
         answers = [answer_of(row["prompt"] + one, tokenizer, "last") for one in row["completions"]]
         return answers, (row["rewards"], row.get("logprobs"))
@@ -234,6 +237,12 @@ def answer_of(messages: list[dict[str, str]], tokenizer: Any, train_on: str) -> 
         for token, (first, last) in zip(found.input_ids, found.offset_mapping, strict=True)
     ]
     return Answer(torch.tensor([found.input_ids]), torch.tensor([labels]))
+
+
+def sampled_before(asked: list[int], ids: list[int], mask: list[int]) -> Answer:
+    """Token ids after those of a prompt, of which those whose mask is 1 carry loss."""
+    labels = [IGNORED] * len(asked) + [token if own else IGNORED for token, own in zip(ids, mask, strict=True)]
+    return Answer(torch.tensor([asked + ids]), torch.tensor([labels]))
 
 
 def log_likelihoods(model: Any, answer: Answer) -> torch.Tensor:

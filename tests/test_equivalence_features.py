@@ -61,6 +61,7 @@ COLUMNS = {
     "regress": (None, DISTRIBUTED),
     "grpo": (None, DISTRIBUTED),
     "gspo": (None, DISTRIBUTED),
+    "turns": (None, DISTRIBUTED),
     "distill": (None, DISTRIBUTED),
     "smoothed": ({"objective": "{name: sft, label_smoothing: 0.2}"}, DISTRIBUTED),
     "muon": (MUON, [name for name in DISTRIBUTED if name not in NO_MUON]),
@@ -88,6 +89,7 @@ CHOSEN = {
     "regress": ("zero2",),
     "grpo": ("ddp", "ddp_sp", "zero3", "tp"),
     "gspo": ("fsdp2", "ddp_sp", "pp"),
+    "turns": ("ddp_sp", "fsdp2", "zero3", "pp"),
     "distill": ("ddp", "ddp_sp", "fsdp1", "fsdp2", "zero3", "tp", "pp"),
     "smoothed": ("fsdp2", "zero3", "tp", "pp"),
     "muon": ("fsdp2", "zero2", "zero3", "pp"),
@@ -186,6 +188,27 @@ def write_groups(path: Path, num_rows: int = 18) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_conversations(path: Path, num_rows: int = 18, *, masked: bool = True) -> None:
+    """Groups of conversations as rounds keep them: tokens of one to three turns of the policy, and of what a tool says
+    between and sometimes after them, which carry no loss.
+    """
+    chance = random.Random(6)
+
+    def tokens(high: int) -> list[int]:
+        return chance.choices(range(3, 250), k=chance.randint(1, high))
+
+    rows = []
+    for _ in range(num_rows):
+        row: dict[str, list] = {"prompt_ids": tokens(12), "completion_ids": [], "completion_mask": [], "rewards": []}
+        for _ in range(chance.randint(2, 4)):
+            parts = [(int(k % 2 == 0), tokens(12)) for k in range(chance.randint(1, 6))]
+            row["completion_ids"].append([token for _, part in parts for token in part])
+            row["completion_mask"].append([own if masked else 1 for own, part in parts for _ in part])
+            row["rewards"].append(chance.random())
+        rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 CLASSES = ["bad", "fair", "good"]
 SCORED = ("reward", "classify", "regress")
 """Their gradients are far larger: of a new head and what it makes of the last states."""
@@ -195,6 +218,7 @@ OBJECTIVES = {
         "{name: grpo, loss_type: grpo, beta: 0.1, importance_sampling_level: sequence, epsilon: 0.02}",
         write_groups,
     ),
+    "turns": ("{name: grpo, beta: 0.3, epsilon: 0.1, epsilon_high: 0.15}", write_conversations),
     "reward": ("{name: reward, center_rewards_coefficient: 0.1}", write_pairs),
     "classify": (f"{{name: classify, classes: {CLASSES}}}", write_labelled),
     "regress": ("{name: regress}", write_measured),
@@ -273,6 +297,15 @@ def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
     found = record_matrix(lab, strategy, column, curve, reference)
     # A gradient of a pair's two scores is the difference of nearly equal ones: 1.4e-6 was measured.
     assert found.loss < SGD_LOSS and found.norm < (10 if column in SCORED else 1) * SGD_NORM, found
+
+
+@pytest.mark.slow
+def test_what_a_tool_said_would_be_another_curve_if_it_were_trained(lab: Lab):
+    settings = preferences(lab, "turns")
+    unmasked = lab.folder / "unmasked.jsonl"
+    write_conversations(unmasked, masked=False)
+    wrong = lab.run("single", settings | {"data.train": str(unmasked)})
+    assert distance(wrong, lab.run("single", settings)).loss > 100 * SGD_LOSS
 
 
 @pytest.mark.slow

@@ -43,6 +43,14 @@ def group_of(tokenizer: Any, chance: random.Random, *, with_logprobs: bool) -> d
     return row
 
 
+def conversations_of(chance: random.Random) -> dict[str, Any]:
+    """A prompt and three conversations of token ids, in which every second stretch is not the policy's."""
+    row: dict[str, Any] = {"prompt_ids": chance.choices(range(400), k=5), "rewards": [1.0, 0.0, chance.random()]}
+    lengths = [[chance.randint(1, 9) for _ in range(turns)] for turns in (1, 3, 4)]
+    row["completion_mask"] = [[1 - k % 2 for k, length in enumerate(one) for _ in range(length)] for one in lengths]
+    return row | {"completion_ids": [chance.choices(range(400), k=sum(one)) for one in lengths]}
+
+
 def row_of(kind: str, chance: random.Random) -> dict[str, Any]:
     asked = [{"role": "user", "content": words(chance, 2, 12)}]
     answers = [[{"role": "assistant", "content": words(chance, 1, 20)}] for _ in range(3)]
@@ -87,6 +95,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("grpo", "grpo_logprobs"):
         groups = (group_of(fast, chance, with_logprobs=name != "grpo") for _ in range(NUM_ROWS))
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in groups))
+    talks = "".join(f"{json.dumps(conversations_of(chance))}\n" for _ in range(NUM_ROWS))
+    (folder / "grpo_turns.jsonl").write_text(talks)
     return folder
 
 
@@ -146,6 +156,14 @@ CASES: dict[str, dict[str, Any]] = {
         "low": 1e-3,
         "high": 2e-3,
     },
+    "grpo, conversations of tokens, a divergence, packed": {
+        "objective": "grpo",
+        "optimizer": "sgd",
+        "peak": 0.05,
+        "beta": 0.2,
+        "turns": True,
+        "packing": True,
+    },
     "distill, few tokens and the rest": {
         "objective": "distill",
         "optimizer": "sgd",
@@ -185,10 +203,10 @@ OF_RECIPE = {"kto": "kto_zero", "ipo": "dpo"}
 
 
 def setup_of(shelf: Path, case: dict[str, Any]) -> Setup:
-    beside = ("packing", "model", "adapter", "times", "logprobs")
+    beside = ("packing", "model", "adapter", "times", "logprobs", "turns")
     given = {key: value for key, value in case.items() if key not in beside}
     kind = given.get("objective", "sft")
-    kind = "grpo_logprobs" if "logprobs" in case else kind
+    kind = next((f"grpo_{word}" for word in ("logprobs", "turns") if word in case), kind)
     of = {"distill": "sft", **dict.fromkeys(("ipo", "orpo", "cpo", "simpo", "reward"), "dpo")}
     rows = shelf / f"{of.get(kind, kind)}.jsonl"
     given |= {"teacher": shelf / "untied"} if kind == "distill" else {}
