@@ -88,7 +88,9 @@ def test_every_program_is_tried():
     assert {str(path.relative_to(folder).with_suffix("")) for path in programs} == TRIED | LED
 
 
-FORECAST_ACCURACY = [f"forecast_accuracy/run.py {name}" for name in ("published", "reports", "at-scale", "simulated")]
+FORECAST_ACCURACY = [
+    f"forecast_accuracy/run.py {name}" for name in ("published", "reports", "sampling", "at-scale", "simulated")
+]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from cookbook.forecast import sampler_trace
 from cookbook.forecast.any_gpus import for_each_card
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler, sampler_memory
-from cookbook.system.hardware import GIB, Machines, find_gpu, parse_machines
+from cookbook.forecast.verdict import TraceCache
+from cookbook.system.hardware import GIB, GPUS, Machines, find_gpu, parse_machines
 
 LLAMA = {
     "vocab_size": 512,
@@ -78,9 +79,10 @@ def test_the_cache_is_that_of_the_real_model(config: PreTrainedConfig):
     assert (forecast.cache < 0.5 * everything) == ("sliding_attention" in (getattr(config, "layer_types", None) or []))
 
 
-def at(gib: float | None, *assignments: str, trainer: int | None = None) -> SamplerForecast:
-    machines = Machines(text="there", gpus_each=1 if gib else 0, usable_gib=gib)
-    found = forecast_sampler(LlamaConfig(**LLAMA), recipe(*assignments), machines, trainer)
+def at(gib: float | None, *assignments: str, trainer: int | None = None, gpus: int = 1) -> SamplerForecast:
+    machines = Machines(text="there", gpus_each=gpus if gib else 0, usable_gib=gib)
+    written, config = recipe(*assignments), LlamaConfig(**LLAMA)
+    found = forecast_sampler(config, written, TraceCache(config, written).sizes, machines, trainer)
     assert found is not None
     return found
 
@@ -109,21 +111,69 @@ def test_beside_a_run_there_is_what_the_run_leaves():
 
 
 @pytest.mark.parametrize(
-    ("written", "count"),
+    ("written", "gpus", "share", "copies"),
     [
-        ("vllm", 0.92),
-        ("vllm --gpu-memory-utilization 0.5", 0.5),
-        ("vllm --gpu-memory-utilization=0.5 --tensor-parallel-size 2", 1.0),
+        ("vllm", 1, 0.92, 1),
+        ("vllm --gpu-memory-utilization 0.5", 1, 0.5, 1),
+        ("vllm --gpu-memory-utilization=0.5 --tensor-parallel-size 2", 2, 1.0, 1),
+        ("vllm --data_parallel_size 2", 2, 0.92, 2),
+        ("vllm --tensor-parallel-size=2 --data-parallel-size=2", 4, 1.84, 2),
+        ("vllm --tensor-parallel-size 8 --tensor-parallel-size 2", 2, 1.84, 1),
     ],
 )
-def test_of_vllm_it_says_how_many_answers_have_room_at_a_time(written, count):
-    found = at(1.0, f"rounds.sampler={written}")
+def test_of_vllm_it_says_how_many_answers_have_room_at_a_time(written: str, gpus: int, share: float, copies: int):
+    """`share` is that of the GPUs of a copy, together. An adapter is merged into the weights that vLLM loads."""
+    found = at(1.0, f"rounds.sampler={written}", gpus=gpus)
     memory = found.memory
     assert memory is not None and found.fits
-    most = (count * GIB - memory.weights - memory.adapter) / (memory.cache / memory.answers)
-    assert f"at most {int(most):,} answers at a time" in found.words
-    small = at((memory.weights + memory.adapter) / GIB, f"rounds.sampler={written}")
+    each = memory.cache / memory.answers
+    assert f"at most {copies * int((share * GIB - memory.weights) / each):,} answers at a time" in found.words
+    small = at(memory.weights / GIB / share, f"rounds.sampler={written}", gpus=gpus)
     assert not small.fits and small.words.endswith("does not fit; " + found.words.rpartition("; ")[2])
+    if gpus > 1:
+        fewer = at(1.0, f"rounds.sampler={written}", gpus=gpus - 1)
+        assert not fewer.fits and f"does not fit, a machine of these has {gpus - 1}" in fewer.words
+
+
+def test_with_adapters_of_its_own_vllm_needs_them_beside_the_weights():
+    memory = at(1.0).memory
+    assert memory is not None and memory.adapter > 0
+    each = memory.cache / memory.answers
+    found = at(1.0, "rounds.sampler=vllm --enable-lora", "adapter.name=lora")
+    assert f"at most {int((0.92 * GIB - memory.weights - memory.adapter) / each):,} answers" in found.words
+
+
+def test_a_vllm_that_stays_has_the_room_that_a_run_leaves():
+    stays = ["rounds.sampler=vllm", "rounds.keep_server=true"]
+    trainer = int(0.3 * GIB)
+    assert at(1.0, stays[0], trainer=trainer).fits, "it ends before a run begins"
+    for others in (stays, [stays[0], "rounds.max_staleness=1"]):
+        refused = at(1.0, *others, trainer=trainer)
+        assert not refused.fits and "beside the run, which leaves 0.7 of 1.0 GiB" in refused.words
+        (share,) = re.findall(r"write --gpu-memory-utilization (\S+?);", refused.words)
+        assert share == "0.7"
+        smaller = [f"rounds.sampler=vllm --gpu-memory-utilization {share}", *others[1:]]
+        assert at(1.0, *smaller, trainer=trainer).fits
+    assert "a server with GPUs of its own" in at(1.0, *stays, trainer=GIB).words
+
+
+def test_what_changes_numbers_is_said_to_be_left_out():
+    found = at(1.0, "rounds.sampler=vllm --kv-cache-dtype fp8 --kv-cache-memory-bytes 25G")
+    assert "without counting --kv-cache-dtype and --kv-cache-memory-bytes" in found.words
+
+
+def test_of_a_server_it_says_the_smallest_gpus_that_have_room():
+    """By hand, for GPUs that are sold: of 8 GB none is in the table, and the smallest is of 10."""
+    memory = at(1.0).memory
+    assert memory is not None
+    assert "at least 1x10GB, less what" in at(1.0, "rounds.sampler=http://a:1").words
+    each = memory.cache / memory.answers
+    usable = min(gpu.usable_gib for gpu in GPUS if gpu.sold_gb == 80)
+    many = int((0.92 * usable * GIB - memory.weights - memory.adapter) / each)
+    found = at(1.0, "rounds.sampler=http://a:1", f"rounds.generation_batch_size={many}")
+    assert f"at least 1x10GB, and 1x80GB to sample {many:,} at a time" in found.words
+    found = at(1.0, "rounds.sampler=[http://a:1, http://b:1]", f"rounds.generation_batch_size={many}")
+    assert f"1x48GB to sample {-(-many // 2):,} at a time" in found.words
 
 
 def test_a_server_and_a_conversation_are_told_their_bound():

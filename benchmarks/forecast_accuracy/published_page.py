@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from benchmarks.forecast_accuracy import frameworks, own_runs, reports
+from benchmarks.forecast_accuracy import frameworks, own_runs, reports, sampling
 from benchmarks.forecast_accuracy.memory_rows import HABITS, PROGRAMS
 
 BANDS = {"whole": 0.10, "sharded": 0.15}
@@ -78,7 +78,7 @@ def render(results: dict[str, Any]) -> str:
         lines += ["", *_worst([row for row in compared if row["group"] == group]), "", NOTES[group]]
     lines += ["", "## Runs that ran out of memory", "", *_failures(results["failed"]), "", FAILURES]
     lines += ["", "## Runs under ZeRO of an unsaid kind of memory", "", *_unsaid(results["unsaid"]), "", UNSAID]
-    lines += ["", *frameworks.section(), "", *reports.section(), "", *own_runs.section()]
+    lines += ["", *frameworks.section(), "", *reports.section(), "", *sampling.section(), "", *own_runs.section()]
     lines += ["", "## What is taken from each program", "", *_programs()]
     lines += ["", "## Rows left out", "", "| rows | why |", "|---|---|"]
     lines += [f"| {number} | {why} |" for why, number in results["left_out"].items()]

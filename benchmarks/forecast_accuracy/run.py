@@ -4,12 +4,13 @@
     python benchmarks/forecast_accuracy/run.py frameworks    speed and memory, of frameworks in 2026, on the same page
     python benchmarks/forecast_accuracy/run.py reports       verdict and speed, of single runs that people reported, and
                                                              of those that failed, on the same page
+    python benchmarks/forecast_accuracy/run.py sampling      seconds of sampling, on the same page
     python benchmarks/forecast_accuracy/run.py at-scale      speed, as machines double and of published runs of several:
                                                              docs/at_scale.md
     python benchmarks/forecast_accuracy/run.py simulated     memory, of every strategy on simulated GPUs: the table of
                                                              docs/simulated_gpus.md
 
-In two minutes, eight, two, one, and half an hour and more on two cores. Each writes its figures into the folder
+In two minutes, eight, two, six, one, and half an hour and more on two cores. Each writes its figures into the folder
 `results`, and then its page; with `--page` the page alone, from the figures that are there.
 """
 
@@ -19,12 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.forecast_accuracy import at_scale, frameworks, published, reports, simulated
+from benchmarks.forecast_accuracy import at_scale, frameworks, published, reports, sampling, simulated
 
 MODULES = {
     "published": published,
     "frameworks": frameworks,
     "reports": reports,
+    "sampling": sampling,
     "at-scale": at_scale,
     "simulated": simulated,
 }

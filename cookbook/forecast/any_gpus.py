@@ -183,7 +183,8 @@ def _least(
         if best := best_that_fits(traces, strategies, way, ("fits", *UNKNOWN)):
             settings = _by_auto(tried, best, way, recipe_name)
             memory = settings.forecast.memory
-            sampler = forecast_sampler(config, tried, way, None if memory is None else max(memory.needed), measure)
+            trainer_bytes = None if memory is None else max(memory.needed)
+            sampler = forecast_sampler(config, tried, traces.sizes, way, trainer_bytes, measure)
             if sampler is None or sampler.fits:
                 return Card(gpu=gpu, recipe=tried, machines=way, best=settings, sampler=sampler, per_hour=per_hour)
             lacks_room = True

@@ -4,7 +4,7 @@ from typing import Any
 
 from cookbook.forecast.any_gpus import Card, CardReport
 from cookbook.forecast.headline import command
-from cookbook.forecast.show import count_in_words, num_steps, range_in_words, sampler_record
+from cookbook.forecast.show import count_in_words, num_steps, range_in_words, sampler_record, sampling_notes
 from cookbook.forecast.verdict import PRICED_TOKENS
 from cookbook.system.console import Row, page
 from cookbook.system.hardware import GIB, in_gib
@@ -39,6 +39,7 @@ def in_words(
     notes += [*filter(None, [report.quantized]), *report.no_time]
     if report.cards and (sampler := report.cards[0].sampler) is not None:
         notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")
+        notes += sampling_notes(sampler)
     if not is_all:
         notes.append("GPUs without bf16, or a price on that list: --all")
     if report.cards:

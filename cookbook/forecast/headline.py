@@ -4,13 +4,23 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cookbook.config.outside_words import TRANSFORMERS, is_address
+from cookbook.config.sections import RoundsSection
 from cookbook.config.strategy import Strategy, strategy_path
 from cookbook.forecast.changes import small_batch
 from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.order import rank
 from cookbook.forecast.ranking import PlanReport
-from cookbook.forecast.show import num_steps, overridden, range_in_words
+from cookbook.forecast.sampler import SamplerForecast
+from cookbook.forecast.show import (
+    hours_in_words,
+    num_steps,
+    overridden,
+    range_in_words,
+    sampling_in_words,
+    seconds_in_words,
+)
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos
@@ -87,6 +97,8 @@ def in_words(
     if report.sampler is not None:
         rows.append(("sampler", report.sampler.words))
     rows.append(("time", _time(report, run, num_samples, price)))
+    if report.sampler is not None:
+        rows.append(("round", _round(report, report.sampler, run, price)))
     of_batch = small_batch(report.recipe, report.machines)
     rows += [
         ("note", note)
@@ -173,14 +185,33 @@ def _time(report: PlanReport, run: _Run, num_samples: int | None, price: float |
     return words
 
 
+def _round(report: PlanReport, sampler: SamplerForecast, run: _Run, price: float | None) -> str:
+    """The time of a round: its sampling beside its training, and of all rounds."""
+    rounds, steps = report.recipe.rounds, num_steps(report.recipe, None)
+    if sampler.time is None or run.time is None:
+        return f"no forecast of the time of sampling: {sampler.no_time or report.no_time}"
+    assert rounds is not None and steps is not None
+    each = steps / rounds.num_rounds
+    training = (each * run.time.low, each * run.time.high)
+    whole = sampler.time.of_round(training)
+    how = "one after the other" if not sampler.time.beside else "while the round before trains"
+    hours = (rounds.num_rounds * whole[0] / 3600, rounds.num_rounds * whole[1] / 3600)
+    words = f"{seconds_in_words(*whole)} by published rates: sampling {sampling_in_words(sampler.time)}, {how};"
+    words += f" training {seconds_in_words(*training)}; {rounds.num_rounds:,} rounds: {hours_in_words(*hours)}"
+    if price is not None:
+        count = report.machines.num_gpus
+        words += f", price {range_in_words(price * count * hours[0], price * count * hours[1], '')}"
+        words += " without the servers' GPUs" * sampler.time.has_own_gpus
+    return f"{words}; without rewards" + " and vLLM's starts" * _starts_each_round(rounds)
+
+
+def _starts_each_round(rounds: RoundsSection) -> bool:
+    return rounds.sampler != TRANSFORMERS and not is_address(rounds.sampler) and not rounds.starts_one_server
+
+
 def _first(suggestion: str | None) -> str | None:
     """The first of several ways."""
     return suggestion and suggestion.split("; or ")[0]
-
-
-def hours_in_words(low: float, high: float) -> str:
-    """Hours, or below one minutes."""
-    return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
 
 
 def _named(strategy: Strategy) -> list[str]:

@@ -85,7 +85,7 @@ def forecast_all(
     may_run = ranked[0].verdict in MAY_RUN
     trainer = ranked[0].memory
     trainer_bytes = None if trainer is None else max(trainer.needed)
-    sampler = forecast_sampler(config, traces.recipe, machines, trainer_bytes)
+    sampler = forecast_sampler(config, traces.recipe, traces.sizes, machines, trainer_bytes)
     changes = Changes(traces=traces, own=strategies, others=others, machines=machines, is_sure=may_run)
     return PlanReport(
         recipe=traces.recipe,

@@ -18,10 +18,14 @@ class SamplerMemory:
     adapter: int
     cache: int
     """Keys and values, or states, of all answers at that length."""
+    prompt_cache: int
+    """The same of all prompts, before the first token of an answer."""
     sampling: int
     """The most that a forward of all answers holds beside the weights, their cache included."""
     proof: int
     """The same of the forward that proves what was sampled, of a few answers at a time."""
+    launches: int
+    """Operations of a forward of one further token of each answer."""
 
     @property
     def peak(self) -> int:

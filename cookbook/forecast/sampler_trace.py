@@ -43,17 +43,19 @@ def trace_sampler(config: PreTrainedConfig, recipe: Recipe) -> SamplerMemory:
     prompt = max(1, length - rounds.max_completion_length)
     scores = answers * config.get_text_config().vocab_size * 4 * COPIES_OF_SCORES
     with fake, torch.no_grad(), _quiet():
-        first, kept = _forward(model, known, answers, prompt)
-        last, cache = _forward(model, known, answers, length - 1, then_one_more=True)
-        proof, _ = _forward(model, known, max(1, TOKENS_OF_PROOF // length), length, is_proof=True)
+        first, kept, _ = _forward(model, known, answers, prompt)
+        last, cache, launches = _forward(model, known, answers, length - 1, then_one_more=True)
+        proof, *_ = _forward(model, known, max(1, TOKENS_OF_PROOF // length), length, is_proof=True)
     return SamplerMemory(
         answers=answers,
         length=length,
         weights=weights - adapter,
         adapter=adapter,
         cache=cache,
+        prompt_cache=kept,
         sampling=max(first, kept + scores, last, cache + scores),
         proof=proof,
+        launches=launches,
     )
 
 
@@ -82,14 +84,14 @@ def _forward(
     *,
     then_one_more: bool = False,
     is_proof: bool = False,
-) -> tuple[int, int]:
-    """The peak of a forward beside the weights, and what it leaves in its cache.
+) -> tuple[int, int, int]:
+    """The peak of a forward beside the weights, what it leaves in its cache, and its operations.
 
     Args:
         then_one_more: measure the forward of a further token of each row, after this one.
         is_proof: keep the logits of all tokens, and compute the log-probabilities of one row.
     """
-    ledger = Ledger(known.values())
+    ledger, before = Ledger(known.values()), 0
     ids = torch.zeros(rows, length, dtype=torch.long)
     mask = None if is_proof else torch.ones(rows, length, dtype=torch.long)  # of prompts of several lengths
     with ledger:
@@ -99,12 +101,12 @@ def _forward(
         cache = out.past_key_values
         del out, mask
         if then_one_more:
-            ledger.peak = ledger.live
+            ledger.peak, before = ledger.live, ledger.kernels
             mask = torch.ones(rows, length + 1, dtype=torch.long)
             model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=mask, use_cache=True, logits_to_keep=1)
-        peak, before = ledger.peak, ledger.live
+        peak, held, launches = ledger.peak, ledger.live, ledger.kernels - before
         del cache
-    return peak, before - ledger.live
+    return peak, held - ledger.live, launches
 
 
 @contextmanager

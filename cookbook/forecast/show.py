@@ -15,6 +15,7 @@ from cookbook.forecast.mesh_sizes import Sizes
 from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import PlanReport
 from cookbook.forecast.sampler import SamplerForecast
+from cookbook.forecast.sampling_time import SamplingTime
 from cookbook.forecast.step_time import link_names
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
@@ -67,7 +68,7 @@ def in_words(
     kept["offload"] = "recomputed from inputs in host memory"
     model = f"{report.model}, {counts[0]} parameters ({counts[1]} trained); structure from {report.origin}"
     most = f"at most {tokens_of_step(recipe):,} tokens; activations {kept[recipe.model.gradient_checkpointing]}"
-    notes = (("note", note) for note in (*machines.notes, *report.notes))
+    notes = (("note", note) for note in (*machines.notes, *report.notes, *sampling_notes(report.sampler)))
     keys = autos(recipe)
     least = [f"{' and '.join(keys)} by auto: here the least, at the end what a run takes"] if settings and keys else []
     parts = [
@@ -447,9 +448,43 @@ def as_record(
 
 
 def sampler_record(sampler: SamplerForecast) -> dict[str, Any]:
-    """Its bytes for JSON."""
+    """Its bytes and seconds for JSON."""
     memory = {} if sampler.memory is None else asdict(sampler.memory) | {"total": sampler.memory.total}
-    return {"words": sampler.words, "fits": sampler.fits, **memory}
+    time: dict[str, Any] = {"no_time": sampler.no_time}
+    if sampler.time is not None:
+        time |= {"seconds": [*sampler.time.sampling], "proof_seconds": [*sampler.time.proof]}
+        time |= {"answers_of_round": sampler.time.answers, "in_flight": sampler.time.at_once}
+    return {"words": sampler.words, "fits": sampler.fits, **memory, **time}
+
+
+def sampling_notes(sampler: SamplerForecast | None) -> list[str]:
+    """The time of a round's sampling, in words."""
+    if sampler is None:
+        return []
+    if sampler.time is None:
+        return [f"no forecast of the time of sampling: {sampler.no_time}"]
+    return [f"a round's sampling, by the rates of published runs: {sampling_in_words(sampler.time)}"]
+
+
+def sampling_in_words(time: SamplingTime) -> str:
+    """The seconds of sampling and proof, and the assumption that makes them an upper bound."""
+    answers = (
+        f"{time.answers:,} answers of {time.completion:,} tokens, the most that they may have, {time.at_once:,} at a"
+    )
+    sampling, proof = seconds_in_words(*time.sampling), seconds_in_words(*time.proof)
+    return f"{sampling} for {answers} time on {time.by}, and {proof} to prove them"
+
+
+def seconds_in_words(low: float, high: float) -> str:
+    """Seconds, or from two minutes on minutes, or hours."""
+    if high < 120:
+        return range_in_words(low, high, " s")
+    return hours_in_words(low / 3600, high / 3600)
+
+
+def hours_in_words(low: float, high: float) -> str:
+    """Hours, or below one minutes."""
+    return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
 
 
 def _auto_record(setting: ByAuto) -> dict[str, Any]:

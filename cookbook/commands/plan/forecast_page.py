@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from cookbook.commands.shared.html_page import SOFT, STRONG, drawing, figure, grid, ink, legend, page_text, table
 from cookbook.forecast.any_gpus import CardReport
 from cookbook.forecast.fitting import ByAuto
-from cookbook.forecast.headline import hours_in_words
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.ranking import PlanReport
-from cookbook.forecast.show import num_steps, range_in_words
+from cookbook.forecast.show import hours_in_words, num_steps, range_in_words
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import PRICED_TOKENS, tokens_of_step
 from cookbook.system.hardware import in_gib

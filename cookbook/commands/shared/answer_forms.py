@@ -370,7 +370,8 @@ class Planned(Answer):
     next_rung: str | None = None
     """The first change that makes the recipe fit, where it does not."""
     sampler: dict[str, Any] | None = None
-    """What samples, of a recipe with rounds: `fits`, `total`, `weights`, `cache` and more."""
+    """What samples, of a recipe with rounds: `fits`, `total`, `weights`, `cache` and more; `seconds` are those of a
+    round's sampling."""
     no_time: str | None = None
     """The reason why there are no times."""
     time_caveat: str | None = None

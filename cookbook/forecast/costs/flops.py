@@ -53,6 +53,8 @@ class ModelSizes:
     """Parameters of the experts of all layers."""
     num_routed: int = 0
     """Experts that a token passes through, over all layers."""
+    share_routed: float = 1.0
+    """Share of a layer's experts that a token passes through."""
     windows: Sequence[int | None] = ()
     """The attention window of each layer with attention; None: no window. Empty: no layer has one."""
     widths: Sequence[float] = ()
@@ -134,6 +136,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         num_experts=experts,
         num_of_experts=sum(weight.num_elements for weight in routed),
         num_routed=len({weight.layer for weight in routed}) * round(share * experts),
+        share_routed=share,
         windows=[layer.window for layer in layers],
         widths=widths if len(set(widths)) > 1 else (),
         column_matrices=len(columns),
