@@ -503,13 +503,20 @@ def test_lengths_that_are_not_those_of_the_row_are_noticed():
         model(**packed_row() | packed([7, 1]))
 
 
-@pytest.mark.parametrize("name", sorted(attention.CHANGES_ATTENTION))
+@pytest.mark.parametrize("name", ["block_indices", "indices", "position_bias", "sinks", "of_the_next_transformers"])
 def test_what_asks_for_another_attention_is_noticed(name: str):
     """gpt-oss passes sinks so; without them its packed loss was off by 1.8, and nothing failed."""
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    attend(torch.nn.Module(), query, key, key, None, **{name: None})
+    for value in (None, False):
+        attend(torch.nn.Module(), query, key, key, None, position_ids=torch.arange(5), is_causal=True, **{name: value})
     with pytest.raises(AssertionError, match=f"{name} reached the packed attention"):
         attend(torch.nn.Module(), query, key, key, None, **{name: torch.ones(4)})
+
+
+def test_attention_that_looks_ahead_is_noticed():
+    query = torch.randn(1, 2, 5, 8)
+    with pytest.raises(AssertionError, match="is_causal reached the packed attention"):
+        attend(torch.nn.Module(), query, query, query, None, is_causal=False)
 
 
 def test_a_mask_that_reaches_the_attention_is_noticed():

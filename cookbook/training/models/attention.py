@@ -15,8 +15,9 @@ from cookbook.training.models.mixers import has_several
 PACKED = "cookbook_packed"
 """Name for `attn_implementation`. transformers has no mask function of this name, so it builds no mask."""
 
-CHANGES_ATTENTION = frozenset(("block_indices", "indices", "position_bias", "sinks"))
-"""Arguments by which models of transformers 5.23 ask for another attention than `attend` computes."""
+SAYS_NOTHING = "position_ids"
+"""An argument that models hand on to every attention. By any other they may ask for what `attend` does not compute, as
+by `indices`, `position_bias` and `sinks` in transformers 5.23."""
 
 LONG_ON_CPU = 1024
 """Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: oneDNN compiles its products of 16 bits
@@ -97,7 +98,12 @@ def attend(
         (B, T, query heads, size of the value), as transformers expects.
     """
     assert attention_mask is None, "a mask reached the packed attention, which would ignore it"
-    ignored = sorted(name for name in CHANGES_ATTENTION & others.keys() if others[name] is not None)
+    # None and False ask for nothing, but in is_causal.
+    ignored = sorted(
+        name
+        for name, value in others.items()
+        if name != SAYS_NOTHING and value is not None and value is not (name == "is_causal")
+    )
     assert not ignored, f"{', '.join(ignored)} reached the packed attention, which would ignore them"
     assert segments is not None or torch.compiler.is_compiling() or not has_several(), (
         "a layer did not hand on segments"
