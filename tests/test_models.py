@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from target_grid import IGNORE_INDEX, from_grid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MllamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.mesh import Mesh
@@ -412,6 +413,28 @@ def test_a_rotary_embedding_that_depends_on_the_longest_sample_is_refused(kind: 
     load_config(str(tmp_path), 32)
     with pytest.raises(RecipeError, match=rf"above 32 tokens this model's rotary embedding \({kind}\).*at most 32"):
         load_config(str(tmp_path), 33)
+
+
+def test_so_is_that_of_one_kind_of_layers_and_of_a_kind_that_transformers_may_come_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    of_long = {"factor": 4.0, "original_max_position_embeddings": 32, "short_factor": [1.0], "long_factor": [4.0]}
+
+    def saved(kind: str) -> str:
+        of_layers = {"full_attention": plain | {"rope_type": kind, **of_long}, "sliding_attention": plain}
+        config = AutoConfig.for_model(
+            "gemma3_text", **SIZES, head_dim=2, max_position_embeddings=128, rope_parameters=of_layers
+        )
+        config.save_pretrained(tmp_path / kind)
+        return str(tmp_path / kind)
+
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "next", ROPE_INIT_FUNCTIONS["longrope"])
+    for kind in ("longrope", "next"):
+        load_config(saved(kind), 32)
+        with pytest.raises(RecipeError, match=rf"above 32 tokens .*\({kind}\) depends on the longest sample"):
+            load_config(saved(kind), 33)
+    load_config(saved("linear"), 33)
 
 
 def test_frozen_weights_may_be_small_and_a_loss_is_float32_all_the_same(tmp_path: Path):

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     PreTrainedConfig,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
@@ -174,13 +175,26 @@ def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
     if max_length > positions:
         return [f"data.max_length is {max_length}, but the model has {positions} positions; use at most those"]
     rope = getattr(config, "rope_parameters", None) or {}
-    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or positions
-    if kind in ("dynamic", "longrope") and max_length > original:
-        return [
-            f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
-            f" depends on the longest sample of a micro-batch; use at most {original}"
-        ]
+    # Of a model with several kinds of layers, such as Gemma 3, each kind has its own.
+    for layers, own in {None: rope, **{key: own for key, own in rope.items() if isinstance(own, dict)}}.items():
+        kind, original = own.get("rope_type"), own.get("original_max_position_embeddings") or positions
+        if max_length > original and (kind in ("dynamic", "longrope") or _has_longer(config, kind, layers, original)):
+            return [
+                f"data.max_length is {max_length}, but above {original} tokens this model's rotary embedding ({kind})"
+                f" depends on the longest sample of a micro-batch; use at most {original}"
+            ]
     return []
+
+
+def _has_longer(config: PreTrainedConfig, kind: str | None, layers: str | None, original: int) -> bool:
+    """Return whether transformers makes other frequencies of a rotary embedding for a longer row."""
+    if (make := ROPE_INIT_FUNCTIONS.get(str(kind))) is None:
+        return False
+    try:
+        short, long = (make(config, "cpu", seq_len=length, layer_type=layers) for length in (original, 4 * original))
+    except Exception:  # over a value of config.json, which the model's own code will say
+        return False
+    return short[1] != long[1] or not torch.equal(short[0], long[0])
 
 
 def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
