@@ -13,19 +13,30 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import tiny_models
 from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import AdapterSection, DataSection, ModelSection
+from cookbook.facts.model_types import TYPES
+from cookbook.facts.tiny_types import small_default
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import adapter_files, base_model, insertion
 from cookbook.training.data.stream import Stream
 from cookbook.training.models import folder_facts
 from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from cookbook.training.models.language_model import load_config
+from cookbook.training.models.logits import other_logits
 from cookbook.training.models.model_source import weights_digest
 from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import ROOT, Lab
@@ -372,6 +383,53 @@ def test_a_tied_model_whose_files_hold_both_matrices_has_one_curve(
     alone, several = lab.run("single", settings), lab.run(strategy, settings)
     assert several.losses == pytest.approx(alone.losses, abs=2e-6) and len(alone.losses) == 2
     assert EMBEDDING in several.weights and several.weights.keys() == alone.weights.keys()
+
+
+class Scaled(LlamaForCausalLM):
+    """A model whose forward changes the logits of its head by a key that nobody knows."""
+
+    def forward(self, **inputs: object) -> object:
+        outputs = super().forward(**inputs)
+        outputs.logits = outputs.logits * self.config.scale_of_the_next_model
+        return outputs
+
+
+class Unseen(LlamaForCausalLM):
+    def forward(self, *, inputs_of_its_own: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "is_known", "mistake"),
+    [
+        (Scaled, 0.5, False, "Scaled changes the logits after its head in a way that is not known.*--types llama"),
+        (Scaled, 0.5, True, "Scaled changes the logits after its head"),
+        (Scaled, 1.0, False, None),
+        (Unseen, 1.0, False, "whether Unseen changes the logits after its head could not be seen.*--types llama"),
+        (Unseen, 1.0, True, None),  # compared by runs, see docs/architectures.md
+    ],
+)
+def test_logits_that_a_model_changes_in_an_unknown_way_are_found_by_its_own_forward(
+    kind: type, scale: float, is_known: bool, mistake: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(folder, "config.json", scale_of_the_next_model=scale)
+    monkeypatch.setattr(folder_facts, "class_of", lambda config: kind)
+    if not is_known:
+        monkeypatch.delitem(TYPES, "llama")
+    if mistake is None:
+        facts(folder)
+    else:
+        with pytest.raises(RecipeError, match=mistake):
+            facts(folder)
+
+
+@pytest.mark.parametrize(("name", "key"), [("granite", "logits_scaling"), ("gemma2", "final_logit_softcapping")])
+def test_so_is_a_known_change_that_is_forgotten(name: str, key: str, monkeypatch: pytest.MonkeyPatch):
+    config = small_default(AutoConfig.for_model(name, **{key: 5.0}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert other_logits(model) is None
+    monkeypatch.setattr("cookbook.training.models.logits.logit_transform", lambda _: None)
+    assert "changes the logits after its head" in str(other_logits(model))
 
 
 @pytest.mark.parametrize("rows_before", [0, 10])

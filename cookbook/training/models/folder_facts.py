@@ -24,9 +24,10 @@ from transformers.utils import logging
 
 from cookbook.facts.language_part import KEY_MAPPING, has_tower, tower_tokens, whole_config
 from cookbook.facts.model_files import GENERATION, read_generation_config
-from cookbook.facts.score_head import class_of
+from cookbook.facts.score_head import class_of, is_scored
 from cookbook.system.files import first_line, refuse
 from cookbook.system.tensor_files import BadHeader, read_header, weight_files
+from cookbook.training.models.logits import other_logits
 from cookbook.training.models.new_tokens import grown_rows
 from cookbook.training.models.structure import NOT_QUANTIZED, part_in_words, quantized_weights
 
@@ -187,6 +188,8 @@ def _compare_tensors(config: PreTrainedConfig, stored: dict[str, StoredTensor]) 
         # transformers ties them if only one is in the files; if both are, differently under each strategy.
         if model.get_parameter(target) is not model.get_parameter(source):
             mistakes += _compare_tied(model, stored, {target, source})
+    if not mistakes and not has_tower(config) and not is_scored(config) and (odd_logits := other_logits(model)):
+        mistakes.append(odd_logits)
     return mistakes, model.get_input_embeddings().weight.shape[0]
 
 
@@ -215,8 +218,11 @@ def _load_empty(
 
 def _compare_language_part(config: PreTrainedConfig, stored: dict[str, StoredTensor]) -> list[str]:
     """Mistakes where tensors of a sound model with a tower have names that `KEY_MAPPING` does not know."""
-    _, report = _load_empty(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, stored, key_mapping=KEY_MAPPING)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model, report = _load_empty(kind, config, stored, key_mapping=KEY_MAPPING)
     missing = sorted(report["missing_keys"])
+    if not missing and (odd_logits := other_logits(model)):
+        return [odd_logits]
     way = "AutoModelForImageTextToText.from_pretrained(OLD).save_pretrained(NEW) writes those that are"
     return missing and [f"{_names(missing)} of its language part have names in its files that are not known; {way}"]
 

@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from cookbook.system.files import RecipeError
-from cookbook.training.models.structure import LogitTransform
+from cookbook.facts.model_types import TYPES, how_to_measure
+from cookbook.facts.score_head import backbone_of
+from cookbook.system.files import RecipeError, first_line
+from cookbook.training.models.structure import LogitTransform, logit_transform
 
 
 class Kernels(NamedTuple):
@@ -265,3 +269,39 @@ def _gradient_of_logits(
 
 
 PLAIN = Kernels(_nll, _gradient_of_logits)
+
+
+class _HiddenAlone(BaseModelOutputWithPast):
+    """Outputs of a backbone, of which a model asks for more than the hidden states."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def other_logits(model: PreTrainedModel) -> str | None:
+    """Why the loss would not be that of a model's own logits, or None: its class changes what its head returns in
+    another way than `logit_transform` says. By the class's own forward between backbone and head, without any weight.
+    """
+    kind, known = type(model).__name__, model.config.model_type in TYPES
+    text, head, backbone = model.config.get_text_config(), model.get_output_embeddings(), backbone_of(model)
+    hidden = torch.linspace(-3, 3, text.hidden_size).view(1, 1, -1)
+
+    def products(states: torch.Tensor) -> torch.Tensor:
+        weights = torch.linspace(-1, 1, text.hidden_size) / text.hidden_size
+        return (states.float() @ weights).unsqueeze(-1) * torch.linspace(-30, 30, text.vocab_size)
+
+    try:
+        backbone.forward, head.forward = lambda *_, **__: _HiddenAlone(last_hidden_state=hidden), products
+        with torch.no_grad():
+            logits = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+        ours = transformed(products(hidden), logit_transform(model.config))
+        if logits.shape == ours.shape and torch.allclose(logits.float(), ours.float(), rtol=1e-4, atol=1e-4):
+            return None
+        what = f"{kind} changes the logits after its head in a way that is not known, so that the loss would be another"
+    except Exception as error:  # of a model's code, which may want other inputs
+        if known:  # and so was compared by runs
+            return None
+        what = f"whether {kind} changes the logits after its head could not be seen ({first_line(error)})"
+    finally:
+        vars(backbone).pop("forward", None), vars(head).pop("forward", None)
+    return what + how_to_measure(model.config.model_type)
