@@ -365,6 +365,16 @@ def test_files_of_rows_that_a_folder_is_not_read_for_are_named(tmp_path, files, 
     assert unread_note(Source(path=str(tmp_path), split=split)) == expected
 
 
+def test_files_of_formats_that_nobody_reads_are_named(tmp_path):
+    for name in ("a.jsonl", "b.ndjson", "c.jsonl.xz", "d.of_next_year", "README.md", "LICENSE", "info.json"):
+        write_lines(tmp_path / name, '{"text": "a"}')
+    others = "b.ndjson, c.jsonl.xz, d.of_next_year are not read beside the other files; rows are read of .jsonl, "
+    assert f"{tmp_path}: {others}" in str(unread_note(Source(path=str(tmp_path))))
+    pattern = f"{tmp_path}/[ab].*"
+    assert f"{pattern}: {tmp_path}/b.ndjson is not read" in str(unread_note(Source(path=pattern)))
+    assert unread_note(Source(path=f"{tmp_path}/a*")) is None
+
+
 @pytest.mark.parametrize(
     ("files", "split"), [(["a.jsonl"], "test"), (["data.jsonl", "test.jsonl"], "train"), ([], "train")]
 )

@@ -10,7 +10,15 @@ from typing import Any
 
 import yaml
 
-from cookbook.config.sections import BUILTIN_SOURCE, COMPRESSIONS, Source, data_format, is_pattern
+from cookbook.config.sections import (
+    BINARY_FORMATS,
+    BUILTIN_SOURCE,
+    COMPRESSIONS,
+    TEXT_FORMATS,
+    Source,
+    data_format,
+    is_pattern,
+)
 from cookbook.rows.doubts import NUM_LOOKED_AT
 from cookbook.rows.row_checks import with_messages
 from cookbook.system.files import RecipeError, first_line
@@ -187,25 +195,34 @@ def _described_files(folder: Path, name: str | None) -> dict[str, list[Path]] | 
 
 
 def unread_note(source: Source) -> str | None:
-    """A note on files of rows beside those that are read of a folder, or None. Files of other splits are none, nor
-    are .json, which may describe the data.
+    """A note on files beside those that are read of a folder, or of those that a pattern fits, or None. In a folder,
+    files of other splits are none, nor are .json, texts and files without an ending, which may describe the data.
     """
     folder = Path(source.path)
-    if not folder.is_dir():
+    if is_pattern(source.path):
+        fitting = (Path(name) for name in glob.glob(source.path, recursive=True))
+        left = sorted(str(path) for path in fitting if path.is_file() and not data_format(path.name))
+    elif folder.is_dir():
+        read, others = _files_of_folder(folder, source.split, source.name)
+        beside = {
+            path for place in {folder / source.split, *(path.parent for path in read)} for path in _visible(place)
+        }
+        left = sorted(path.name for path in beside - {*read} - others if _may_have_rows(path))
+    else:
         return None
-    read, others = _files_of_folder(folder, source.split, source.name)
-    beside = {path for place in {folder / source.split, *(path.parent for path in read)} for path in _visible(place)}
-    left = sorted(path.name for path in beside - {*read} - others if _has_rows(path))
     if not left:
         return None
     more = f" and {len(left) - 5} more" if len(left) > 5 else ""
     verb = "is" if len(left) == 1 else "are"
-    return f"{folder}: {', '.join(left[:5])}{more} {verb} not read beside the other files; list files as sources"
+    formats = ", ".join((*TEXT_FORMATS, *BINARY_FORMATS))
+    way = "list files as sources" if all(map(data_format, left)) else f"rows are read of {formats}"
+    return f"{source.path}: {', '.join(left[:5])}{more} {verb} not read beside the other files; {way}"
 
 
-def _has_rows(path: Path) -> bool:
+def _may_have_rows(path: Path) -> bool:
+    # Not by the endings that are read: rows of another format would be left out in silence.
     is_cache = path.suffix in ARROW_FILES and (path.parent / "state.json").is_file()  # of `datasets`
-    return path.name.endswith(tuple(end for group in ROW_FORMATS for end in group if end != ".json")) and not is_cache
+    return bool(path.suffix) and not path.name.endswith((".json", *TEXT_FILES)) and not is_cache
 
 
 def _below(folder: Path) -> list[Path]:
