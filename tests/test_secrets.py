@@ -31,6 +31,13 @@ ENVIRONMENT = {
     "OTHER_KEY": "12",
     "HOME": "/home/short",
     "https_proxy": "http://only-a-token@proxy:1",
+    "TRACKIO_SERVER_URL": "https://space.example/?write_token=w4rite&sig=a%2Fbcdefghijkl&mode=require",
+    "SLACK_WEBHOOK_URL": "https://hooks.example/services/T1/B2/x3Yz",
+    "DB_PASS": "hunter2hunter2",
+    "GH_PAT": "ghp_canary12",
+    "PROXY_AUTH": "bob:canary34",
+    "GIT_AUTHOR_NAME": "Author Name",
+    "OLDPWD": "/srv/work",
 }
 
 
@@ -48,6 +55,10 @@ ENVIRONMENT = {
         ("https://any:body@elsewhere/x?a=b@c", "https://***@elsewhere/x?a=b@c"),
         ("https://hf_other@hub.example/x", "https://***@hub.example/x"),
         ("user only-a-token is unknown", "user *** is unknown"),
+        ("url: /?write_token=w4rite&sig=a%2Fbcdefghijkl&mode=require", "url: /?write_token=***&sig=***&mode=require"),
+        ("url: /services/T1/B2/x3Yz (refused)", "url: /*** (refused)"),
+        ("pass hunter2hunter2, ghp_canary12 and bob:canary34", "pass ***, *** and ***"),
+        ("in /srv/work of Author Name, as some require", "as it is"),
         ("true, false and 12 stay, and a@b.c, hf://datasets/a/b@main/c", "as it is"),
     ],
 )

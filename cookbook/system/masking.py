@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TextIO, cast
-from urllib.parse import SplitResult, quote, unquote
+from urllib.parse import SplitResult, parse_qsl, quote, unquote
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-NAME = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-"""In the name of a variable whose value is a secret."""
+NAME = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
+"""In the name of a variable, or of a key in an address, whose value is a secret."""
+OTHER_NAME = re.compile(r"_(PWD|PAT|SAS)$|COOKIE|HEADERS|CONNECTION_STRING|WEBHOOK", re.IGNORECASE)
+"""In the name of another such variable. A webhook's address is a secret from its path on."""
 IN_ADDRESS = re.compile(r"(?<=://)[^\s/?#'\"<>]+@")
 """Name and password in an address, or a token in their place."""
 SWITCHES = {"true", "false", "none", "null", "auto"}
@@ -36,14 +38,19 @@ def masked_values(value: Any) -> Any:
 
 
 def _secrets(environment: Mapping[str, str]) -> Iterable[str]:
-    """Values of variables with such names, and passwords in the addresses of others."""
+    """Values of variables with such names, and secrets in the addresses of others."""
     for name, value in environment.items():
-        if NAME.search(name):
+        if NAME.search(name) or OTHER_NAME.search(name):
             yield value.strip()
         if "://" in value:
             for credentials in re.findall(r"://(\S+)@", value):
                 yield credentials
                 yield credentials.partition(":")[2] or credentials
+            # By length where a key's name says nothing: short values are words, as of sslmode=require.
+            query = parse_qsl(value.partition("?")[2], separator="&")
+            yield from (text for key, text in query if NAME.search(key) or len(text) >= LONG)
+            if OTHER_NAME.search(name):
+                yield value.strip().partition("://")[2].partition("/")[2]
 
 
 @lru_cache(maxsize=4)
