@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from cookbook.config.chat_templates import CHATML_TOOLS, template_path
 from cookbook.config.objectives import Objective
-from cookbook.config.sections import DataSection
+from cookbook.config.sections import DataSection, Source
 from cookbook.system.files import RecipeError
 from cookbook.training.data import tokens as tokens_module
 from cookbook.training.data.borders import Pieces
 from cookbook.training.data.encode import TextKeys
+from cookbook.training.data.rows import Rows, read_rows
 from cookbook.training.data.stream import Stream
 from cookbook.training.data.tokens import cached_tokens, ids_beyond, take
 from cookbook.training.models.new_tokens import add_tokens
@@ -121,6 +122,40 @@ def test_a_template_whose_end_of_turn_the_tokenizer_lacks_names_the_key_that_add
         run_tokenize(rows, tokenizer)
     add_tokens(tokenizer, ["<|ends|>"])
     assert marked(run_tokenize(rows, tokenizer)[0], 0, tokenizer) == "a[b<|ends|>]"
+
+
+@pytest.mark.parametrize(
+    ("expression", "key"),
+    [
+        ("{{ m.mood }}", "mood"),
+        ("{% if m['is_final'] is true %}!{% endif %}", "is_final"),
+        ("{% if m.get('level', 0) > 1 %}!{% endif %}", "level"),
+        ("{% for c in m.id or [] %}{{ c }}{% endfor %}", None),
+        ("{{ m.mood if m.role == 'system' }}", "mood"),
+    ],
+)
+def test_a_key_of_messages_that_the_template_reads_is_not_left_out_in_silence(expression, key, tmp_path):
+    """transformers hands whole messages on to it, and here it gets those keys that are known."""
+    turn = "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    template = TURNS.replace("{% for m in messages %}", "{% for m in messages %}" + expression)
+    tokenizer = make_tokenizer(template.replace("ANSWER", turn))
+    more = {"mood": "sad", "is_final": True, "level": 2}
+    rows = [{"messages": [message | more for message in chat("a", "b")["messages"]]}]
+
+    def read(ignore: list[str]) -> Rows:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_rows(Source(path=str(tmp_path / "rows.jsonl"), ignore=ignore), "error", Objective.of())
+
+    # What was tokenized of the same rows without the keys is not taken for these.
+    plain, asking = read(["messages.mood", "messages.is_final", "messages.level"]), read([])
+    assert plain.rows == asking.rows and asking.unread == "not read: messages.is_final, messages.level, messages.mood"
+    assert run_cached(tmp_path, plain, tokenizer)[0].num_targets.tolist() == [2]
+    if key is None:
+        assert run_cached(tmp_path, asking, tokenizer)[0].num_targets.tolist() == [2]
+        return
+    told = rf"the chat template reads messages\.{key}, which it is not given; .* data.ignore: \[messages.{key}\]"
+    with pytest.raises(RecipeError, match=told):
+        run_cached(tmp_path, asking, tokenizer)
 
 
 def test_template_without_markers_serves_train_on_all():

@@ -59,6 +59,7 @@ class ChatTemplate:
         self._special = dict(tokenizer.special_tokens_map)
         self._text_form: dict[bool, bool] = {}
         self._has_markers: dict[bool, bool] = {}
+        self._reads: dict[str, bool] = {}
 
     def text(self, tools: Any = None) -> str:
         """The template itself: of several, the one for tools if there are some.
@@ -148,6 +149,27 @@ class ChatTemplate:
             return template.render(messages=chat, tools=None, **self._special, strftime_now=lambda form: "")
         except Exception:  # as above
             return ""
+
+    def reads(self, key: str) -> bool:
+        """Return whether the text of a chat depends on a key of its messages, as none of this project's."""
+        if key not in self._reads:
+            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            chats = [chat, [{"role": "system", "content": "c"}, *chat]]
+            self._reads[key] = any(
+                self._text(chat) != self._text([message | {key: value} for message in chat])
+                for chat in chats
+                for value in ("probe", True)
+            )
+        return self._reads[key]
+
+    def _text(self, chat: Chat) -> str | None:
+        """A chat as the template writes it; None if it refuses that."""
+        try:
+            return _compile(self.text()).render(
+                messages=chat, tools=None, **self._special, strftime_now=lambda form: ""
+            )
+        except Exception:  # as above
+            return None
 
     def variables(self, tools: Any = None) -> set[str]:
         """The names that it reads."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from cookbook.config.chat_templates import CHATML, CHATML_TOOLS
 from cookbook.config.objectives import TrainOn
 from cookbook.config.sections import DataSection
+from cookbook.rows.messages import IN_MESSAGES
 from cookbook.rows.row_checks import Row
 from cookbook.rows.row_kinds import BadRow, Chat, RowKind, kinds
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, in_flow
 from cookbook.training.data.borders import Pieces, Range
 from cookbook.training.data.chat_template import (
     THINKING,
@@ -122,7 +123,17 @@ class Encoder:
                 hint = "copy it without `random` or `lipsum` and give it in data.chat_template"
                 raise RecipeError(f"{rows.place}: the chat template writes something at random; {hint}")
             self._chats[train_on] = _ChatEncoder(template, Pieces(self.tokenizer), train_on, self.keys)
+        _refuse_keys(rows, self._chats[train_on].template)
         return _encode_chats(rows, kind.chats, self._chats[train_on])
+
+
+def _refuse_keys(rows: Rows, template: ChatTemplate) -> None:
+    """Refuse keys of messages that nothing here reads, and that a template would."""
+    if read := [f"{IN_MESSAGES}{key}" for key in rows.unread_keys if template.reads(key)]:
+        raise RecipeError(
+            f"{rows.place}: the chat template reads {', '.join(read)}, which it is not given; write what it should say"
+            f" into the `content`, or pass it over with data.ignore: {in_flow(read)}"
+        )
 
 
 def _join_sampled(prompt: list[int], answers: list[list[int]], masks: list[list[int]] | None) -> EncodedRow:

@@ -9,6 +9,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache as once
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from cookbook.training.data.sources import local_files
 from cookbook.training.data.stdlib import python_files
 
 Item = TypeVar("Item")
-KEPT = ("kind", "num_dropped", "place", "renamed", "unread", "untold", "fingerprint")
+KEPT = [*(field.name for field in fields(Rows) if field.name not in ("rows", "numbers")), "fingerprint"]
 NOT_OF_ROWS = {
     *("max_length", "too_long", "packing", "streaming", "shuffle_rows"),
     *("chat_template", "template_date", "accept", "special_tokens"),

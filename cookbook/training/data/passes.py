@@ -111,7 +111,8 @@ class _Turns:
         self._reader.ask()
         part = Rows(kind=self._reader.kind, rows=rows, place=self._place, numbers=range(first, first + len(rows)))
         reader = self._reader
-        return replace(part, renamed=reader.renamed, unread=reader.unread, untold=reader.untold)
+        told = {name: getattr(reader, name) for name in ("renamed", "unread", "untold", "unread_keys")}
+        return replace(part, **told)
 
     def take_around(self, count: int, bad_rows: BadRows) -> list[Rows]:
         """The next so many good rows, from the beginning again where they end."""

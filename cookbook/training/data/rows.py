@@ -14,7 +14,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import Source
 from cookbook.rows.doubts import Doubts
 from cookbook.rows.json_text import NO_JSON, BadRow, from_json
-from cookbook.rows.messages import IN_MESSAGES, unread_keys, unread_of_answers
+from cookbook.rows.messages import IN_MESSAGES, READ_KEYS, unread_keys, unread_of_answers
 from cookbook.rows.row_checks import (
     FOR_TEMPLATE,
     are_messages,
@@ -74,6 +74,8 @@ class Rows:
     """Columns and keys of messages that nothing reads, in words; empty if there are none."""
     untold: str = ""
     """Calls of tools that their rows do not describe, in words; empty if there are none."""
+    unread_keys: Sequence[str] = ()
+    """The keys of messages in `unread`, which a chat template may want."""
 
     @property
     def notes(self) -> list[str]:
@@ -164,6 +166,7 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
         renamed=reader.renamed,
         unread=reader.unread,
         untold=reader.untold,
+        unread_keys=reader.unread_keys,
     )
 
 
@@ -342,6 +345,12 @@ class Reader:
         notes = [f"not read: {_join_names([name + few.get(name, '') for name in sorted(names)])}"] if names else []
         notes += [f"passed over by data.ignore: {_join_names(passed_over)}"] if passed_over else []
         return "; ".join([*notes, *(words for _, words in self._absent_names())])
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages in the rows so far that were not read, and that the user does not pass over."""
+        names = self._keys_unread - {*self._ignored}
+        return sorted({name.removeprefix(IN_MESSAGES) for name in names} - READ_KEYS)
 
     @property
     def untold(self) -> str:

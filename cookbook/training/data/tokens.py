@@ -381,7 +381,8 @@ def _slices(rows: Rows) -> Iterator[Rows]:
     for start in range(0, len(rows.rows), ROWS_PER_TASK):
         taken = rows.rows[start : start + ROWS_PER_TASK]
         numbers = rows.numbers or range(1, len(rows.rows) + 1)
-        yield Rows(kind=rows.kind, rows=taken, place=rows.place, numbers=numbers[start : start + ROWS_PER_TASK])
+        part = numbers[start : start + ROWS_PER_TASK]
+        yield Rows(kind=rows.kind, rows=taken, place=rows.place, numbers=part, unread_keys=rows.unread_keys)
 
 
 Task = list[Cut | BadRow] | RecipeError
@@ -538,6 +539,8 @@ def cached_tokens(
         "too_long": objective.long_rows(data.too_long),
         "keys": json.loads(json.dumps(keys, default=str)),
     }
+    if any(rows.unread_keys for rows in parts):  # which a template may refuse
+        made_from["unread_keys"] = [[*rows.unread_keys] for rows in parts]
     if objective.settings_of_values:
         made_from["values"] = [getattr(objective, key) for key in objective.settings_of_values]
     if objective.masks_truncated:
