@@ -193,12 +193,17 @@ PENALTIES = {
 }
 
 
-def test_a_server_with_a_penalty_that_is_not_known_is_refused(model, servers):  # noqa: F811
+OTHERS = {key: {} for key in ("temperature", "top_k", "top_p", "min_p", "seed", "user", "suffix")}
+
+
+@pytest.mark.parametrize("name", ["novelty_penalty", "typical_p", "no_repeat_ngram_size"])
+def test_a_server_with_a_setting_that_is_not_known_is_refused(name, model, servers):  # noqa: F811
+    """vLLM fills in what a model's folder proposes, for names that it chooses."""
     server, section = servers[0], RoundsSection(num_rounds=1, prompts_per_round=1)
-    for server.fields in (None, {}, PENALTIES):
+    for server.fields in (None, {}, PENALTIES | OTHERS | {name: {"default": 1}}):
         Served(model, section, Client(server.address, ""), 1)
-    server.fields = PENALTIES | {"novelty_penalty": {"anyOf": []}}
-    with pytest.raises(RecipeError, match="has requests with novelty_penalty, which"):
+    server.fields = PENALTIES | OTHERS | {name: {"anyOf": []}}
+    with pytest.raises(RecipeError, match=f"has requests with {name}, which"):
         Served(model, section, Client(server.address, ""), 1)
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
@@ -362,21 +362,23 @@ class Client:
         except ValueError:
             raise self.mistake(f"answered {path} with what is no JSON: {_words(content)}") from None
 
-    def check_penalties(self) -> None:
-        """Compare the penalties of the server's requests, as it describes them, with those that are turned off here.
+    def check_settings(self, given: Collection[str]) -> None:
+        """Compare the settings of the server's requests, as it describes them, with those that are given.
 
         Raises:
-            RecipeError: it might fill in another one.
+            RecipeError: it might fill in another one, a penalty or what a model's folder proposes.
         """
         fields: dict[str, Any] = {}
         with contextlib.suppress(KeyError, TypeError):  # it does not describe them
             fields = self._description()["components"]["schemas"]["CompletionRequest"]["properties"] or {}
+        proposed = GenerationConfig().to_dict()
         # A field with a default is not filled in from a model's folder.
-        names = {name for name, field in fields.items() if name.endswith("_penalty") and "default" not in field}
-        if unknown := sorted(names - NO_PENALTY.keys()):
+        open_fields = {name for name, field in fields.items() if "default" not in field}
+        unknown = sorted(name for name in open_fields - {*given} if name.endswith("_penalty") or name in proposed)
+        if unknown:
             raise self.mistake(
-                f"has requests with {', '.join(unknown)}, which this version does not know how to turn off, and a"
-                " penalty changes what is sampled; take a vLLM without"
+                f"has requests with {', '.join(unknown)}, which this version does not know how to turn off, and it may"
+                " change what is sampled; take a vLLM without"
             )
 
     def _description(self) -> Any:
@@ -519,7 +521,6 @@ class Served:
         proposed = read_generation_config(folder) if (folder / GENERATION).is_file() else None
         settings = proposed or GenerationConfig.from_model_config(open_config(str(folder)))
         self.ends = answer_ends(settings, folder, chat_template)
-        client.check_penalties()
         self.settings = {
             "model": name or self._name_of(folder),
             "max_tokens": rounds.max_completion_length,
@@ -529,6 +530,7 @@ class Served:
             "logprobs": 0,
             "return_token_ids": True,
         }
+        client.check_settings(self.settings)
 
     def _name_of(self, folder: Path) -> str:
         models = self.client.models()
