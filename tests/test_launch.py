@@ -379,6 +379,22 @@ def test_a_world_that_no_launcher_sets_is_refused(variables):
         read_world(variables)
 
 
+@pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_processes_of_a_launcher_that_torch_does_not_know_are_refused(size, monkeypatch):
+    """By the count that accelerate has: on a CPU it ended in a traceback, and on a GPU each would train alone."""
+    from cookbook.training.engine.start import check_launcher
+
+    monkeypatch.setenv(size, "1")
+    check_launcher()
+    monkeypatch.setenv(size, "2")
+    with pytest.raises(
+        RecipeError, match="says that there are 2 processes, and this run has 1; start `cookbook launch`"
+    ):
+        check_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of torchrun, started by srun
+    check_launcher()
+
+
 @pytest.mark.parametrize("plan", ["xx", "{}", "[1]", '[{"at": "step.loss"}]'])
 def test_what_a_later_step_could_not_read_of_the_environment_is_refused_by_name_and_value(plan):
     variables = {"TORCHELASTIC_RESTART_COUNT": "x", "COOKBOOK_FAULTS": plan}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.environment import get_cpu_distributed_information
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,8 +50,9 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
         timeout: limit of a collective in every process group, also in those that libraries make.
 
     Raises:
-        RecipeError: more processes than GPUs, or a torch that cannot use them.
+        RecipeError: as `check_launcher`; more processes than GPUs, or a torch that cannot use them.
     """
+    check_launcher()
     _separate_restarts()
     on_cpu = not torch.cuda.is_available()
     if on_cpu and plan.num_gpus:
@@ -66,6 +68,19 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # accelerate 1.15 has no argument for the successor.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+
+
+def check_launcher() -> None:
+    """
+    Raises:
+        RecipeError: another launcher than torchrun started this process with others, each of which would train alone.
+    """
+    ours, counted = int(os.environ.get("WORLD_SIZE", 1)), get_cpu_distributed_information().world_size
+    if counted != ours:
+        raise RecipeError(
+            f"environment: another launcher (mpirun, or srun with PMI) says that there are {counted} processes, and"
+            f" this run has {ours}; start `cookbook launch` once on each machine, which starts its processes"
+        )
 
 
 def limits_of_collectives() -> set[timedelta]:
