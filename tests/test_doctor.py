@@ -442,6 +442,18 @@ def test_a_folder_that_is_to_be_made_is_looked_at_and_left_as_it_was(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("nfs4", "warning"), ("fuse.sshfs", "warning"), ("wekafs", "warning"), ("ext4", "ok"), ("overlay", "ok")],
+)
+def test_a_file_system_of_no_disk_is_warned_of_by_what_the_kernel_says(kind, status, tmp_path, monkeypatch):
+    (tmp_path / "filesystems").write_text("nodev\ttmpfs\nnodev\twekafs\n\text3\n\text4\n")
+    monkeypatch.setattr(nvme, "KERNELS", tmp_path / "filesystems")
+    monkeypatch.setattr(nvme, "filesystem", lambda folder: kind)
+    space, *_ = nvme.check_nvme(tmp_path, strategy_on(tmp_path), None)
+    assert space.status == status and f"({kind})" in space.text
+
+
 def test_a_file_system_without_direct_access_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     opened = os.open

@@ -13,7 +13,10 @@ from cookbook.commands.doctor.storage import Sizes
 from cookbook.config.strategy import Strategy
 from cookbook.system.console import in_bytes
 
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "glusterfs", "9p", "virtiofs"}
+KERNELS = Path("/proc/filesystems")
+"""Lists the kernel's file systems, with `nodev` before each that is on no disk of this machine."""
+LOCAL = {"tmpfs", "ramfs", "overlay", "zfs"}
+"""Those with `nodev` that are of no network either. Any other may be."""
 
 
 def nvme_folders(strategy: Strategy) -> list[Path]:
@@ -61,9 +64,16 @@ def _check_space(folder: Path, kind: str, needs: Sizes | None, place: str) -> Fi
         summary += f"; offloaded states take about {in_bytes(needs.nvme)} ({needs.nvme_why})"
     if needs is not None and needs.nvme > free:
         return failure("NVMe", summary, f"free space, or name another folder: {place}")
-    if kind in NETWORK or kind.startswith("fuse"):
-        return warning("NVMe", f"{summary}; a network file system", f"name a folder on a disk of this machine: {place}")
+    if kind not in LOCAL | _of_disks():
+        return warning(
+            "NVMe", f"{summary}; on no disk of this machine", f"name a folder on a disk of this machine: {place}"
+        )
     return ok("NVMe", summary)
+
+
+def _of_disks() -> set[str]:
+    """Names of the file systems that are on disks."""
+    return {line.strip() for line in KERNELS.read_text().splitlines() if not line.startswith("nodev")}
 
 
 def _has_direct_access(folder: Path) -> bool:
