@@ -74,7 +74,7 @@ def test_rounds_that_are_ended_while_they_sample_have_stopped(end, monkeypatch, 
     recipe, _ = load_pair(Path("r.yaml"), [])
     monkeypatch.setattr(loop, "check", lambda *_: (recipe, [SimpleNamespace(asked="a")]))
     monkeypatch.setattr(loop, "_first_model", lambda *_: ("model", []))
-    monkeypatch.setattr(loop, "_begin", lambda folder, *_: folder.mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(loop, "_begin", lambda folder, *_, **__: folder.mkdir(parents=True, exist_ok=True))
     monkeypatch.setattr(loop, "_digests", lambda *_: {})
     monkeypatch.setattr(loop.prompt_rows, "digest", lambda *_: "")
     monkeypatch.setattr(loop, "Sampling", lambda **_: SimpleNamespace(recipe=recipe))

@@ -59,6 +59,18 @@ def hold(folder: Path, seconds: float = 0) -> None:
     _sign(path)
 
 
+def wait_for(folder: Path, seconds: float) -> None:
+    """Wait until no process holds a folder.
+
+    Raises:
+        RecipeError: as `hold`.
+    """
+    count = len(_held_locks)
+    hold(folder, seconds)
+    while len(_held_locks) > count:
+        _held_locks.pop().release()
+
+
 def signature(folder: Path) -> str:
     """The text that the holder of an output folder wrote next to it; empty if this machine sees nothing there."""
     try:

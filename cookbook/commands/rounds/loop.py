@@ -5,12 +5,12 @@ import json
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
 from cookbook.commands.launch import launch
-from cookbook.commands.rounds import prompt_rows, rounds_folder, sampled_ahead, sampler_divergence, scoring
+from cookbook.commands.rounds import elsewhere, prompt_rows, rounds_folder, sampled_ahead, sampler_divergence, scoring
 from cookbook.commands.rounds.prompt_rows import Prompt
 from cookbook.commands.rounds.round_samples import Sampling, write_samples
 from cookbook.commands.rounds.rounds_folder import Round
@@ -34,6 +34,8 @@ from cookbook.system.record_files import ROUNDS, read_json, replace_file
 from cookbook.system.signals import EXIT_CODE, Ended
 from cookbook.system.status import Status
 
+Only = Literal["sample", "train"]
+
 
 def rounds(
     path: Annotated[Path, RECIPE],
@@ -44,20 +46,30 @@ def rounds(
     sample_until: Annotated[
         int | None, Option(metavar="ROUND", help="only sample, up to this round, beside a start that trains")
     ] = None,
+    only: Annotated[
+        Only | None, Option(help="what this command does; another one, maybe on another machine, does the rest")
+    ] = None,
 ) -> int:
     """Sample answers, score them, train on them; for N rounds."""
+    if sample_until is not None and only is not None:
+        raise RecipeError(f"--sample-until {sample_until} and --only {only}: take one out")
     recipe, asked = check(path, strategy, processes, assignments)
     for note in versions.notes():
         say(note)
     assert recipe.rounds is not None
     output_dir = Path(recipe.run.output_dir)
     # Two commands in one folder would each sample and train the same rounds.
-    if sample_until is None:
-        lock.hold(output_dir)
-    else:  # the sampler of a start that was killed may still be ending
+    if only == "sample":
+        elsewhere.await_trainer(output_dir)
+        lock.hold(output_dir / "rounds", elsewhere.END_SECONDS)
+    elif sample_until is not None:  # the sampler of a start that was killed may still be ending
         lock.hold(output_dir / "rounds", sampled_ahead.END_SECONDS)
+    else:
+        lock.hold(output_dir)
+        if only is None and output_dir.is_dir():
+            lock.wait_for(output_dir / "rounds", sampled_ahead.END_SECONDS)
     quiet_without_gpus()
-    if recipe.rounds.sampler != TRANSFORMERS:
+    if recipe.rounds.sampler != TRANSFORMERS and only != "train":
         from cookbook.commands.rounds import served
 
         served.check(recipe)
@@ -69,11 +81,19 @@ def rounds(
     made_from = {"data": of_data, **_digests(base, judges, recipe)}
     if sample_until is not None:
         return _sample_until(sample_until, output_dir, made_from, how)
-    _begin(output_dir, recipe, made_from)
+    if only == "sample":
+        with ExitStack() as opened:
+            return elsewhere.sample_all(
+                output_dir,
+                how,
+                lambda record: _compare(record, recipe, made_from, output_dir),
+                lambda how: _with_server(how, base, opened),
+            )
+    _begin(output_dir, recipe, made_from, is_elsewhere=only == "train")
     status = Status(output_dir, is_main=True)
     with ExitStack() as opened:
         command = _Command(path, strategy, processes, assignments)
-        going = _Rounds(command, recipe, base, first_model, how, opened, status)
+        going = _Rounds(command, recipe, base, first_model, how, opened, status, is_elsewhere=only == "train")
         for number in range(1, recipe.rounds.num_rounds + 1):
             current = Round(output_dir, number)
             if not current.is_over and (code := going.do(current)):
@@ -115,6 +135,8 @@ class _Rounds:
     opened: ExitStack
     """What ends when all rounds are over: a server that stays up."""
     status: Status
+    is_elsewhere: bool = False
+    """Another command samples."""
     done: list[Round] = field(default_factory=list)
 
     @property
@@ -129,7 +151,10 @@ class _Rounds:
     def do(self, current: Round) -> int:
         """Sample a round, if it has no samples, and train on it, while later ones are sampled; the exit code."""
         last = sampled_ahead.last_sampled_beside(current.number, self.section)
-        if self._lack_samples(current.number, last):
+        if self.is_elsewhere:
+            last = current.number
+            self._await(current)
+        elif self._lack_samples(current.number, last):
             self._sample(current)
         say(_in_words(current), flush=True)
         self.status.running(rounds_folder.show_as_one_run(self.output_dir, self.recipe, [*self.done, current]))
@@ -148,7 +173,10 @@ class _Rounds:
         if current.export.is_dir():  # of an earlier start's rounds only the newest are kept
             rounds_folder.link_export(self.output_dir, current)
         # After a kill the newest but one may have to sample yet.
-        rounds_folder.tidy(self.done, self.recipe.run.keep_last + (self.section.max_staleness > 0))
+        keep = self.recipe.run.keep_last + (self.section.max_staleness > 0)
+        if self.is_elsewhere:
+            keep = elsewhere.exports_to_keep(self.section, keep)
+        rounds_folder.tidy(self.done, keep)
 
     def _lack_samples(self, first: int, last: int) -> bool:
         return any(not Round(self.output_dir, number).samples.is_file() for number in range(first, last + 1))
@@ -165,6 +193,20 @@ class _Rounds:
         except (Ended, KeyboardInterrupt):
             self.status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {current.number} was sampled")
             raise
+
+    def _await(self, current: Round) -> None:
+        """Wait for the samples of another command, which who is faster decides, and check their weights."""
+        try:
+            seconds = elsewhere.await_samples(current, str(self.command.path))
+            elsewhere.check_samples(current, self.section, self.first_model)
+        except RecipeError as error:
+            self.status.end("failed", exit_code=2, reason=str(error))
+            raise
+        except (Ended, KeyboardInterrupt):
+            self.status.end("stopped", exit_code=EXIT_CODE, reason=f"round {current.number} had no samples yet")
+            raise
+        if self.done and not self.done[-1].waits.is_file():
+            sampled_ahead.write_waits(self.done[-1], {"trainer_wait": seconds})
 
     def _sampling_until(self, last: int) -> AbstractContextManager[sampled_ahead.Ahead]:
         """A process that samples the rounds up to one."""
@@ -344,8 +386,11 @@ def _of_teacher(model: str, recipe: Recipe) -> dict[str, str]:
     return {"teacher": model_source.weights_digest(Path(folder), cache=CACHE)}
 
 
-def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
+def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str], *, is_elsewhere: bool = False) -> None:
     """Resume the rounds in the folder, if they are those of this recipe; else set aside what is in it.
+
+    Args:
+        is_elsewhere: another command samples.
 
     Raises:
         RecipeError: the recipe has changed where it may not.
@@ -361,7 +406,8 @@ def _begin(output_dir: Path, recipe: Recipe, made_from: dict[str, str]) -> None:
     elif earlier := set_aside(output_dir):
         say(f"{output_dir} held an earlier run, which was moved to {earlier}")
     output_dir.mkdir(parents=True, exist_ok=True)
-    values = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
+    values: dict[str, Any] = {"recipe": recipe.model_dump(mode="json", exclude_none=True), "made_from": made_from}
+    values[elsewhere.ELSEWHERE] = is_elsewhere
     replace_file(output_dir / "recipe.yaml", dump_recipe(recipe))  # which `next` names from the first moment on
     replace_file(output_dir / ROUNDS, json.dumps(values, indent=2) + "\n", flush=True)
 
