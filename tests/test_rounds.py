@@ -42,7 +42,7 @@ from cookbook.commands.rounds.served import Client, Served, Servers
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
-from cookbook.config.sections import RoundsSection
+from cookbook.config.sections import DataSection, RoundsSection
 from cookbook.rows.json_text import BadRow
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
@@ -367,6 +367,11 @@ def test_a_mistake_ends_rounds_before_anything_is_sampled(lab, model, tmp_path, 
         ({"prompt": "a", "completions": ["b"]}, "`completions` is not read"),
         ({"prompt": [{"role": "assistant", "content": "b"}]}, "prompt ends with an answer"),
         ({"prompt": "a", "system": "b"}, "`system` is not read: write it into the prompt"),
+        (
+            {"prompt": [{"role": "user", "content": "b", "mood": "sad", "id": 1}]},
+            "`messages.id` is not read: no chat template or reward function is given it; to pass it over: data.ignore:"
+            " [messages.id, messages.mood]",
+        ),
     ],
 )
 def test_a_row_without_a_prompt_is_named(lab, model, tmp_path, capsys, row, message):
@@ -375,6 +380,16 @@ def test_a_row_without_a_prompt_is_named(lab, model, tmp_path, capsys, row, mess
     path.write_text(path.read_text() + json.dumps(row) + "\n")
     assert start(lab, values) == 2
     assert f"{path}:8: {message}" in capsys.readouterr().err
+
+
+def test_a_key_of_a_prompt_s_messages_is_passed_over_if_the_recipe_says_so(tmp_path):
+    message = {"role": "user", "content": "b"}
+    row = {"prompt": [message | {"id": 1, "mood": None}], "id": 2}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    rounds = RoundsSection(num_rounds=1, prompts_per_round=1)
+    data = DataSection(train=str(tmp_path / "rows.jsonl"), ignore=["messages.id"])
+    (prompt,) = prompt_rows.read_prompts(data, rounds)
+    assert prompt.asked == [message] and prompt.columns == {"id": 2}
 
 
 def test_a_single_run_of_a_recipe_with_rounds_is_refused(lab, model, tmp_path, capsys):

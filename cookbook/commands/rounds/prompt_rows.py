@@ -16,7 +16,7 @@ from cookbook.rows.json_text import BadRow
 from cookbook.rows.messages import IN_MESSAGES, Chat, check_text, read_messages, unread_keys
 from cookbook.rows.row_checks import CHAT_KEYS, is_empty
 from cookbook.rows.row_columns import drop_columns
-from cookbook.system.files import RecipeError, kind_in_words
+from cookbook.system.files import RecipeError, in_flow, kind_in_words
 from cookbook.system.signals import OutOfTime, no_exit, time_limit
 from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
@@ -111,6 +111,9 @@ def _read(raw: Any, place: str, source: Source, message: str | None) -> Prompt:
         )
     asked = columns.pop(name)
     if isinstance(asked, list):
+        if unread := sorted(set(unread_keys(asked))):
+            why = "no chat template or reward function is given it"
+            raise BadRow(f"`{unread[0]}` is not read", f"{why}; to pass it over: data.ignore: {in_flow(unread)}")
         asked = read_messages(asked, "prompt")
         if asked[-1]["role"] == "assistant":
             raise BadRow("prompt ends with an answer", "its last message must be another's than the assistant's")
