@@ -294,7 +294,9 @@ def test_a_target_that_make_has_not_is_answered_before_anything_is_installed():
     assert (answer.returncode, answer.stdout) == (2, "") and "No rule to make target 'quickstrat'" in answer.stderr
 
 
-MODEL_IS_HERE = ("recipes/calculator/grpo.yaml", "recipes/sums/distill.yaml", "recipes/sums/grpo.yaml")
+MODEL_IS_HERE = tuple(
+    f"recipes/{name}.yaml" for name in ("calculator/grpo", "programs/grpo", "sums/distill", "sums/grpo")
+)
 
 
 def test_check_finds_every_shipped_file_fine_and_needs_no_torch_but_for_the_one_whose_model_is_here():

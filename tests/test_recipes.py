@@ -37,7 +37,7 @@ def _in_the_repository(monkeypatch):
 
 def test_the_library_is_there():
     assert len(ON_GPUS) >= 17
-    on_any_machine = {"calculator": ("grpo", "sft"), "sums": ("distill", "grpo", "sft")}
+    on_any_machine = {"calculator": ("grpo", "sft"), "programs": ("grpo", "sft"), "sums": ("distill", "grpo", "sft")}
     assert [name for name in LIBRARY if name not in ON_GPUS] == [
         f"recipes/{folder}/{name}.yaml" for folder, names in on_any_machine.items() for name in names
     ]
@@ -145,7 +145,7 @@ def test_offline_facts_know_what_the_recipes_name_and_nothing_else():
         models |= {recipe.model.name_or_path} - {None}
         data |= {source.path for source in (*recipe.data.train, *recipe.data.eval.values())}
     here = {path for path in models | data if Path(path).exists()}
-    assert all(path.startswith(("recipes/sums/", "recipes/calculator/")) for path in here)
+    assert all(path.startswith(("recipes/sums/", "recipes/calculator/", "recipes/programs/")) for path in here)
     models, data = models - here, data - here
     asked = {name for name, facts in FACTS["models"].items() if facts.get("of_no_recipe")}  # by users of plan
     assert set(FACTS["models"]) - asked == models and not asked & models
@@ -163,7 +163,7 @@ def test_a_known_structure_has_the_published_number_of_parameters(name):
     assert model.num_parameters() == facts["num_parameters"]
 
 
-@pytest.mark.parametrize("folder", ["recipes/sums", "recipes/calculator"])
+@pytest.mark.parametrize("folder", ["recipes/sums", "recipes/calculator", "recipes/programs"])
 def test_a_model_beside_a_recipe_has_the_sizes_of_the_recipe_that_made_it(folder):
     sizes = load_recipe(Path(folder) / "sft.yaml").model.from_scratch
     for model in (path.parent for path in Path(folder).glob("*/config.json")):

@@ -49,6 +49,7 @@ from cookbook.system.files import RecipeError
 from cookbook.system.gpus import InstalledGpu
 from cookbook.training.data.rows import read_rows
 from tests.curves import Lab, environment
+from tests.needs import need_own_network
 from tests.stand_in_vllm import StandIn
 from tests.turns import TRAINED, others_by_turn
 
@@ -750,6 +751,27 @@ def test_the_student_of_the_recipe_for_laptops_comes_near_its_teacher(lab, forke
         found[teacher] = [line["reward"] for line in read(folder / "metrics.jsonl") if "reward" in line]
     assert found["teacher"][0] == found["model"][0] < 0.2, found
     assert found["teacher"][1] > 0.6 and found["model"][1] < 0.2, found
+
+
+@pytest.mark.slow
+def test_a_program_of_the_recipe_for_laptops_passes_where_its_tests_do(lab, forked, tmp_path, monkeypatch, capsys):
+    """As Python says without a sandbox, of programs that the recipe's model can write."""
+    need_own_network()
+    monkeypatch.chdir(ROOT)
+    sizes = {"rounds.num_rounds": 1, "rounds.prompts_per_round": 4, "rounds.num_generations": 8}
+    sizes |= {"rounds.generation_batch_size": 32, "batch": "{global_batch_size: 32, micro_batch_size: 32}"}
+    changed = [f"run.output_dir={tmp_path}", *(f"{key}={value}" for key, value in sizes.items())]
+    values = load_recipe(Path("recipes/programs/grpo.yaml"), changed).model_dump(mode="json", exclude_unset=True)
+    assert start(lab, {key: json.dumps(value) for key, value in values.items()}) == 0, capsys.readouterr()
+    rewards = []
+    for line in read(tmp_path / "rounds/0001/samples.jsonl"):
+        tests = line["prompt"][-1]["content"].split("\n\n")[1]
+        for messages, reward in zip(line["completions"], line["rewards"], strict=True):
+            program = f"{messages[0]['content']}\n{tests}"
+            passed = subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL).returncode == 0
+            assert reward == passed, program
+            rewards.append(reward)
+    assert len(rewards) == 32 and set(rewards) == {0.0, 1.0}
 
 
 @pytest.fixture(scope="module")
