@@ -203,7 +203,8 @@ def test_bash_completes_with_the_script_that_is_shown(folder, tmp_path):
     program.parent.mkdir()
     rule = re.search(r"printf '(.*)' > \.venv/bin/cookbook", (ROOT / "Makefile").read_text())
     assert rule is not None
-    text = rule[1].replace("\\n", "\n").replace("$(CURDIR)", str(ROOT)).replace("$$", "$")
+    text = rule[1].replace("\\n", "\n").replace("$(CURDIR)/.venv/bin/python", sys.executable)
+    text = text.replace("$(CURDIR)", str(ROOT)).replace("$$", "$")
     program.write_text(text)
     program.chmod(0o755)
     script = """
