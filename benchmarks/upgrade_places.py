@@ -76,6 +76,7 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
 
 
 @functools.cache
+@functools.cache
 def places() -> list[Place]:
     """All places, each once."""
     own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
