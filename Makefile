@@ -12,8 +12,9 @@ STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 OUTPUT_DIRS = $(filter run.output_dir=%,$(patsubst --set=%,%,$(ARGS)))
 QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(lastword $(OUTPUT_DIRS))),outputs/quickstart)
 
-# One more worker than the cores of CI: a test that waits leaves its core to another.
-PYTEST = .venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist worksteal
+# One more worker than the cores of CI: a test that waits leaves its core to another. Without compiled files beside the
+# sources each of hundreds of processes would compile all that it imports.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist worksteal
 
 # Of pyproject.toml, for the tests.
 GROUPS := --group dev --group fp8 --group trackers --group peers --group site

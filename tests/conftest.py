@@ -1,7 +1,9 @@
 """A copy of the files that a recipe needs, and ways to run the front door in it."""
 
+import compileall
 import functools
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -126,6 +128,9 @@ class Durations:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ and not sys.dont_write_bytecode:
+        for name in ("cookbook", "simulated_gpus", "benchmarks"):  # once, where each worker would compile all of it
+            compileall.compile_dir(ROOT / name, quiet=1, workers=0)
     if config.getoption("--write-durations") and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Durations())
 
@@ -160,15 +165,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collects no garbage during imports, and leaves the million objects that they made out of later collections."""
     gc.disable()
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            import_own_part_first(session)
         return (yield)
     finally:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def import_own_part_first(session: pytest.Session) -> None:
+    """Imports all test files, each worker from another one on: pytest takes as long to rewrite their asserts as for all
+    else of a collection, and finds written what another worker had before.
+    """
+    if sys.dont_write_bytecode or session.config.args != session.config.getini("testpaths"):
+        return
+    names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+    own = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    first = len(names) * own // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for name in names[first:] + names[:first]:
+        importlib.import_module(name)
 
 
 def model_type_of(item: pytest.Item) -> str:
