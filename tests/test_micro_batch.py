@@ -114,7 +114,9 @@ def test_the_largest_that_fits_is_found_around_an_estimate(estimate: int | None)
         assert count == sum(size <= most for size in sizes)
         if most in (40, estimate) and estimate in (40, 41):
             assert {*tried} == {1, 40, 50}
-        if estimate is None and most:
+        if most == 0:
+            assert tried == [1], "of a run that is too large with one sample no other number is tried"
+        elif estimate is None:
             assert max(tried) > 100, "what takes longest is tried without one"
 
 

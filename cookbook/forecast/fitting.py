@@ -105,7 +105,9 @@ def _first_too_large(
         most: an estimate of the most samples that fit, if there is one.
     """
     low, high = 0, len(batches)
-    if high > 3 and not is_too_large(batches[0]) and (size := most()):
+    if high > 3 and is_too_large(batches[0]):
+        return 0
+    if high > 3 and (size := most()):
         estimate = bisect_right(batches, size, key=lambda batch: cast(int, batch.micro_batch_size))
         for i in (estimate - 1, estimate):
             if low <= i < high:
