@@ -434,6 +434,7 @@ def test_chunks_of_the_loss_that_are_alike_are_counted_as_if_each_were_run(compi
     monkeypatch.setattr(losses, "_evaluate", counting)
     counted = traced(settings, config_of(num_hidden_layers=2))
     few, _ = list(sizes), sizes.clear()
+    monkeypatch.setattr(tracing, "TRACED_MODELS", {})
     monkeypatch.setattr(Ledger, "in_chunks", lambda ledger, *given: in_turn(*given))
     assert counted == traced(settings, config_of(num_hidden_layers=2))
     assert few[:3] == [100, 100, ROWS * LENGTH % 100] and len(few) < len(sizes)
@@ -528,10 +529,43 @@ def test_what_is_made_again_counts_as_if_each_operation_were_run(model_type: str
         num_run.append(function)
         return function(*args, **kwargs)
 
+    monkeypatch.setattr(tracing, "TRACED_MODELS", {})
     monkeypatch.setattr(ledgers, "run", plain)
     monkeypatch.setattr(tracing, "light", lambda mode, one: FakeTensor(mode, one.detach(), torch.device("cpu")))
     assert traced(settings, config) == again
     assert len(num_run) > 500
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_model_tells_of_other_sizes_what_a_new_one_does(model_type: str, keeps: bool, monkeypatch):
+    """But not one that has kept something of the trace before: then each trace makes its own."""
+    settings, config, made = recipe(True, {"name": "lora"}, "bf16"), tiny_config(model_type), []
+    sizes = [{"rows": rows, "length": 64, "num_targets": rows * 64} for rows in (1, 3, 2)]
+    build = tracing._fake_model
+
+    def counted(*arguments: Any) -> Any:
+        made.append(model := build(*arguments))
+        norm = tracing.backbone_of(model).norm
+        if keeps:
+            norm.register_forward_hook(lambda module, _, result: setattr(module, "last", result))
+        return model
+
+    def all_sizes(*, anew: bool) -> list[ActivationTrace]:
+        traces = []
+        for each in sizes:
+            if anew:
+                tracing.TRACED_MODELS.clear()
+            traces.append(trace(config, settings, **each, autocast=False, tp_size=1))
+        return traces
+
+    monkeypatch.setattr(tracing, "TRACED_MODELS", {})
+    monkeypatch.setattr(tracing, "_fake_model", counted)
+    alone = all_sizes(anew=True)
+    made.clear()
+    tracing.TRACED_MODELS.clear()
+    assert all_sizes(anew=False) == alone and len({one.phases for one in alone}) == 3
+    assert len(made) == (3 if keeps else 1)
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -96,6 +96,14 @@ class Ledger(TorchDispatchMode):
         """
         super().__init__()
         self._run = run if is_light else _run_by_fake_mode
+        self.restart()
+        self._known: dict[int, _Held] = {}
+        """By the identity of storages, while they live."""
+        for tensor in known:
+            self._hold(tensor.untyped_storage(), 0)
+
+    def restart(self) -> None:
+        """Count from nothing, before anything that is counted is allocated."""
         self.live = self.peak = self.made = self.peak_with_made = 0
         self.kernels = self.looped = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
@@ -110,10 +118,11 @@ class Ledger(TorchDispatchMode):
         self._kept = 0
         """Bytes of `made` that outlive the experts' backward: gradients of the weights around a layer's experts."""
         self._counts = True
-        self._known: dict[int, _Held] = {}
-        """By the identity of storages, while they live."""
-        for tensor in known:
-            self._hold(tensor.untyped_storage(), 0)
+
+    @property
+    def holds_any(self) -> bool:
+        """True if something that was counted is not yet freed."""
+        return any(held.size for held in self._known.values())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

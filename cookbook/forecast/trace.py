@@ -8,6 +8,7 @@ import copy
 import gc
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -96,19 +97,29 @@ def trace(
     for name, function in ATTENTION.items():
         AttentionInterface.register(name, partial(function, samples))
 
+    offloads = recipe.model.gradient_checkpointing == "offload"
+    parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter"})
+
     def run(config: PreTrainedConfig, attention: str, compiling: Callable[..., None] | None) -> Ledger:
-        # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
-        model = _fake_model(config, recipe, trained, low, attention)
-        if ep_size > 1:
-            _share_experts(model, ep_size)
-        if change is not None:
-            change(model)
+        def make() -> _TracedModel:
+            # The model alone: DeepSpeed and DDP do not run on fake tensors; costs/states.py has the rules of theirs.
+            model = _fake_model(config, recipe, trained, low, attention)
+            if ep_size > 1:
+                _share_experts(model, ep_size)
+            if change is not None:
+                change(model)
+            return _TracedModel(model, unit, is_flat=fsdp == 1, compiling=compiling, offloads=offloads)
+
+        made_of = type(config), config.to_json_string(), parts, trained, low, attention, ep_size, unit, fsdp == 1
+        is_alone = change is not None or compiling is not None
         linear = _LinearOfZero3.apply if is_zero3 else F.linear
-        with _set_function("linear", linear), _set_function("dropout", _dropout), autocast_of_cuda():
-            offloads = recipe.model.gradient_checkpointing == "offload"
-            return _trace_phases(
-                model, recipe.objective, rows, length, num_targets, cast, unit, fsdp == 1, compiling, offloads
-            )
+        with (
+            _kept_model(None if is_alone else made_of, make) as traced,
+            _set_function("linear", linear),
+            _set_function("dropout", _dropout),
+            autocast_of_cuda(),
+        ):
+            return _trace_phases(traced, recipe.objective, rows, length, num_targets, cast, compiling)
 
     def run_first_that_works(config: PreTrainedConfig) -> Ledger:
         ways = _ways(recipe, config, EXCHANGED if sp_size > 1 else alone, kept)
@@ -433,37 +444,84 @@ def _targets(objective: Objective, count: int) -> dict[str, torch.Tensor]:
     return entries
 
 
+class _TracedModel:
+    """A model on fake tensors between marks, whose traces of other sizes need no other model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        unit: Unit | None,
+        *,
+        is_flat: bool,
+        compiling: Callable[..., None] | None,
+        offloads: bool,
+    ) -> None:
+        self.model, self.mode = model, FakeTensorMode()
+        is_light = compiling is None
+        fake_in_place(model, self.mode, is_light=is_light)
+        ledger = self.ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
+        if compiling is not None:
+            compiling(model, uncounted=ledger.uncounted)
+        if isinstance(head := head_of(model), LossHead):
+            head.in_chunks = ledger.in_chunks  # type: ignore[method-assign]
+        if offloads:
+            _offload_checkpoints(model, ledger)
+        _mark_layers(model, ledger, unit)
+        if unit is not None:
+            _cast_at_ends(model, unit)
+        if is_flat:
+            _train_whole_units(model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
+        self._before = self._values()
+
+    def is_as_before(self) -> bool:
+        """Return whether a trace has left nothing in the model: no module has other values, and no memory is held."""
+        values = self._values()
+        is_same = len(values) == len(self._before) and all(map(operator.is_, values, self._before))
+        return is_same and not self.ledger.holds_any
+
+    def _values(self) -> list[Any]:
+        values: list[Any] = []
+        for module in self.model.modules():
+            values += vars(module).values()
+            for owned in (module._parameters, module._buffers, module._modules):
+                values += owned.values()
+        return values
+
+
+TRACED_MODELS: dict[Any, _TracedModel] = {}
+"""Those of earlier traces, by what they were made of."""
+MAX_TRACED_MODELS = 8
+
+
+@contextmanager
+def _kept_model(made_of: Any, make: Callable[[], _TracedModel]) -> Iterator[_TracedModel]:
+    """The model of an earlier trace, or a new one; kept for the next if this trace leaves nothing in it.
+
+    Args:
+        made_of: all that it depends on; None: no other trace may have it.
+    """
+    traced = TRACED_MODELS.pop(made_of, None) or make()
+    yield traced
+    if made_of is not None and traced.is_as_before():
+        TRACED_MODELS[made_of] = traced
+        if len(TRACED_MODELS) > MAX_TRACED_MODELS:
+            del TRACED_MODELS[next(iter(TRACED_MODELS))]
+
+
 def _trace_phases(
-    model: PreTrainedModel,
+    traced: _TracedModel,
     objective: Objective,
     rows: int,
     length: int,
     num_targets: int,
     autocast: torch.dtype | None,
-    unit: Unit | None,
-    is_flat: bool,
     compiling: Callable[..., None] | None,
-    offloads: bool,
 ) -> Ledger:
-    fake = FakeTensorMode()
-    is_light = compiling is None
-    fake_in_place(model, fake, is_light=is_light)
-    ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
-    if compiling is not None:
-        compiling(model, uncounted=ledger.uncounted)
-    if isinstance(head := head_of(model), LossHead):
-        head.in_chunks = ledger.in_chunks  # type: ignore[method-assign]
-    if offloads:
-        _offload_checkpoints(model, ledger)
-    _mark_layers(model, ledger, unit)
-    if unit is not None:
-        _cast_at_ends(model, unit)
-    if is_flat:
-        _train_whole_units(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(ledger.drop_gradient)
-
+    model, fake, ledger, is_light = traced.model, traced.mode, traced.ledger, compiling is None
+    ledger.restart()
     backbone, autocasting = backbone_of(model), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
 
     def inputs() -> dict[str, Any]:
