@@ -36,6 +36,7 @@ from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.start.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
+from cookbook.system.late_compiler import compiled_when_called
 from cookbook.training.models.chunks import LOGITS_BUDGET, OF_BACKWARD
 
 Verdict = Literal[
@@ -93,16 +94,18 @@ SKELETONS: dict[tuple[str, str | None, int], tuple[Skeleton, ModelSizes]] = {}
 def trace_pass(config: PreTrainedConfig, recipe: Recipe, **options: Any) -> ActivationTrace:
     """A new trace, see `cookbook.forecast.trace`."""
     # Imported here, as transformers' models take seconds, and a question that was asked before needs none.
-    from cookbook.forecast.trace import trace
+    with compiled_when_called():
+        from cookbook.forecast.trace import trace
 
-    return trace(config, recipe, **options)
+        return trace(config, recipe, **options)
 
 
 def skeleton_of(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     """A new skeleton, likewise."""
-    from cookbook.forecast.skeleton import skeleton
+    with compiled_when_called():
+        from cookbook.forecast.skeleton import skeleton
 
-    return skeleton(config, recipe)
+        return skeleton(config, recipe)
 
 
 class TraceCache:
