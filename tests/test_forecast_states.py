@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ from transformers import LlamaConfig
 
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, cost_inputs
-from cookbook.forecast.costs.states import States, states
+from cookbook.forecast.costs import loading as start
+from cookbook.forecast.costs import states as ledger
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, cost_inputs
+from cookbook.forecast.costs.loading import loading
+from cookbook.forecast.costs.states import States, heaviest, states
 from cookbook.forecast.skeleton import skeleton
 from cookbook.training.models.structure import find_config
 from tests.curves import ROOT, Lab, with_stages, write_chats
@@ -407,6 +412,21 @@ def test_flat_weights_are_padded_to_twice_the_processes():
     """5 + 6 elements of 4 processes are 16 (deepspeed 0.19.8, stage_1_and_2.py, nccl_start_alignment_factor)."""
     held = states(of_layers([5, 6]), inputs_of("zero1", 4)).gpu
     assert (held.weights, held.masters) == (2 * 16, 4 * 16 / 4)
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_what_was_reckoned_for_another_run_is_what_would_be_reckoned_for_this_one():
+    """For other micro-batches and tokens; and two micro-batches hold more than one where gradients wait."""
+    model, several = of_layers([90, 10], frozen=[60, 4], outside=[40]), {}
+    for name, accumulation, num_tokens in product(STRATEGIES, (1, 2, 16), (0, 512)):
+        inputs = replace(inputs_of(name, 16, accumulation=accumulation), num_tokens=num_tokens)
+        inputs = replace(inputs, strategy=inputs.strategy.fitted(16, 2), offloads_checkpoints=num_tokens > 0)
+        asked: Any = SimpleNamespace(skeleton=model, inputs=inputs)
+        held = several[name, accumulation] = states(model, inputs)
+        assert held == ledger._states.__wrapped__(asked, 0), name
+        assert heaviest(model, inputs) == ledger._heaviest.__wrapped__(WeightsKey(model, inputs))
+        assert loading(model, inputs, held, 2) == start._loading.__wrapped__(asked, held, 2)
+    assert several["zero2_offload", 1] != several["zero2_offload", 2] == several["zero2_offload", 16]
 
 
 @pytest.mark.usefixtures("from_the_root")

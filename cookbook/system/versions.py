@@ -1,5 +1,6 @@
 """Versions of the libraries that compute, against those that the project's tests and figures are from. No torch."""
 
+import functools
 import re
 import tomllib
 from importlib import metadata
@@ -41,6 +42,7 @@ def tested() -> list[dict[str, str | None]]:
     return [{name: versions.get(name) for name in LIBRARIES} for versions in (pins, pins | oldest)]
 
 
+@functools.cache
 def installed(name: str) -> str | None:
     try:
         return metadata.version(name).partition("+")[0]

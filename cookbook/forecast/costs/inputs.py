@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from cookbook.config.mesh import Mesh
@@ -38,16 +39,16 @@ class Weight:
     is_orthogonal: bool
     """The same."""
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def is_expert(self) -> bool:
         """True if it holds a layer's experts, stacked along dimension 0; not the matrices of an adapter of theirs."""
         return self.is_routed and ".lora_" not in self.name
 
-    @property
+    @cached_property
     def is_routed(self) -> bool:
         """True if a token is multiplied with the part of its own experts only."""
         return ".experts." in self.name
@@ -185,6 +186,21 @@ class CostInputs:
     def num_shards(self) -> int:
         """Number of shards of each sharded tensor; stages count as such."""
         return self.num_processes // self.mesh.replicate
+
+
+class WeightsKey:
+    """A model and a run without what no weight depends on, so that what is known of one is found for another."""
+
+    def __init__(self, skeleton: Skeleton, inputs: CostInputs) -> None:
+        self.skeleton = skeleton
+        several = min(inputs.accumulation, 2)
+        self.inputs = replace(inputs, accumulation=several, num_tokens=0, offloads_checkpoints=False)
+
+    def __hash__(self) -> int:
+        return hash((id(self.skeleton), self.inputs.strategy.path, self.inputs.num_processes))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightsKey) and self.skeleton is other.skeleton and self.inputs == other.inputs
 
 
 def hidden_bytes(strategy: Strategy, precision: str, *, is_full: bool) -> int:

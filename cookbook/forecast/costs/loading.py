@@ -1,10 +1,11 @@
 """Host memory and disk of a machine, and the peak while a run starts and weights are read and sharded."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cookbook.config.strategy import Strategy
 from cookbook.facts.pipeline_stages import begun, stage_chunks
-from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, hidden_bytes
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, hidden_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
 
 BROADCAST_BUCKETS = 2 * 250 * 2**20
@@ -25,6 +26,12 @@ class Loading:
 
 def loading(skeleton: Skeleton, inputs: CostInputs, states: States, local: int) -> Loading:
     """The peak memory of the start of a run on GPUs, with `local` processes per machine."""
+    return _loading(WeightsKey(skeleton, inputs), states, local)
+
+
+@lru_cache(maxsize=1024)
+def _loading(key: WeightsKey, states: States, local: int) -> Loading:
+    skeleton, inputs = key.skeleton, key.inputs
     strategy = inputs.strategy
     is_quantized = any(weight.is_quantized for weight in skeleton.weights)
     stays = states.host.weights * local

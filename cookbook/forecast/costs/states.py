@@ -21,6 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +29,7 @@ from cookbook.config.optim import Optimizer
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import in_buckets, swap_limit
-from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, stage_of
+from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, stage_of
 
 FLOAT32 = 4
 SWAP_ALIGNMENT = 1024
@@ -157,11 +158,16 @@ Engine = Callable[[Skeleton, CostInputs, int], tuple[Amounts, dict[str, Any]]]
 
 
 def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
-    """The states of one process after the first update, when the optimizer has its moments.
+    """The states of one process after the first update, when the optimizer has its moments."""
+    return _states(WeightsKey(skeleton, inputs), rank)
 
-    A process has a stage of layers, of that a shard of each matrix or some of each layer's experts, and of that the
+
+@lru_cache(maxsize=1024)
+def _states(key: WeightsKey, rank: int) -> States:
+    """A process has a stage of layers, of that a shard of each matrix or some of each layer's experts, and of that the
     engine's shard, each as far as the mesh goes.
     """
+    skeleton, inputs = key.skeleton, key.inputs
     mesh, strategy = inputs.mesh, inputs.strategy
     stage, within = divmod(rank, mesh.stage_size)
     layers = stage_of(skeleton, stage, mesh.pipeline, mesh.chunks)
@@ -188,8 +194,13 @@ def states(skeleton: Skeleton, inputs: CostInputs, rank: int = 0) -> States:
 
 def heaviest(skeleton: Skeleton, inputs: CostInputs) -> States:
     """The states of the rank that holds most, the first of several."""
-    ranks = _ranks_that_differ(skeleton, inputs)
-    return max((states(skeleton, inputs, rank) for rank in ranks), key=lambda held: held.gpu.total)
+    return _heaviest(WeightsKey(skeleton, inputs))
+
+
+@lru_cache(maxsize=1024)
+def _heaviest(key: WeightsKey) -> States:
+    ranks = _ranks_that_differ(key.skeleton, key.inputs)
+    return max((_states(key, rank) for rank in ranks), key=lambda held: held.gpu.total)
 
 
 def _ranks_that_differ(skeleton: Skeleton, inputs: CostInputs) -> list[int]:
