@@ -1,4 +1,4 @@
-"""Functions that libraries compile when they are imported are compiled when they are called.
+"""What libraries ask of the compiler, or of a list of files, when they are imported is done when it is needed, or once.
 
 python -m pytest -q tests/test_late_compiler.py
 """
@@ -43,6 +43,46 @@ def test_a_function_is_compiled_by_its_first_call_with_its_options(monkeypatch: 
     assert torch.compile is compile_now and compiled == [] and bare.__doc__ == "Adds."
     assert [bare(1), bare(1, b=3), with_options(4)] == [("compiled", 3), ("compiled", 4), ("compiled", -4)]
     assert compiled == [{}, {"dynamic": True}], "each once"
+
+
+def test_a_function_is_kept_from_the_compiler_by_its_first_call(monkeypatch: pytest.MonkeyPatch):
+    disabled = []
+    monkeypatch.setattr(torch.compiler, "disable", lambda *given, **options: disabled.append((given, options)) or abs)
+    with compiled_when_called():
+
+        @torch.compiler.disable
+        def bare(number: int) -> int:
+            return number
+
+        assert disabled == [] and bare(-1) == bare(-1) == 1 and len(disabled) == 1
+        torch.compiler.disable(bare, recursive=False)
+        assert disabled[1:] == [((bare,), {"recursive": False})], "what has options is none of a library's decorators"
+
+
+MODELS = """
+import hashlib, sys
+import torch
+from cookbook.system.imports import import_models
+from transformers.utils import import_utils
+made = []
+make = import_utils.fetch__all__
+import_utils.fetch__all__ = lambda text: made.append(text) or make(text)
+ASKED
+from transformers import AutoConfig
+assert AutoConfig.for_model("llama").model_type == "llama"
+listed = sys.modules["transformers.models"]._class_to_module
+print(len(made) > 1000, len(listed), hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_list_of_models_is_made_once_and_is_the_same():
+    once, twice = (
+        subprocess.run([sys.executable, "-c", MODELS.replace("ASKED", asked)], capture_output=True, text=True)
+        for asked in ("import_models()", "")
+    )
+    (few, *listed), (many, *own) = once.stdout.split(), twice.stdout.split()
+    assert (few, many) == ("False", "True") and listed == own and int(own[0]) > 1000
 
 
 @pytest.mark.slow

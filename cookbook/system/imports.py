@@ -2,11 +2,14 @@
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
 
 from cookbook.system import optional
 
@@ -22,6 +25,23 @@ def imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_models() -> None:
+    """Import transformers' list of models, which it makes of all of their files twice, once."""
+    import transformers
+    from transformers.utils import import_utils
+
+    models, make = Path(transformers.__file__).parent / "models", import_utils.create_import_structure_from_path
+
+    def make_once(place: Any) -> Any:
+        return make(models if place == str(models / "__init__.py") else place)
+
+    import_utils.create_import_structure_from_path = make_once
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        import_utils.create_import_structure_from_path = make
 
 
 def quiet_deepspeed() -> None:

@@ -2,18 +2,20 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
 def compiled_when_called() -> Iterator[None]:
-    """Import libraries in this context: a function of theirs that `torch.compile` decorates, as some of bitsandbytes,
-    which peft imports for any adapter, is compiled by its first call, and the decorator alone imports nothing.
+    """Import libraries in this context: what they decorate for the compiler alone imports nothing. A function is
+    compiled by its first call, as some of bitsandbytes, which peft imports for any adapter; or kept from being compiled
+    by it, as one of transformers, which the configurations of some models import.
     """
     import torch
 
-    compile_now = torch.compile
+    compile_now, disable_now = torch.compile, torch.compiler.disable
 
     def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if function is None:
@@ -26,8 +28,19 @@ def compiled_when_called() -> Iterator[None]:
 
         return call
 
-    torch.compile = compile_later  # type: ignore[assignment]
+    def disable_later(function: Any = None, *arguments: Any, **options: Any) -> Any:
+        if not inspect.isfunction(function) or arguments or options:
+            return disable_now(function, *arguments, **options)
+        disabled = functools.cache(lambda: disable_now(function))
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            return disabled()(*given, **named)
+
+        return call
+
+    torch.compile, torch.compiler.disable = compile_later, disable_later  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.compile = compile_now
+        torch.compile, torch.compiler.disable = compile_now, disable_now
