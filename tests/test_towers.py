@@ -26,8 +26,10 @@ from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.tensors import as_weight
 from cookbook.training.checkpoint.tower import Tower
 from cookbook.training.checkpoint.write_model import write_model
+from cookbook.training.models import structure
 from cookbook.training.models.folder_facts import check_folder
 from cookbook.training.models.language_model import load_config, open_language_model
+from cookbook.training.models.structure import part_in_words
 from cookbook.training.models.tokenizer_files import load_tokenizer
 from tests import needs
 from tests.curves import ROOT, Curve, Lab
@@ -282,6 +284,21 @@ def test_what_only_the_language_part_does_to_its_logits_is_refused_but_where_the
         config = whole_config(model_type)
         config.text_config.final_logit_softcapping = 30.0
         assert (why_whole(config) or "").startswith(why or "") and (why is None) == (why_whole(config) is None)
+
+
+def test_parameters_of_whole_and_part_are_counted_once_for_each_size(monkeypatch: pytest.MonkeyPatch):
+    """By the models themselves; a plan asks for them with each setting that it tries."""
+    monkeypatch.setattr(structure, "COUNTED", {})
+    for vocab_size in (97, 98):
+        config = whole_config("gemma3")
+        config.text_config.vocab_size = vocab_size
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(config)
+            part = AutoModelForCausalLM.from_config(config.text_config)
+        words, again = part_in_words(config), part_in_words(config)
+        assert words == again and f"{part.num_parameters():,} parameters" in words
+        assert f"({whole.num_parameters() - part.num_parameters():,})" in words
+    assert len(structure.COUNTED) == 2
 
 
 def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tmp_path: Path):

@@ -32,6 +32,10 @@ OFFLINE_FACTS = "recipes/offline_facts.json"
 NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 
 
+COUNTED: dict[tuple[type, str], tuple[int, int]] = {}
+"""Parameters of a model with a tower and of its trained part, which take seconds to count, by its configuration."""
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """Function of a model's head's outputs x: cap * tanh(scale * x / cap), or without a cap scale * x."""
@@ -112,11 +116,14 @@ def known_config_of(facts: dict[str, Any]) -> PreTrainedConfig:
 def part_in_words(config: PreTrainedConfig) -> str:
     """Describe the trained part of a model with a tower to the user."""
     part = language_config(config)
-    whole_class, part_class = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)], MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
-    with torch.device("meta"):
-        # Of copies: a model changes the configuration that it is made from.
-        num_all = whole_class(copy.deepcopy(config)).num_parameters()
-        num_trained = part_class(copy.deepcopy(part)).num_parameters()
+    part_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
+    key = type(config), config.to_json_string()
+    if key not in COUNTED:
+        with torch.device("meta"):
+            # Of copies: a model changes the configuration that it is made from.
+            whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](copy.deepcopy(config))
+            COUNTED[key] = whole.num_parameters(), part_class(copy.deepcopy(part)).num_parameters()
+    num_all, num_trained = COUNTED[key]
     return (
         f"of {config.model_type} the language part is trained ({part_class.__name__}, {num_trained:,} parameters); the"
         f" rest, for images or sound ({num_all - num_trained:,}), is not loaded, and an export has it as it was"
