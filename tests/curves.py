@@ -239,7 +239,7 @@ class Lab:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.parent = WarmParent({"CUDA_VISIBLE_DEVICES": ""})
+        self.parent = WarmParent({"CUDA_VISIBLE_DEVICES": ""}, folder)
         data = folder / "chats.jsonl"
         with FileLock(folder / "chats.lock"):
             if not data.exists():

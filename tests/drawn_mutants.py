@@ -73,7 +73,7 @@ def compile_with_recorder(tree: Path) -> None:
     recorder = (tree / "tests" / "reached.py").read_bytes()
     write_compiled(ast.parse(recorder), recorder, tree / "cookbook" / f"{RECORDER}.pyc")
     path = tree / "tests" / "warm_parent.py"
-    before, text = "        if self._process is None:\n            threads", path.read_text(encoding="utf-8")
+    before, text = "        if self._lines is None:\n", path.read_text(encoding="utf-8")
     assert text.count(before) == 1, path
     test = '{"PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", "")}'
     told = f'        for job in jobs:\n            job["variables"] = {test} | (job.get("variables") or {{}})\n'

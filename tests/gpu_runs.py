@@ -308,7 +308,7 @@ class GpuLab:
         key = on if on == "cpu" else f"{num_gpus} {on}"
         if key not in self._parents:
             need_simulated_gpus()
-            self._parents[key] = WarmParent(simulated_gpus.environment(num_gpus))
+            self._parents[key] = WarmParent(simulated_gpus.environment(num_gpus), self.folder)
         return self._parents[key]
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Soak:
     def __init__(self, lab: Lab, output: Path, chance: random.Random, max_steps: int) -> None:
         self.lab, self.output, self.chance = lab, output, chance
         self.settings = SETTINGS | {"run.max_steps": str(max_steps), "run.output_dir": str(output)}
-        self.parents = {"CPU": lab.parent, "simulated GPUs": WarmParent(simulated_gpus.environment(4))}
+        self.parents = {"CPU": lab.parent, "simulated GPUs": WarmParent(simulated_gpus.environment(4), lab.folder)}
         self.started = dict.fromkeys(self.parents, False)
 
     def start(self, strategy: str, processes: int, place: str, way: str | None, point: str | None) -> tuple[int, str]:

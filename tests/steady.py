@@ -61,7 +61,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="steady-") as base:
         lab, logs, output = Lab(Path(base)), Path(base) / "logs", Path(base) / "run"
         logs.mkdir()
-        parent = WarmParent(simulated_gpus.environment(4)) if arguments.gpus else lab.parent
+        parent = WarmParent(simulated_gpus.environment(4), lab.folder) if arguments.gpus else lab.parent
         settings = SETTINGS | {"run.max_steps": str(arguments.steps), "run.output_dir": str(output)}
         job = lab.job(logs, arguments.strategy, settings, arguments.processes, limit=3600)
         answers: list[dict] = []

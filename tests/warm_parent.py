@@ -1,16 +1,19 @@
 """Runs train.py many times from one warm parent: each run forks its processes, which saves their imports.
 
-    python tests/warm_parent.py    reads a JSON object a line, jobs of `WarmParent.run`, and answers with the exit codes
-                                   by rank and the seconds of each
+    python tests/warm_parent.py ROOM ADDRESS    writes into the file ADDRESS where it can be reached; reads a JSON
+                                                object a line, jobs of `WarmParent.run`, and answers with the exit codes
+                                                by rank and the seconds of each
     python tests/warm_parent.py JOB RANK PORT    is one process of a run, on a real GPU
 
 It is started with the variables of `simulated_gpus.environment`, or without them for runs on the CPU.
-`WarmParent` is its other side.
+`WarmParent` is its other side. All workers of pytest share one, which forks a process for each of them.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -19,10 +22,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import simulated_gpus
@@ -53,6 +59,8 @@ OURS = (
     "cookbook.training.checkpoint.saver",
     "cookbook.training.checkpoint.tensors",
 )
+START_SECONDS, IDLE_SECONDS = 60.0, 2.0
+"""The parent ends if nobody has come for so long, or come again: on a busy machine the first one takes its time."""
 GRACE_SECONDS = 10.0
 """For processes to end by themselves after SIGTERM; torchrun gives 30."""
 ANSWER = "ended.json"
@@ -61,12 +69,15 @@ ROOM_FOR_WORDS = 4000
 
 
 class WarmParent:
-    """Starts it when it is first asked."""
+    """Starts it when it is first asked, or joins the one that another process has started in the same folder."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
-        """Args: variables of its environment, beside this process's."""
-        self.variables = variables
-        self._process: subprocess.Popen[str] | None = None
+    pid: int | None = None
+    """Process id of the parent, once it is there: its children are launchers, theirs the processes of a run."""
+
+    def __init__(self, variables: dict[str, str], folder: Path) -> None:
+        """Args: variables of its environment, beside this process's; a folder of all processes that may share it."""
+        self.variables, self.folder = variables, folder
+        self._lines: Any = None
 
     def run(self, folder: Path, words: list[str], *, processes: int = 1, limit: float, **options: Any) -> dict:
         """A run as torchrun starts it, to its end: where one process fails the others are ended, and started again as
@@ -95,34 +106,53 @@ class WarmParent:
 
     def ask_all(self, jobs: list[dict], *, at_once: int = 1) -> list[dict]:
         """Hands jobs over, of which so many run at once, and waits for their answers."""
-        if self._process is None:
-            threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-            # The compilers' ninja stands beside the interpreter.
-            path = f"{Path(sys.executable).parent}{os.pathsep}{INHERITED['PATH']}"
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, "-" * ROOM_FOR_WORDS],
-                cwd=ROOT,
-                env={**INHERITED, "PATH": path, **threads, **self.variables},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"jobs": jobs, "at_once": at_once}) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        if self._lines is None:
+            self._join()
+        self._lines.write(json.dumps({"jobs": jobs, "at_once": at_once}) + "\n")
+        self._lines.flush()
+        answer = self._lines.readline()
         assert answer, "the parent of the runs has ended"
         return json.loads(answer)
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the parent, once it has started: its children are launchers, theirs the processes of a run."""
-        return self._process.pid if self._process else None
+    def _join(self) -> None:
+        digest = hashlib.sha256(json.dumps(self.variables, sort_keys=True).encode()).hexdigest()
+        address = self.folder / f"parent-{digest[:16]}"
+        with FileLock(f"{address}.lock"):
+            channel = connected(address)
+            if channel is None:
+                self._start(address)
+                channel = connected(address)
+        assert channel is not None, "the parent of the runs has not started"
+        self._lines = channel.makefile("rw", encoding="utf-8")
+        channel.close()  # with the lines
+        self.pid = int(self._lines.readline())
+
+    def _start(self, address: Path) -> None:
+        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        # The compilers' ninja stands beside the interpreter.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{INHERITED['PATH']}"
+        subprocess.run(
+            [sys.executable, __file__, "-" * ROOM_FOR_WORDS, str(address)],
+            cwd=ROOT,
+            env={**INHERITED, "PATH": path, **threads, **self.variables},
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
 
     def close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait(60)
+        if self._lines is not None:
+            self._lines.close()
+
+
+def connected(address: Path) -> socket.socket | None:
+    """A channel to the parent that a file names; none if it has ended, or never was."""
+    channel = socket.socket(socket.AF_UNIX)
+    try:
+        channel.connect(address.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ConnectionRefusedError):
+        channel.close()
+        return None
+    return channel
 
 
 def warm_up() -> None:
@@ -413,15 +443,63 @@ def report(rank: int, folder: Path) -> None:
         (folder / f"rank_{rank}.json").write_text(json.dumps(record))
 
 
+def serve(listener: socket.socket) -> None:
+    """Forks a process for each channel, until nobody has been there for a while."""
+    listener.settimeout(0.2)
+    serving: set[int] = set()
+    deadline = time.monotonic() + START_SECONDS
+    while serving or time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            channel, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                answer_all(channel)
+            channel.close()
+            serving.add(pid)
+        serving -= {pid for pid in serving if os.waitpid(pid, os.WNOHANG)[0]}
+        deadline = time.monotonic() + IDLE_SECONDS if serving else deadline
+
+
+def answer_all(channel: socket.socket) -> NoReturn:
+    """Runs the jobs of a channel, until it is closed."""
+    code = 1
+    try:
+        with channel.makefile("rw", encoding="utf-8") as lines:
+            lines.write(f"{os.getpid()}\n")
+            lines.flush()
+            for line in lines:
+                asked = json.loads(line)
+                lines.write(json.dumps(run_all(asked["jobs"], asked["at_once"])) + "\n")
+                lines.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def start_serving(address: Path) -> None:
+    """Ends once the parent, a child of this process, can be reached."""
+    read, write = os.pipe()
+    if os.fork():
+        os.close(write)
+        sys.exit(0 if os.read(read, 1) else 1)
+    os.close(read)
+    os.dup2(2, 1)  # what libraries print is no answer
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="warm_parent_") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/channel")  # not beside `address`, whose path may be too long for the kernel
+        listener.listen()
+        address.write_text(f"{folder}/channel", encoding="utf-8")
+        os.write(write, b"1")
+        os.close(write)
+        serve(listener)
+
+
 def main() -> None:
     if len(sys.argv) == 4:  # a real GPU does not survive a fork
         run_rank(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    warm_up()
-    for line in sys.stdin:
-        asked = json.loads(line)
-        answers.write(json.dumps(run_all(asked["jobs"], asked["at_once"])) + "\n")
+    start_serving(Path(sys.argv[2]))
 
 
 if __name__ == "__main__":
