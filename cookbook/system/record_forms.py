@@ -25,7 +25,7 @@ ABSENT: Any = None
 
 
 class Form(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, defer_build=True)
 
 
 class Line(Form):

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
 
+from cookbook.system.described import Described
+
 Entry = TypeVar("Entry")
 
 RECORDED = {"recorded": True}
@@ -20,8 +22,8 @@ _plugin: dict[tuple[str, str], str] = {}
 _importing: str | None = None
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+class Section(Described):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def register(entry: Entry) -> Entry:
@@ -136,8 +138,9 @@ class Named(Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         if not cls.is_base():
-            return handler(core_schema)
-        return {"anyOf": [handler(kind.__pydantic_core_schema__) for kind in known(cls.family).values()]}
+            return super().__get_pydantic_json_schema__(core_schema, handler)
+        kinds = known(cls.family).values()
+        return {"anyOf": [kind.__get_pydantic_json_schema__(kind.__pydantic_core_schema__, handler) for kind in kinds]}
 
 
 def _wrong_name(base: type[Named], values: dict[str, Any]) -> ValidationError:

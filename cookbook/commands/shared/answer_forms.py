@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from cookbook.system.described import Described
 
-class Form(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+class Form(Described, BaseModel):
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class Message(Form):
