@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +20,12 @@ OLDEST = PINS | dict(
 )
 
 
+@pytest.fixture(autouse=True)
+def _read_anew() -> Iterator[None]:
+    yield
+    versions.installed.cache_clear()
+
+
 def install(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
     """Have the libraries report these versions, or none. Packages that they import are as they are."""
     of_package = metadata.version
@@ -31,6 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
         return installed[name]
 
     monkeypatch.setattr(versions.metadata, "version", version)
+    versions.installed.cache_clear()
 
 
 @pytest.mark.parametrize("installed", [PINS, PINS | {"torch": PINS["torch"] + "+cu130"}, OLDEST])

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TextIO, cast
 from urllib.parse import SplitResult, parse_qsl, quote, unquote
 
@@ -23,6 +23,8 @@ MASK = "***"
 
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """A text, as of a library's error, without the environment's secrets and without the credentials of any address."""
+    if len(text) < SHORTEST:
+        return text
     text = IN_ADDRESS.sub(f"{MASK}@", text) if "://" in text else text
     pattern = _pattern(tuple(_secrets(environment)))
     return text if pattern is None else pattern.sub(MASK, text)
@@ -40,7 +42,7 @@ def masked_values(value: Any) -> Any:
 def _secrets(environment: Mapping[str, str]) -> Iterable[str]:
     """Values of variables with such names, and secrets in the addresses of others."""
     for name, value in environment.items():
-        if NAME.search(name) or OTHER_NAME.search(name):
+        if _names_secret(name):
             yield value.strip()
         if "://" in value:
             for credentials in re.findall(r"://(\S+)@", value):
@@ -51,6 +53,11 @@ def _secrets(environment: Mapping[str, str]) -> Iterable[str]:
             yield from (text for key, text in query if NAME.search(key) or len(text) >= LONG)
             if OTHER_NAME.search(name):
                 yield value.strip().partition("://")[2].partition("/")[2]
+
+
+@cache
+def _names_secret(variable: str) -> bool:
+    return bool(NAME.search(variable) or OTHER_NAME.search(variable))
 
 
 @lru_cache(maxsize=4)
