@@ -274,7 +274,7 @@ class Book:
 
     def edit(self, name: str, *replacements: tuple[str, str]) -> None:
         """Replaces texts in a file; each must be there."""
-        path = self.root / name
+        path = self.own(name)
         text = path.read_text(encoding="utf-8")
         for old, new in replacements:
             assert old in text, f"{name} has no {old!r}"
@@ -282,9 +282,19 @@ class Book:
         path.write_text(text, encoding="utf-8")
 
     def write(self, name: str, content: str | bytes) -> None:
-        path = self.root / name
+        path = self.own(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def own(self, name: str) -> Path:
+        """The path of a file, whose folder all books share until one of them changes it."""
+        path = self.root / name
+        for folder in path.relative_to(self.root).parents:
+            if (self.root / folder).is_symlink():
+                shared = (self.root / folder).readlink()
+                (self.root / folder).unlink()
+                shutil.copytree(shared, self.root / folder)
+        return path
 
     def names(self) -> set[str]:
         """Every file and folder here."""
@@ -298,16 +308,38 @@ class Book:
         )
 
 
+def times_of(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.fixture(scope="session")
+def shared_book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of recipes and strategies that no test may change."""
+    folder = tmp_path_factory.mktemp("shared_book")
+    for name in ("recipes", "accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, folder / name)
+    for path in (folder / "accelerate_configs").iterdir():
+        path.write_text(re.sub(r"(?m)^#.*\n", "", path.read_text()))
+    before = times_of(folder)
+    yield folder
+    changed = dict(times_of(folder).items() - before.items())
+    assert not changed, f"write it with Book.edit or Book.write: {changed}"
+
+
 @pytest.fixture
-def book(tmp_path, monkeypatch) -> Book:
+def book(shared_book, tmp_path, monkeypatch) -> Book:
     """A fresh copy of recipes and strategies, and RECIPE; its folder is the working directory.
 
     Strategies are without their comments: then a line number in a test does not depend on them.
     """
-    for name in ("recipes", "accelerate_configs", "ds_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for path in (tmp_path / "accelerate_configs").iterdir():
-        path.write_text(re.sub(r"(?m)^#.*\n", "", path.read_text()))
+    for name in ("accelerate_configs", "ds_configs"):
+        shutil.copytree(shared_book / name, tmp_path / name)
+    (tmp_path / "recipes").mkdir()
+    for path in (shared_book / "recipes").iterdir():
+        if path.is_dir():
+            (tmp_path / "recipes" / path.name).symlink_to(path)
+        else:
+            shutil.copy(path, tmp_path / "recipes" / path.name)
     (tmp_path / RECIPE).write_text(RECIPE_TEXT)
     for name in ("cookbook", "simulated_gpus", "train.py", "requirements.txt", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)

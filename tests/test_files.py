@@ -149,14 +149,13 @@ def test_every_key_of_a_shipped_file_is_refused_when_misspelt(book, name):
         wrong = misspelt(path[-1])
         line = lines[mark.line]
         mutated = line[: mark.column] + line[mark.column :].replace(path[-1], wrong, 1)
-        Path(name).write_text("".join([*lines[: mark.line], mutated, *lines[mark.line + 1 :]]))
+        book.write(name, "".join([*lines[: mark.line], mutated, *lines[mark.line + 1 :]]))
         with pytest.raises(RecipeError) as caught:
             load_pair(recipe)
         place = f"{name}:{mark.line + 1}: {'.'.join((*path[:-1], wrong))}: "
         if path[:-1] == ("data", "columns"):  # whose keys are told together
             place = f"{name}:{mark.line + 1}: data.columns has {wrong!r}; "
         assert any(mistake.startswith(place) for mistake in caught.value.mistakes), (place, caught.value.mistakes)
-    Path(name).write_text(text)
 
 
 def test_there_are_enough_keys_to_misspell():

@@ -291,6 +291,7 @@ def sources(keys: set[str]) -> set[str]:
 def test_the_default_folder_has_the_names_of_recipe_and_strategy(book, path, strategy, folder):
     if not Path(path).is_file():
         book.write(path, Path("recipes/qwen25_7b/sft.yaml").read_text())
+    book.own("recipes/qwen25_7b/sft.yaml")
     assert load_pair(Path(path), [], strategy and Path(strategy))[0].run.output_dir == folder
     assert load_pair(Path(path), ["run.output_dir=outputs/own"])[0].run.output_dir == "outputs/own"
     assert load_pair(Path(path), ["run.output_dir=null"])[0].run.output_dir.startswith("outputs/")
@@ -298,6 +299,7 @@ def test_the_default_folder_has_the_names_of_recipe_and_strategy(book, path, str
 
 def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(book):
     path = Path("recipes/qwen25_7b/sft.yaml")
+    book.own(str(path))
     recipe, _ = load_pair(path, [], find_strategy("fsdp2"))
     folder = default_output_dir(path, "fsdp2")
     Path("outputs/qwen25_7b-sft_lora-zero3/checkpoints/step-00000003").mkdir(parents=True)
