@@ -11,7 +11,6 @@ cores, and as many such processes.
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -44,12 +43,14 @@ NONE_CHOSEN = 5
 
 
 def copy_of_tree(folder: Path) -> None:
-    """What git has, as it is here now, with what Python has compiled of it, and the environment of this tree."""
+    """What git has, as it is here now, with what Python and pytest have compiled of it, and the environment of this
+    tree.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in map(Path, filter(None, names.split("\0"))):
-        compiled = Path(importlib.util.cache_from_source(str(name))) if name.suffix == ".py" else name
-        for path in {name, compiled}:
+        compiled = (ROOT / name.parent / "__pycache__").glob(f"{name.stem}.*.pyc") if name.suffix == ".py" else ()
+        for path in (name, *(path.relative_to(ROOT) for path in compiled)):
             if (ROOT / path).is_file():
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / path, folder / path)
