@@ -96,8 +96,8 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of each test that takes more than `SHORT`, as `--write-durations` measured them."""
-SHORT = 1.0
-LONG = 2.0
+SHORT = 0.5
+LONG = 1.0
 """Where a test takes more, it is slow, unless it is marked as core."""
 PARTS, THOROUGH_PARTS = 16, 64
 """With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests: they are `due`.

@@ -1,4 +1,4 @@
-"""Plants faults that a user would suffer from, one at a time, in a copy of the tree: a quick test must notice each.
+"""Plants faults that a user would suffer from, one at a time, in a copy of the tree: the test beside must notice each.
 
     python tests/mutants.py [PATH ...]              says what became of each; exit code 1 if one is not noticed
     python tests/mutants.py --part 3/20 --checked   the same of every 20th fault, from this one on
