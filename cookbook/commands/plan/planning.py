@@ -22,7 +22,7 @@ from cookbook.start.run_plan import load_pair
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import GIB, GPUS, Machines, parse_machines, this_machine, with_room
-from cookbook.system.imports import import_models, imports, quiet_deepspeed
+from cookbook.system.imports import import_models, imports, quiet_deepspeed, rare_collections
 from cookbook.system.late_compiler import compiled_when_called
 from cookbook.system.masking import masked
 from cookbook.system.prices import PRICES
@@ -101,7 +101,7 @@ def plan(
         from transformers.utils import logging
 
     logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
-    with compiled_when_called():
+    with compiled_when_called(), rare_collections():
         if places[0] is None:
             return _of_any_gpus(asked[0][0], question, room)
         return _of_machines([(recipe, place) for recipe, place in asked if place is not None], question)
