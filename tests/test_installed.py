@@ -15,7 +15,9 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -23,8 +25,11 @@ from conftest import ROOT, clean_environment
 
 from cookbook.commands import library
 from cookbook.commands.cli import main
+from cookbook.config.recipe import LOCAL, Recipe, read_located
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.system import shipped
+from cookbook.system.files import PathText
+from cookbook.system.registry import Named
 from cookbook.system.shipped import located, own_folder
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes", "examples")
@@ -105,6 +110,42 @@ def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(t
     assert strategy.deepspeed_file == str(ROOT / "ds_configs/zero2.json")
     found, _ = load_pair(recipe, ["data.train=data/rows.jsonl"])  # typed here
     assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
+
+
+def names_path(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
+    (check,) = get_args(PathText)[1:]
+    return check in metadata or any(
+        names_path(part, getattr(part, "__metadata__", ()))
+        for part in get_args(annotation)
+        if not isinstance(part, str)
+    )
+
+
+def test_every_key_with_a_path_is_sought_beside_the_recipe_but_for_what_a_run_writes():
+    sections = {}
+    for name, field in Recipe.model_fields.items():
+        models = [part for part in (field.annotation, *get_args(field.annotation)) if isinstance(part, type)]
+        sections[name] = [kind for model in models for kind in (model.kinds() if issubclass(model, Named) else [model])]
+    found = {
+        (name, key)
+        for name, models in sections.items()
+        for model in models
+        for key, field in getattr(model, "model_fields", {}).items()
+        if names_path(field.annotation, field.metadata)
+    }
+    rows = {("data", "train"), ("data", "eval")}  # Source has their path
+    assert found - rows == {*LOCAL, ("run", "output_dir")} - rows and ("objective", "teacher") in found
+
+
+def test_a_teacher_and_an_adapter_are_sought_beside_the_recipe(tmp_path, monkeypatch):
+    for name in ("teacher", "adapter"):
+        (tmp_path / "there" / name).mkdir(parents=True)
+    recipe = tmp_path / "there/mine.yaml"
+    recipe.write_text("adapter: {path: adapter}\nobjective: {teacher: teacher}\n")
+    monkeypatch.chdir(tmp_path)
+    values = read_located(recipe).values
+    assert values["adapter"] == {"path": f"{tmp_path}/there/adapter"}
+    assert values["objective"] == {"teacher": f"{tmp_path}/there/teacher"}
 
 
 # `library --copy`: what is shipped becomes a file of one's own.
@@ -297,7 +338,11 @@ def test_the_installed_command_checks_and_explains_in_another_folder(tool, tmp_p
     answer = run(tool, "explain", "recipes/qwen25_7b/sft.yaml", "--strategy", "zero2", cwd=tmp_path)
     assert "accelerate launch" in answer and str(packaged / "train.py") in answer
     refused = subprocess.run(
-        [tool, "launch", "recipes/qwen25_7b/sft.yaml"], cwd=tmp_path, capture_output=True, text=True
+        [tool, "launch", "recipes/qwen25_7b/sft.yaml"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
     )
     assert refused.returncode == 2
     assert "  cookbook rehearse recipes/qwen25_7b/sft.yaml" in refused.stderr

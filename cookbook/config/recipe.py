@@ -312,7 +312,14 @@ def _use_plugins(draft: Draft) -> Draft:
     return draft
 
 
-LOCAL = (("model", "name_or_path"), ("data", "chat_template"), ("data", "train"), ("data", "eval"))
+LOCAL = (
+    ("model", "name_or_path"),
+    ("data", "chat_template"),
+    ("data", "train"),
+    ("data", "eval"),
+    ("adapter", "path"),
+    ("objective", "teacher"),
+)
 """Keys whose relative paths are the recipe's own. What a run writes goes into the current folder."""
 
 
