@@ -1041,6 +1041,12 @@ def test_the_answer_in_a_recipe_is_our_key(key):
     assert str(answer_to(key)).startswith(ANSWERS[key])
 
 
+def test_a_misspelt_section_is_no_argument_of_a_logger():
+    assert answer_to("mode") is None and "run.trackers" in str(answer_to("metric_logger.mode"))
+    _, mistakes = validate(Document("mine.yaml", {"mode": {}}), Recipe, answer_to)
+    assert any(mistake.startswith("mine.yaml: mode: ") and "did you mean model?" in mistake for mistake in mistakes)
+
+
 def test_a_name_that_the_user_chose_is_no_foreign_key():
     values = {"data": {"train": "python-stdlib", "eval": {"dataset": {"split": "test"}}}}
     _, mistakes = validate(Document("mine.yaml", values), Recipe, answer_to)

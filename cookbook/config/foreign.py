@@ -775,12 +775,17 @@ def _meanings() -> tuple[dict[str, str], dict[str, str]]:
     ]
     by_path: dict[str, dict[str, None]] = {}
     by_part: dict[str, dict[str, None]] = {}
+    has_counterpart: set[str] = set()
     for path, key in keys:
         part = path.rpartition(".")[2]
         by_path.setdefault(path, {})[key.answer] = None
         (by_part if key.ours is None else by_path).setdefault(part, {})[key.answer] = None
+        # What is collected from several keys, as a logger's arguments, has no counterpart of its own.
+        has_counterpart |= {path} if key.ours is None or key.ours.startswith("~") else {path, part}
         if key.ours is not None and "." in path:  # a section has the meanings of the keys in it
             by_part.setdefault(path.split(".")[-2], {})[key.answer] = None
+    for word in by_path.keys() - has_counterpart:
+        by_part.setdefault(word, {}).update(by_path.pop(word))
     whole, parts = (
         {word: "; or, ".join(several) for word, several in words.items() if len(several) <= SEVERAL_MEANINGS}
         for words in (by_path, by_part)
