@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -181,30 +182,30 @@ class _Rounds:
     def _lack_samples(self, first: int, last: int) -> bool:
         return any(not Round(self.output_dir, number).samples.is_file() for number in range(first, last + 1))
 
+    @contextmanager
+    def _end_of_status(self, where: str) -> Iterator[None]:
+        """Have status.json say how this part of the loop ended, if it did: `where` it was stopped, or why it failed."""
+        try:
+            yield
+        except RecipeError as error:
+            self.status.end("failed", exit_code=2, reason=str(error))
+            raise
+        except (Ended, KeyboardInterrupt):
+            self.status.end("stopped", exit_code=EXIT_CODE, reason=where)
+            raise
+
     def _sample(self, current: Round) -> None:
         """Sample a round unless only later ones have no samples, for which the server is started that stays up."""
-        try:
+        with self._end_of_status(f"while round {current.number} was sampled"):
             self.how = _with_server(self.how, self.base, self.opened)
             if not current.samples.is_file():
                 write_samples(current, self.how)
-        except RecipeError as error:
-            self.status.end("failed", exit_code=2, reason=str(error))
-            raise
-        except (Ended, KeyboardInterrupt):
-            self.status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {current.number} was sampled")
-            raise
 
     def _await(self, current: Round) -> None:
         """Wait for the samples of another command, which who is faster decides, and check their weights."""
-        try:
+        with self._end_of_status(f"round {current.number} had no samples yet"):
             seconds = elsewhere.await_samples(current, str(self.command.path))
             elsewhere.check_samples(current, self.section, self.first_model)
-        except RecipeError as error:
-            self.status.end("failed", exit_code=2, reason=str(error))
-            raise
-        except (Ended, KeyboardInterrupt):
-            self.status.end("stopped", exit_code=EXIT_CODE, reason=f"round {current.number} had no samples yet")
-            raise
         if self.done and not self.done[-1].waits.is_file():
             sampled_ahead.write_waits(self.done[-1], {"trainer_wait": seconds})
 
