@@ -20,20 +20,13 @@ from cookbook.forecast.sampling_time import EngineRates, SamplingTime, round_wor
 from cookbook.forecast.step_time import share_of_peak
 from cookbook.forecast.verdict import TraceCache
 from cookbook.system.hardware import find_gpu, parse_machines
+from tests.test_forecast_sampler import GRPO, LLAMA
 
-GRPO = "recipes/qwen25_3b/grpo_lora.yaml"
-LLAMA = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": False,
-}
-PLAIN = LlamaConfig(**LLAMA)
-MIXTURE = Qwen3MoeConfig(**LLAMA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
+UNTIED = LLAMA | {"tie_word_embeddings": False}
+PLAIN = LlamaConfig(**UNTIED)
+MIXTURE = Qwen3MoeConfig(
+    **UNTIED, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1
+)
 SHORT = ["data.max_length=100", "rounds.max_completion_length=40", "rounds.num_generations=4", "adapter=null"]
 FEW = [*SHORT, "rounds.prompts_per_round=6", "rounds.generation_batch_size=8", "batch.global_batch_size=8"]
 
