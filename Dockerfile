@@ -6,8 +6,11 @@
 #   docker run --rm --gpus all --shm-size 8g -v cookbook_outputs:/app/outputs cookbook \
 #     cookbook launch recipes/quickstart.yaml --strategy zero3
 # A new volume belongs to the image's user, 10001. A folder of this machine in its place must be one that this user may
-# write: sudo install -d -o 10001 outputs. BASE by digest (NAME@sha256:...) is the same image each time.
-ARG BASE=python:3.11-slim-bookworm
+# write: sudo install -d -o 10001 outputs.
+#
+# A digest names the same image each time. Docker's own list of them is docker-library/repo-info: this one, of Python
+# 3.11.16, stands in repos/python/remote/3.11-slim-bookworm.md at 40cdaf34.
+ARG BASE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 # hadolint ignore=DL3006
 FROM ${BASE}
 

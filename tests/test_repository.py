@@ -62,6 +62,16 @@ def test_actions_of_others_are_named_by_digest() -> None:
     assert actions_of("    - uses: actions/checkout@v4\n") == {"actions/checkout@v4": False}
 
 
+def test_images_that_others_build_are_named_by_digest() -> None:
+    by_digest = re.compile(r"[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}")
+    workflows = [yaml.safe_load(path.read_text()) for path in SCHEMAS["github-workflows"]]
+    jobs = [job for workflow in workflows for job in workflow["jobs"].values()]
+    images = [job["container"]["image"] for job in jobs if "container" in job]
+    images += re.findall(r"(?m)^ARG BASE=(.+)$", DOCKERFILE.read_text())
+    assert len(images) == 2 and all(map(by_digest.fullmatch, images)), images
+    assert not by_digest.fullmatch("debian:bookworm")
+
+
 def test_only_the_last_job_of_a_release_has_a_right_and_it_runs_nothing_of_ours() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
