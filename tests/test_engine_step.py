@@ -148,6 +148,14 @@ def test_steps_are_those_of_plain_torch(book, clip: float):
         assert torch.allclose(one, other, rtol=1e-5, atol=2e-3 * LEARNING_RATE), name
 
 
+def test_frozen_weights_are_not_counted_as_trained(book):
+    model = new_model()
+    model.model.layers[0].requires_grad_(False)
+    engine = engine_of(model, CLIP)
+    frozen = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24  # q and o, k and v, the MLP, two norms
+    assert engine.num_parameters - engine.num_trained == frozen and 0 < engine.num_trained != frozen
+
+
 def saver_in(folder: Path) -> Saver:
     options = {"rank": 0, "num_ranks": 1, "attempt": "a", "keep_last": 2, "keep_best": 0, "say": print}
     return Saver(folder, in_background=True, **options)
