@@ -75,12 +75,12 @@ def test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run():
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40)))
+        pytest.param(name, marks=pytest.mark.thorough(turn=(i % 80, 80)))
         for i, name in enumerate(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
     ],
 )
 def test_a_type_trains_as_the_record_says(lab: Lab, model_type: str):
-    """A fortieth of them by turn."""
+    """An eightieth of them by turn."""
     found, expected = architectures.try_type(lab, model_type, ("fsdp2", "zero3", "plan")), RECORD["rows"][model_type]
     assert_as_recorded(found, expected)
 
@@ -126,10 +126,10 @@ weights agree within 2e-8, of one process and of ZeRO-3, have losses 6e-5 apart 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40))) for i, name in enumerate(ADAPTED)]
+    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 80, 80))) for i, name in enumerate(ADAPTED)]
 )
 def test_an_adapter_has_one_curve_and_one_export(lab: Lab, model_type: str, monkeypatch: pytest.MonkeyPatch):
-    """Also on experts, where a type has them: a fortieth of the types by turn. What one process exports is opened by
+    """Also on experts, where a type has them: an eightieth of the types by turn. What one process exports is opened by
     peft and merged; under a strategy it has to be the same.
     """
     folder, row = lab.folder / "models" / model_type, RECORD["rows"][model_type]

@@ -209,10 +209,10 @@ def folder_of(model_type: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 40, 40))) for i, name in enumerate(TYPES)]
+    "model_type", [pytest.param(name, marks=pytest.mark.thorough(turn=(i % 80, 80))) for i, name in enumerate(TYPES)]
 )
 def test_compiled_layers_of_a_type_do_what_the_record_says(model_type: str, tmp_path: Path):
-    """A fortieth of the types by turn."""
+    """An eightieth of the types by turn."""
     found = architectures.compiled(folder_of(model_type, tmp_path))
     assert_as_recorded({"plain": {}, "compiled": found}, ROWS[model_type])
 
