@@ -12,9 +12,11 @@ from conftest import ROOT
 import simulated_gpus
 from cookbook.commands.cli import main
 from cookbook.commands.launch import run_and_restart
+from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection
-from cookbook.run import shortage
-from cookbook.run.next_start import Start, smaller_batches
+from cookbook.config.strategy import Strategy
+from cookbook.run import forecasts, shortage
+from cookbook.run.next_start import Start, next_start, smaller_batches, suggestion
 from cookbook.start.launchers import NOTE_FILE
 from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system import status
@@ -37,6 +39,13 @@ def write_recipe(folder: Path, rows: Path, batch: str = BATCH) -> Path:
     text = RECIPE.format(**RECIPES["memory"] | {"batch": batch, "steps": 3}).replace("LONG", str(rows))
     (folder / "recipe.yaml").write_text(text.replace("OUTPUT", str(folder / "run")))
     return folder / "recipe.yaml"
+
+
+def recipe_with_a_row(folder: Path, batch: str = BATCH) -> Path:
+    """A recipe that passes the checks of a start."""
+    rows = folder / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    return write_recipe(folder, rows, batch)
 
 
 def losses(folder: Path) -> list[float]:
@@ -141,9 +150,7 @@ def test_without_the_key_or_a_rung_it_ends_as_before(gpus_of, tmp_path, capsys):
 
 
 def test_a_micro_batch_shrinks_by_half_or_more_and_splits_the_batch(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    recipe, _ = load_pair(write_recipe(tmp_path, rows, "{global_batch_size: 24, micro_batch_size: 12}"))
+    recipe, _ = load_pair(recipe_with_a_row(tmp_path, "{global_batch_size: 24, micro_batch_size: 12}"))
     assert [batch.micro_batch_size for batch in smaller_batches(recipe, 2)] == [6, 3, 1]
     assert [batch.micro_batch_size for batch in smaller_batches(recipe, 3)] == [4, 2, 1]
     tokens = BatchSection(global_batch_size=24, micro_batch_tokens=1000)
@@ -151,11 +158,36 @@ def test_a_micro_batch_shrinks_by_half_or_more_and_splits_the_batch(tmp_path):
     assert [batch.micro_batch_tokens for batch in found] == [500, 250, 192], "a sample has up to 192"
 
 
+def test_the_strategy_that_is_tried_next_is_the_forecasts(tmp_path, monkeypatch):
+    """With the micro-batch that somebody wrote among those offered, and without a strategy that was tried."""
+    path = recipe_with_a_row(tmp_path)
+    first = start_of(path, "accelerate_configs/ddp.yaml", ["run.on_out_of_memory=next_strategy"])
+    start = first.changed(first.strategy, BatchSection(global_batch_size=16, micro_batch_size=1), resumes=False)
+    offered = []
+
+    def answer(recipe: Recipe, strategy: Strategy, machines: object, name: str, others: list, batches: list):
+        offered.append(([other.name for other in others], [batch.micro_batch_size for batch in batches]))
+        others = [other for other in others if other.name == "zero2"]
+        return (others[0], batches[0]) if others else None
+
+    monkeypatch.setattr(forecasts, "smaller_micro_batch", lambda *given: None)
+    monkeypatch.setattr(forecasts, "next_strategy", answer)
+    new = next_start(start, first, {"accelerate_configs/ddp.yaml"}, resumes=False)
+    assert new is not None and new.words == "zero2 with micro-batch 8" and offered[0][1] == [8, 4, 2, 1]
+    assert {"zero2", "fsdp2"} <= {*offered[0][0]} and "ddp" not in offered[0][0]
+    assert next_start(start, first, {first.strategy.path, new.strategy.path}, resumes=False) is None
+
+
+def test_an_advice_names_the_recipe_that_ran_out(tmp_path, monkeypatch):
+    path = recipe_with_a_row(tmp_path)
+    start = start_of(path, "accelerate_configs/ddp.yaml", [])
+    given = start.recipe, start.strategy, start.plan, str(path)
+    monkeypatch.setattr(forecasts, "first_change", lambda recipe, strategy, machines, name: f"for {name} on {machines}")
+    assert suggestion(*given).startswith(f"for {path} on Machines(")
+
+
 def test_what_is_passed_on_is_the_same_run(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
-    path = write_recipe(tmp_path, rows)
-    start = start_of(path, "accelerate_configs/ddp.yaml", ["seed=7", "batch.micro_batch_size=8"])
+    start = start_of(recipe_with_a_row(tmp_path), "accelerate_configs/ddp.yaml", ["seed=7", "batch.micro_batch_size=8"])
     found = start.changed(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
     assert found.recipe.run.resume == "auto" and found.plan.gradient_accumulation_steps == 4
     same = found.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
