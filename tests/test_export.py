@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_export.py
 """
 
+import contextlib
 import inspect
 import json
 import os
@@ -271,6 +272,21 @@ def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path,
     assert torch.equal(logits, expected_logits)
     before = load_file(made.base / "model.safetensors")
     assert sum(not torch.equal(expected[name].read(torch.float32), before[name]) for name in expected) >= 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)], ids=str
+)
+def test_a_merge_with_other_logits_is_refused(tmp_path: Path, monkeypatch, dtype: torch.dtype, limit: float):
+    made = Run(tmp_path, {"name": "lora", "rank": 4, "alpha": 8})
+    with export_folder.find_checkpoint(made.folder, saved_step(made)) as checkpoint:
+        export_folder.export(made.folder, checkpoint, reopened=False)
+    right = merged._logits_of
+    for times, refused in ((0.5, False), (1.5, True)):
+        monkeypatch.setattr(merged, "_logits_of", lambda folder, times=times: right(folder) * (1 + times * limit))
+        with pytest.raises(RuntimeError, match="from those of the adapter") if refused else contextlib.nullcontext():
+            (tmp_path / str(times)).mkdir()
+            merged.write_merged(made.folder / "export", tmp_path / str(times), dtype)
 
 
 def saved_step(made: Run) -> int:

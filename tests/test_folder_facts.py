@@ -38,6 +38,7 @@ from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from cookbook.training.models.language_model import load_config
 from cookbook.training.models.logits import other_logits
 from cookbook.training.models.model_source import weights_digest
+from cookbook.training.models.structure import LogitTransform, logit_transform
 from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import ROOT, Lab
 from tests.experts import experts, needs_experts
@@ -430,6 +431,14 @@ def test_so_is_a_known_change_that_is_forgotten(name: str, key: str, monkeypatch
     assert other_logits(model) is None
     monkeypatch.setattr("cookbook.training.models.logits.logit_transform", lambda _: None)
     assert "changes the logits after its head" in str(other_logits(model))
+
+
+@pytest.mark.parametrize(("name", "what"), [("gemma4", {"cap": 5.0}), ("hyperclovax_vision_v2", {"scale": 5.0})])
+def test_of_a_model_with_a_tower_the_language_part_says_what_follows_the_head(name: str, what: dict[str, float]):
+    (key,) = TYPES[name].logits
+    config = AutoConfig.for_model(name)
+    setattr(config.get_text_config(), key, 5.0)
+    assert config.get_text_config() is not config and logit_transform(config) == LogitTransform(**what)
 
 
 @pytest.mark.parametrize("rows_before", [0, 10])
