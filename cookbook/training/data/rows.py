@@ -286,7 +286,6 @@ class Reader:
             raise self._in_words_of_the_row(bad, reading) from None
         try:
             num_bytes = sum(len(text.encode()) for text in texts_in(row))
-            json.dumps(row.get("chat_template_kwargs"))
         except TypeError:  # within calls, tools or kwargs, of a column that JSON has no type for
             json.dumps(row, default=_not_json)
             raise
