@@ -282,6 +282,25 @@ def test_lists_in_arguments_are_no_messages(tmp_path: Path):
     assert fingerprint(write_parquet(tmp_path, rows)) == fingerprint(write_json_lines(tmp_path, rows))
 
 
+TEXT_FILES = {
+    "rows.txt": "Grüße",
+    "rows.md": "Grüße",
+    "rows.csv": "text\nGrüße\n",
+    "rows.tsv": "text\tid\nGrüße\t1\n",
+    "rows.jsonl": '{"text": "Grüße"}\n',
+    "rows.json": '[{"text": "Grüße"}]',
+}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_a_mark_of_utf_8_is_no_part_of_a_text(tmp_path: Path, name: str, encoding: str):
+    """As Windows' editors and Excel write it."""
+    path = tmp_path / name
+    path.write_text(TEXT_FILES[name], encoding=encoding)
+    assert read_rows(Source(path=str(path)), "error", SFT).rows == [{"text": "Grüße"}]
+
+
 WHEN = datetime.datetime(2026, 11, 25, 9)
 NOT_JSON = {
     "timestamp": (WHEN, pyarrow.timestamp("us", "UTC"), r"timestamp\[us, tz=UTC\]"),
