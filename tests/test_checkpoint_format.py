@@ -74,6 +74,18 @@ def test_any_cut_is_read_back_as_any_other(tmp_path: Path, monkeypatch, written:
     assert torch.equal(torch.cat([*reader.parts("a.weight", "weight", 110, torch.float32)]).view(11, 10), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("how", ["anywhere", "columns"])
+def test_a_piece_of_another_dtype_has_the_values_of_the_file(tmp_path: Path, how: str, dtype: torch.dtype):
+    whole = torch.randn(11, 10)
+    write_pieces(tmp_path / "a", cut("whole", "a.weight", whole, "weight"), room=room_for(["a.weight"]), step=1)
+    reader = Reader([tmp_path / "a"])
+    for piece in cut(how, "a.weight", whole, "weight"):
+        into = StagedPiece(piece.name, piece.kind, piece.start, piece.stride, torch.zeros_like(piece.data, dtype=dtype))
+        reader.read_into(into)
+        assert torch.equal(into.data, piece.data.to(dtype))
+
+
 def test_many_files_are_read_with_few_of_them_open(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("cookbook.training.checkpoint.tensors.MAX_OPEN", 2)
     whole = torch.randn(30, 4)
