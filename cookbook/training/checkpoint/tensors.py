@@ -347,7 +347,7 @@ class Reader:
         count, length = piece.data.shape
         if count == 1:
             run = piece.data[0]
-            in_place = run.device.type == "cpu" and run.dtype == torch.float32
+            in_place = run.device.type == "cpu"
             for begin in range(0, length, CHUNK):
                 part = run[begin : begin + CHUNK]
                 buffer = part if in_place else torch.empty(len(part))
