@@ -500,6 +500,18 @@ def test_the_card_tells_what_the_model_is(run: Run, here):
     assert yaml.safe_load(written)["seed"] == 7
 
 
+def test_files_are_readable_by_others_and_folders_can_be_entered(tmp_path: Path):
+    (tmp_path / "templates").mkdir(mode=0o700)
+    path = tmp_path / "templates" / "a"
+    path.touch(mode=0o600)
+    before = os.umask(0o027)
+    try:
+        export_folder._make_readable(tmp_path)
+    finally:
+        assert os.umask(before) == 0o027
+    assert [oct(place.stat().st_mode & 0o777) for place in (path, path.parent)] == ["0o640", "0o750"]
+
+
 def test_an_export_is_readable_by_others_and_its_card_has_no_path_of_this_machine(run: Run, here):
     """A server runs as another user, and a card is uploaded."""
     assert export(run) == 0
