@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_strategy.py
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+from cookbook.config.accelerate_yaml import AccelerateFile, ParallelismBlock, _mesh_problem
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy import find_strategy, known_strategies, load_strategy
 from cookbook.system.files import RecipeError
@@ -209,6 +211,18 @@ def test_an_open_size_takes_the_processes_that_there_are(book, name, size, machi
     assert (mesh.replicate, mesh.shard, mesh.tensor, mesh.pipeline) == expected
     assert mesh.num_processes == machines[0] and fitted.fitted(2) == fitted
     assert loaded.open_sizes and not fitted.open_sizes
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "zero3"])
+def test_whether_a_mesh_is_refused_does_not_depend_on_how_large_a_size_is(name: str):
+    """A size of 2 is refused as one of 3 is, in whatever company."""
+    parsed = AccelerateFile.model_validate(yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text()))
+    answers = {}
+    for sizes in itertools.product((1, 2, 3), repeat=len(ParallelismBlock().sizes)):
+        written = {f"parallelism_config_{key}": size for key, size in zip(ParallelismBlock().sizes, sizes, strict=True)}
+        answers[sizes] = _mesh_problem(parsed, ParallelismBlock(**written))
+    assert all(answer == answers[tuple(min(size, 2) for size in sizes)] for sizes, answer in answers.items())
+    assert len({*answers.values()}) > 3 or name == "single"
 
 
 def test_a_strategy_is_found_by_name_or_path(book):
