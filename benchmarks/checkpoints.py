@@ -66,7 +66,7 @@ def work(arguments: list[str]) -> None:
     def measure_and_leave(self: Engine) -> None:
         found = measure(self, result.parent)
         if self.is_main:
-            result.write_text(json.dumps(found))
+            result.write_text(json.dumps(found), encoding="utf-8")
         leave(self)
 
     Engine.close = measure_and_leave  # type: ignore[method-assign]

@@ -105,7 +105,7 @@ def main() -> None:
 def write(path: Path, runs: dict[str, dict[str, Any]], **about: Any) -> None:
     if "versions" in about:  # of all alike
         runs = {name: {key: run[key] for key in run if key != "versions"} for name, run in runs.items()}
-    path.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+    path.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {len(runs)} runs")
 
 

@@ -46,7 +46,7 @@ def start(folder: Path, rounds: int, log: Path) -> subprocess.Popen[bytes]:
 
 def finish(process: "subprocess.Popen[bytes]", log: Path) -> None:
     if process.wait() != 0:
-        raise SystemExit(f"exit code {process.returncode}: {log.read_text()[-2000:]}")
+        raise SystemExit(f"exit code {process.returncode}: {log.read_text(encoding='utf-8')[-2000:]}")
 
 
 def digests(folder: Path, rounds: int) -> dict[str, str]:
@@ -77,7 +77,7 @@ def main() -> None:
                 ENDS[end](process)
             ends[end] += 1
             if process.wait() not in (-signal.SIGKILL, STOPPED):
-                raise SystemExit(f"{end}: exit code {process.returncode}: {log.read_text()[-2000:]}")
+                raise SystemExit(f"{end}: exit code {process.returncode}: {log.read_text(encoding='utf-8')[-2000:]}")
         finish(start(killed, given.rounds, log), log)
         expected, left = digests(whole, given.rounds), digests(killed, given.rounds)
     others = [name for name in expected if left[name] != expected[name]]

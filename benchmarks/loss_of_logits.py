@@ -89,7 +89,7 @@ def measure(step: Callable[[], Any], rounds: int) -> tuple[float, int]:
     step()
     seconds, peaks = [], []
     for _ in range(rounds):
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # sets VmHWM back
         before, began = memory("VmRSS"), time.process_time()
         step()
         seconds.append(time.process_time() - began)
@@ -99,7 +99,7 @@ def measure(step: Callable[[], Any], rounds: int) -> tuple[float, int]:
 
 def memory(key: str) -> int:
     """A line of the kernel's account of this process, in bytes."""
-    (kibibytes,) = re.findall(rf"(?m)^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    (kibibytes,) = re.findall(rf"(?m)^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     return int(kibibytes) * 1024
 
 

@@ -122,7 +122,7 @@ def write_rows(kind: str, path: Path) -> None:
             return {"messages": [prompt, turn("assistant", NUM_WORDS)]}
         return {"chosen": [prompt, turn("assistant", NUM_WORDS)], "rejected": [prompt, turn("assistant", NUM_WORDS)]}
 
-    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(NUM_ROWS)))
+    path.write_text("".join(json.dumps(row()) + "\n" for _ in range(NUM_ROWS)), encoding="utf-8")
 
 
 def write_recipe(cell: Cell, folder: Path) -> Path:

@@ -81,7 +81,7 @@ def work(arguments: list[str]) -> None:
     sys.argv = ["train.py", *arguments]
     code = train.main()
     if os.environ.get("RANK", "0") == "0":
-        Path(os.environ["OVERHEAD_BENCHMARK"]).write_text(json.dumps(marks))
+        Path(os.environ["OVERHEAD_BENCHMARK"]).write_text(json.dumps(marks), encoding="utf-8")
     sys.exit(code)
 
 
@@ -177,7 +177,7 @@ def cpu_seconds(do: Callable[[], Any], times: int = 5) -> float:
 
 def own_memory() -> float:
     """MB of this process that are no pages of files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1e3
     return 0.0

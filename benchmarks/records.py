@@ -42,5 +42,9 @@ def dump(value: Any, margin: str = "") -> str:
 def processor() -> str:
     """Its name."""
     path = Path("/proc/cpuinfo")
-    names = (line for line in path.read_text().splitlines() if line.startswith("model name")) if path.exists() else ()
+    names = (
+        (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("model name"))
+        if path.exists()
+        else ()
+    )
     return next((line.split(":", 1)[1].strip() for line in names), platform.machine())

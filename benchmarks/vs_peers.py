@@ -258,7 +258,7 @@ def measure(cell: Cell, shared: Path, num_pairs: int) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

@@ -135,7 +135,7 @@ def launch(strategy, is_mean_of_means=False):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[strategy])]
         words = [__file__, strategy, "mean of means" if is_mean_of_means else "", f"{folder}/result.json"]
         subprocess.run([sys.executable, *torchrun, *words], env=environment, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(Path(folder, "result.json").read_text())
+        return json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
 
 
 def main():
@@ -162,4 +162,4 @@ if __name__ == "__main__":
         strategy, mistake, file = sys.argv[1:]
         result = train(strategy, bool(mistake))
         if os.environ["RANK"] == "0":
-            Path(file).write_text(json.dumps(result))
+            Path(file).write_text(json.dumps(result), encoding="utf-8")

@@ -119,7 +119,7 @@ def launch(strategy, leg, folder, is_mistaken=False):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES[strategy])]
     words = [__file__, json.dumps([strategy, leg, folder, is_mistaken]), f"{folder}.json"]
     subprocess.run([sys.executable, *torchrun, *words], env=environment, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(Path(f"{folder}.json").read_text())
+    return json.loads(Path(f"{folder}.json").read_text(encoding="utf-8"))
 
 
 def main():
@@ -147,4 +147,4 @@ if __name__ == "__main__":
     else:
         result = train(*json.loads(sys.argv[1]))
         if os.environ["RANK"] == "0":
-            Path(sys.argv[2]).write_text(json.dumps(result))
+            Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

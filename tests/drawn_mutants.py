@@ -432,7 +432,7 @@ def draw(given: argparse.Namespace) -> None:
     }
     command = [sys.executable, __file__, *sys.argv[1:]]
     parts = [subprocess.Popen([*command, "--part", f"{place}/{given.jobs}"]) for place in range(given.jobs)]
-    if max([process.wait() for process in parts]):
+    if max(process.wait() for process in parts):
         sys.exit(1)
     changes = sorted(read_lines(lines_of(given.seed)), key=lambda facts: facts["draw"])
     write_record(read_record() | {str(given.seed): head | {"changes": changes}})

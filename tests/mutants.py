@@ -148,7 +148,7 @@ def in_parallel(words: list[str], count: int) -> int:
     """The exit code of this program for so many parts at a time."""
     command = [sys.executable, __file__, *words]
     parts = [subprocess.Popen([*command, "--part", f"{i}/{count}"]) for i in range(count)]
-    return max([one.wait() for one in parts])
+    return max(one.wait() for one in parts)
 
 
 def part(text: str) -> tuple[int, int]:

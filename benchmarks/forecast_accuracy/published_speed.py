@@ -32,7 +32,7 @@ LEFT_OUT_RUNS = {
 
 def published(facts: Path = FACTS) -> list[dict[str, Any]]:
     """Rows of such a file, each with its forecast: tokens per second of each GPU."""
-    with facts.open(newline="") as file:
+    with facts.open(encoding="utf-8", newline="") as file:
         return [_compared(row) for row in csv.DictReader(file)]
 
 

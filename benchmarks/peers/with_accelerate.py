@@ -43,11 +43,11 @@ def train(settings: dict[str, Any], accelerator: Accelerator) -> list[dict[str, 
 
 
 def main() -> None:
-    settings = json.loads(Path(sys.argv[1]).read_text())
+    settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     accelerator = Accelerator(cpu=settings["cpu"], mixed_precision=settings["precision"])
     log = train(settings, accelerator)
     if accelerator.is_main_process:
-        Path("log.json").write_text(json.dumps(log))
+        Path("log.json").write_text(json.dumps(log), encoding="utf-8")
     accelerator.end_training()
 
 

@@ -28,10 +28,12 @@ def build_trainer(settings: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    trainer = build_trainer(json.loads(Path(sys.argv[1]).read_text()))
+    trainer = build_trainer(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     trainer.train()
     if trainer.is_world_process_zero():
-        Path("log.json").write_text(json.dumps([line for line in trainer.state.log_history if "loss" in line]))
+        Path("log.json").write_text(
+            json.dumps([line for line in trainer.state.log_history if "loss" in line]), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def peak_memory() -> int:
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 

@@ -102,7 +102,7 @@ def main() -> None:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal or a debugger (proc(5), the third field of stat)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
 
 
 def say(text: str) -> None:

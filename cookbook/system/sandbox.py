@@ -114,7 +114,7 @@ def _run(given: dict[str, Any], report: int) -> None:
 
 
 def _main() -> int:
-    given = json.loads(Path("/dev/stdin").read_text())
+    given = json.loads(Path("/dev/stdin").read_text(encoding="utf-8"))
     libc = ctypes.CDLL(None, use_errno=True)
     apart = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC
     unshare = getattr(libc, "unshare", None)

@@ -57,8 +57,8 @@ def launch_id() -> str:
         return run_id
     parent, boot = os.getppid(), Path("/proc/sys/kernel/random/boot_id")
     try:
-        ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{boot.read_text().strip()}:{parent}:{ticks}"
+        ticks = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        return f"{boot.read_text(encoding='utf-8').strip()}:{parent}:{ticks}"
     except (OSError, IndexError):  # not Linux
         return f"{socket.gethostname()}:{parent}:{psutil.Process(parent).create_time()}"
 

@@ -52,7 +52,7 @@ if sys.argv[1] == "save":
     engine.save_checkpoint("torn", tag="step2")
 else:
     if rank == 0:
-        print(f"latest names {Path('torn/latest').read_text()}", flush=True)
+        print(f"latest names {Path('torn/latest').read_text(encoding='utf-8')}", flush=True)
         for path in sorted(Path("torn").glob("*/*optim*")):
             print(f"{path}: {path.stat().st_size} bytes", flush=True)
     try:

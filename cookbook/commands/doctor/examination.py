@@ -140,7 +140,9 @@ def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, pa
     processes = used or CPU_PROCESSES
     needs = sizes(recipe, strategy, processes, on_gpus=bool(used)) if recipe and strategy else None
     offloads = strategy is not None and "cpu" in (strategy.offload_optimizer, strategy.offload_param)
-    limits = read_limits(Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else "")
+    limits = read_limits(
+        Path("/proc/self/cgroup").read_text(encoding="utf-8") if Path("/proc/self/cgroup").exists() else ""
+    )
     host = [
         visit.begin("CPU", check_cpu, processes, limits, offloads),
         visit.begin("memory", check_memory, limits, needs),

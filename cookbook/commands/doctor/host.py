@@ -62,7 +62,7 @@ def _upwards(root: Path, name: str) -> list[Path]:
 
 def _numbers(path: Path) -> list[int]:
     try:
-        words = path.read_text().split()
+        words = path.read_text(encoding="utf-8").split()
     except OSError:
         return []
     return [int(word) for word in words if word.lstrip("-").isdigit()]

@@ -73,7 +73,7 @@ def _check_space(folder: Path, kind: str, needs: Sizes | None, place: str) -> Fi
 
 def _of_disks() -> set[str]:
     """Names of the file systems that are on disks."""
-    return {line.strip() for line in KERNELS.read_text().splitlines() if not line.startswith("nodev")}
+    return {line.strip() for line in KERNELS.read_text(encoding="utf-8").splitlines() if not line.startswith("nodev")}
 
 
 def _has_direct_access(folder: Path) -> bool:

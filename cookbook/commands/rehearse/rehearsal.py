@@ -158,7 +158,7 @@ def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
         with as_mistakes():
             environment |= simulated_gpus.environment(num_processes, report=rehearsal.folder)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"  # for ninja
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         run = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             code = run.wait(timeout=LIMIT_SECONDS)
@@ -172,12 +172,13 @@ def _run(rehearsal: Rehearsal, small: Path, log: Path) -> int:
     if code == 0:
         return 0
     # The forms of torchrun's report, and of accelerate's for a single process.
-    return 2 if re.search(r"exitcode\s*:\s*2\b|exit status 2\.", log.read_text(errors="replace")) else 1
+    printed = log.read_text(encoding="utf-8", errors="replace")
+    return 2 if re.search(r"exitcode\s*:\s*2\b|exit status 2\.", printed) else 1
 
 
 def _find_error(log: Path) -> str:
     """The part of a run's output with the reason for its end: the last error before the launcher's own report."""
-    lines = log.read_text(errors="replace").rstrip().splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
     if lines and lines[-1].startswith("subprocess.CalledProcessError"):  # accelerate's, for a single process
         while not lines.pop().startswith("Traceback"):
             pass

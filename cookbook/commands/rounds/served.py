@@ -299,7 +299,7 @@ def _start(command: list[str], variables: dict[str, str], client: "Client", log:
 def _why_ended(server: "subprocess.Popen[bytes]", log: Path) -> str | None:
     if (code := server.poll()) is None:
         return None
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it wrote nothing")
     return f"vllm serve ended with code {code}: {last.strip()[-300:]}; its log: {log}"
 

@@ -271,7 +271,7 @@ class Look(NamedTuple):
 def look_at(asked: ChatRequest, text: str, spans: Sequence[Span]) -> Look:
     """A look at a rendered chat, a few microseconds long."""
     place, missing, has_calls = 0, [], asked.tools is not None
-    num_between, num_between_trained = len(text), sum([end - start for start, end in spans])
+    num_between, num_between_trained = len(text), sum(end - start for start, end in spans)
     for k, message in enumerate(asked.chat):
         keys, role = ("content",), message["role"]
         if len(message) > 2:
