@@ -53,6 +53,9 @@ def test_the_draws_are_those_of_the_published_mixer(words_at_a_time: int, monkey
     for start, width in ((0, 11), (3, 5), (4, 2), (10, 1)):  # parts of the features, at odd borders too
         found = dropped("a.layer", words, start, width, 0.3)
         assert (found == (expected[:, start : start + width] < round(0.3 * 2**16))).all(), (start, width)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # compiled code has operations of its own
+    assert (dropped("a.layer", words, 3, 5, 0.3) == (expected[:, 3:8] < round(0.3 * 2**16))).all()
+    monkeypatch.undo()
     layer = torch.tensor(draws.name_word("a.layer"), dtype=torch.int32)
     even = draws.noise(torch.from_numpy(words), draws.feature_words(layer, 0, 11, CPU))[:, :11]
     assert np.allclose(even.numpy(), (expected + 0.5) / 2**15 - 1, atol=1e-7) and -1 < even.min() < even.max() < 1

@@ -23,6 +23,7 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cookbook.config.sections import AdapterSection
@@ -203,6 +204,16 @@ def refused(check: Callable[[], object]) -> str | None:
     except RecipeError as error:
         return str(error)
     return None
+
+
+def test_an_adapter_with_the_names_of_a_whole_model_is_that_of_its_language_part(tmp_path: Path):
+    wanted = save_trained(tmp_path, target_modules=["q_proj", "down_proj"])
+    path = tmp_path / "adapter_model.safetensors"
+    whole = {name.replace(".model.layers.", ".model.language_model.layers."): t for name, t in load_file(path).items()}
+    assert whole.keys().isdisjoint(load_file(path)), "each name was changed"
+    save_file(whole, path)
+    insertion.open_adapter(ours := base(), tmp_path)
+    assert torch.equal(logits(ours), wanted)
 
 
 def test_the_keys_that_say_nothing_are_taken(tmp_path: Path):
