@@ -3,12 +3,14 @@
 python -m pytest -q tests/test_agreement.py -m "slow or not slow"
 """
 
+import json
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from cookbook.training.engine.agreement import differences, digests
+from cookbook.training.engine.agreement import check, differences, digests
 from tests.curves import Lab, processes_of
 from tests.gpu_runs import GpuLab
 
@@ -31,6 +33,25 @@ def test_the_rank_that_differs_is_named_among_those_that_hold_the_same():
     assert differences(ranks) == ["  a: rank 3 unlike rank 0", "  right: rank 3 unlike rank 2"]
     assert differences([{"a": 1}, {"a": 1}]) == differences([{"a": 1}, {"b": 2}]) == []
     assert differences([{str(i): 0 for i in range(9)}, {str(i): 1 for i in range(9)}])[-1] == "  and 4 more"
+
+
+@dataclass
+class TwoRanks:
+    """Collectives of a rank beside another that has these values."""
+
+    other: dict[str, int]
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text, json.dumps(self.other)]
+
+    def broadcast_text(self, text: str) -> str:
+        return text
+
+
+def test_a_difference_ends_the_run_and_agreement_does_not():
+    check({"a": 1}, TwoRanks({"a": 1}), step=3)
+    with pytest.raises(RuntimeError, match=r"step 3: the ranks no longer agree .*\n  a: rank 1 unlike rank 0"):
+        check({"a": 1}, TwoRanks({"a": 2}), step=3)
 
 
 SELDOM = [pytest.mark.slow, pytest.mark.thorough]

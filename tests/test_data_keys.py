@@ -72,10 +72,12 @@ def test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_te
     ] * len(chats)
 
 
-def test_what_a_question_has_besides_is_asked_after_an_empty_line(tmp_path):
-    rows = read(tmp_path, {"instruction": "Translate.", "input": "oui", "output": "yes"})
-    ((asked, answer),) = [chat for chat, _ in kinds()[rows.kind].chats(rows.rows[0])]
-    assert (asked["role"], asked["content"], answer) == ("user", "Translate.\n\noui", said("yes"))
+@pytest.mark.parametrize(("beside", "answer"), [("input", "output"), ("context", "response"), ("input", "response")])
+def test_what_an_instruction_has_beside_it_is_asked_after_an_empty_line(tmp_path, beside: str, answer: str):
+    """Alpaca's names, Dolly's, and those of both."""
+    rows = read(tmp_path, {"instruction": "q", beside: "c", answer: "y"})
+    (((asked, given), _),) = kinds()[rows.kind].chats(rows.rows[0])
+    assert (asked["role"], asked["content"], given) == ("user", "q\n\nc", said("y")) and not rows.unread
 
 
 def test_all_parts_of_a_content_are_read(tmp_path):
