@@ -35,7 +35,6 @@ from cookbook.training.data.known import known_rows
 if TYPE_CHECKING:
     from cookbook.run.services import Services
     from cookbook.run.stages import Run
-    from cookbook.training.checkpoint.saver import Saver
     from cookbook.training.data.batches import StepBatch
     from cookbook.training.engine import Engine
 
@@ -419,7 +418,7 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
         where = f"; under another strategy with run.output_dir={run.output_dir}"
         outcome += where if is_default else ", also under another strategy"
     if not is_saved:
-        outcome = f"NOT saved in {services.saver.root}: {services.saver.failed}; {way_on(services.saver)}"
+        outcome = f"NOT saved in {services.saver.root}: {services.saver.failed}; {services.saver.way_on}"
     services.log.say(f"stopped after step {step} ({reason}); {outcome}")
     services.log.event("stop", step, reason=reason)
     state = "stopped" if is_saved else "failed"
@@ -429,15 +428,6 @@ def stop(run: "Run", services: "Services", reason: str) -> int:
     services.watch.enter("leaving")
     run.engine.close()
     return code
-
-
-def way_on(saver: "Saver") -> str:
-    """Advice for a run that ends unsaved; on rank 0."""
-    if saver.newest is None:
-        return "the run has no checkpoint: make room, or name another run.output_dir, and start it from the beginning"
-    is_here = saver.newest.path.parent == saver.root
-    how = f"run.resume={'auto' if is_here else saver.newest.path}"
-    return f"make room and start it with {how}, from step {saver.newest.step} in {saver.newest.path}"
 
 
 def finish(run: "Run", services: "Services") -> int:

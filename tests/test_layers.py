@@ -163,6 +163,10 @@ def test_an_init_says_what_its_folder_holds_and_does_little_more():
     assert len(lengths) > 20 and {path: length for path, length in lengths.items() if length > 50} == {}
 
 
+def test_the_file_that_is_read_first_is_short():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 500
+
+
 def test_no_two_modules_have_one_name():
     """Whoever opens a file by its name must not find another one's job."""
     names = Counter(path.stem for path in SOURCES if path.stem != "__init__")

@@ -68,7 +68,7 @@ class Saver:
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._buffers: dict[tuple[str, str, int], torch.Tensor] = {}
-        """What a save in the background writes from, kept for the next."""
+        """Tensors that a save in the background writes from, kept for the next."""
         self._build = self.root
         """Folder of the last save's files."""
         self._broken: OSError | None = None
@@ -79,6 +79,17 @@ class Saver:
     def newest_path(self) -> str | None:
         """Folder of `newest`; on rank 0."""
         return None if self.newest is None else str(self.newest.path)
+
+    @property
+    def way_on(self) -> str:
+        """Advice for a run that ends unsaved; on rank 0."""
+        if self.newest is None:
+            return (
+                "the run has no checkpoint: make room, or name another run.output_dir, and start it from the beginning"
+            )
+        is_here = self.newest.path.parent == self.root
+        how = f"run.resume={'auto' if is_here else self.newest.path}"
+        return f"make room and start it with {how}, from step {self.newest.step} in {self.newest.path}"
 
     def start_from(self, checkpoint: folder.Checkpoint) -> None:
         """Keep the checkpoint resumed from; its step is not saved again."""
