@@ -123,6 +123,19 @@ def test_what_is_no_command_line_ends_with_2_and_a_message(arguments, message, c
     assert not arguments or len(printed.err.splitlines()) == 1
 
 
+def test_a_key_that_is_given_as_an_option_is_answered_by_each_command_with_settings(capsys):
+    """By what its own help has: a list of such commands was without `sweep`."""
+    told = {True: set(), False: set()}
+    for verb in VERBS:
+        assert main([verb, "-h"]) == 0
+        takes_settings = "--set section.key=value" in capsys.readouterr().out
+        assert main([verb, "--learning_rate=1e-4"]) == 2
+        said = capsys.readouterr().err
+        assert ("write --set optim.learning_rate=VALUE" in said) == takes_settings, (verb, said)
+        told[takes_settings].add(verb)
+    assert {"launch", "sweep"} <= told[True] and {"init", "report"} <= told[False]
+
+
 def test_version_names_the_project_and_its_libraries_without_torch():
     answer = cookbook_without_torch("--version")
     assert answer.returncode == 0, answer.stderr

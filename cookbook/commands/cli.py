@@ -109,10 +109,6 @@ def _close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes
 
 
-TAKES_SETTINGS = ("launch", "rounds", "check", "plan", "explain", "rehearse", "preview", "submit", "tune")
-"""Commands with --set."""
-
-
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, *words = args
@@ -157,7 +153,7 @@ def _in_lines(error: Any) -> list[str]:
         unknown = re.search(r"extra argument\S* \((.*)\)|No such option: (\S+)", error.format_message())
         words = (unknown[1] or unknown[2]).split() if unknown else []
         answers = list(filter(None, map(as_assignment, words)))
-        if answers and context and context.info_name in TAKES_SETTINGS:
+        if answers and context and any("--set" in option.opts for option in context.command.params):
             return answers
         hint = f" ({context.command_path} -h shows what there is)" if context else ""
         return [f"{error.format_message().removesuffix('.')}{hint}"]
