@@ -28,7 +28,7 @@ from cookbook.forecast import trace as tracing
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import _Packed, _Product
-from cookbook.forecast.layer_kinds import Few, few_layers
+from cookbook.forecast.layer_kinds import ShortModel, few_layers
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.repeated import light, run
@@ -273,9 +273,9 @@ def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
 
 
 def trace_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_layers(config: PreTrainedConfig, start: int = 0) -> Few:
+    def all_layers(config: PreTrainedConfig, start: int = 0) -> ShortModel:
         layers = [*range(config.num_hidden_layers)]
-        return Few(config, layers, layers)
+        return ShortModel(config, layers, layers)
 
     monkeypatch.setattr(tracing, "few_layers", all_layers)
 

@@ -17,7 +17,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast import ledger, verdict
 from cookbook.forecast import trace as tracing
-from cookbook.forecast.layer_kinds import Few
+from cookbook.forecast.layer_kinds import ShortModel
 from cookbook.forecast.trace import Untraceable
 from cookbook.forecast.verdict import TraceCache, forecast
 from cookbook.system.files import RecipeError
@@ -77,9 +77,9 @@ def few_tell_of_all(model_type: str, config: PreTrainedConfig, length: int, monk
         assert found.verdict in ("no forecast", "cannot run") and found.memory is found.time is None
         return False
 
-    def all_layers(config: PreTrainedConfig, start: int = 0) -> Few:
+    def all_layers(config: PreTrainedConfig, start: int = 0) -> ShortModel:
         layers = [*range(traces.skeleton.num_layers)]
-        return Few(config, layers, layers)
+        return ShortModel(config, layers, layers)
 
     monkeypatch.setattr(verdict, "TRACES", {})
     monkeypatch.setattr(tracing, "few_layers", all_layers)

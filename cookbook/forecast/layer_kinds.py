@@ -13,11 +13,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from cookbook.facts.score_head import empty_model
 from cookbook.forecast.activations import Phase
 
-FOUND: dict[tuple[type, str, int], "Few"] = {}
+FOUND: dict[tuple[type, str, int], "ShortModel"] = {}
 
 
 @dataclass(frozen=True)
-class Few:
+class ShortModel:
     """A shorter model that tells of a whole one."""
 
     config: PreTrainedConfig
@@ -27,7 +27,7 @@ class Few:
     """The layer here that tells of each layer of the whole."""
 
 
-def few_layers(config: PreTrainedConfig, start: int = 0) -> Few:
+def few_layers(config: PreTrainedConfig, start: int = 0) -> ShortModel:
     """The shortest model with a layer of each kind that is neither the first nor the last, and whose first and last
     layers are as those of the whole. All layers if there is none, or the model does not tell which are alike.
 
@@ -40,7 +40,7 @@ def few_layers(config: PreTrainedConfig, start: int = 0) -> Few:
     return FOUND[key]
 
 
-def _few_layers(config: PreTrainedConfig, start: int) -> Few:
+def _few_layers(config: PreTrainedConfig, start: int) -> ShortModel:
     made_of, rest = _kinds_of(config)
     count = len(made_of)
     if count == config.num_hidden_layers:
@@ -51,13 +51,13 @@ def _few_layers(config: PreTrainedConfig, start: int) -> Few:
             shorter = _with_layers(config, layers)
             if len(layers) < count and _kinds_of(shorter) == ([made_of[i] for i in layers], rest):
                 places = {kind: layers.index(i) for kind, i in inner.items()}
-                return Few(shorter, layers, [0, *(places[kind] for kind in kinds[1:-1]), len(layers) - 1])
+                return ShortModel(shorter, layers, [0, *(places[kind] for kind in kinds[1:-1]), len(layers) - 1])
     return whole(config, count)
 
 
-def whole(config: PreTrainedConfig, count: int) -> Few:
+def whole(config: PreTrainedConfig, count: int) -> ShortModel:
     """All of so many layers."""
-    return Few(_with_layers(config, range(config.num_hidden_layers)), [*range(count)], [*range(count)])
+    return ShortModel(_with_layers(config, range(config.num_hidden_layers)), [*range(count)], [*range(count)])
 
 
 def _with_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedConfig:
@@ -113,7 +113,7 @@ def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
     return tuple(pair for pair in settings if "idx" not in pair[0])  # a layer's number
 
 
-def first_reached(phases: Sequence[Phase], few: Few) -> int:
+def first_reached(phases: Sequence[Phase], few: ShortModel) -> int:
     """The first layer of the whole model that a backward reaches; 0 if it reaches all. An adapter with targets in some
     layers only leaves those before the first of them out.
     """
@@ -123,13 +123,13 @@ def first_reached(phases: Sequence[Phase], few: Few) -> int:
     return next((layer for layer, place in enumerate(few.sources) if place in reached), 0)
 
 
-def grows_backward(phases: Sequence[Phase], few: Few) -> bool:
+def grows_backward(phases: Sequence[Phase], few: ShortModel) -> bool:
     """Return whether the backward of a layer leaves more than it frees, as RecurrentGemma's, which keeps its state."""
     waits, _ = _waits(phases, few)
     return min(waits[1:], default=0) < 0
 
 
-def _waits(phases: Sequence[Phase], few: Few) -> tuple[list[int], list[int]]:
+def _waits(phases: Sequence[Phase], few: ShortModel) -> tuple[list[int], list[int]]:
     """Count what the backward of each layer frees, of the first as if nothing, and what is held where each begins."""
     of_layers = [
         (phase.layer, phase.held) for phase in reversed(phases) if phase.name == "backward" and phase.layer is not None
@@ -139,7 +139,7 @@ def _waits(phases: Sequence[Phase], few: Few) -> tuple[list[int], list[int]]:
     return [0, *(after - before for before, after in pairwise(held))], held
 
 
-def lengthened(phases: Sequence[Phase], few: Few, *, has_copies: bool) -> Iterator[Phase]:
+def lengthened(phases: Sequence[Phase], few: ShortModel, *, has_copies: bool) -> Iterator[Phase]:
     """The phases of the whole model, from those of a shorter one: each layer's are those of the layer that tells of it,
     above what the other layers hold then.
 

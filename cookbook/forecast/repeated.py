@@ -13,9 +13,9 @@ ABSOLUTE = torch.ops.aten.as_strided.default
 CPU = torch.device("cpu")
 
 
-class Light(FakeTensor):
-    """One whose device torch knows. Of others autograd asks Python, two or three times an operation; and the fake mode
-    takes only others: see `_run_plainly`.
+class LightTensor(FakeTensor):
+    """A fake tensor whose device torch knows. Of others autograd asks Python, two or three times an operation; and the
+    fake mode takes only others: see `_run_plainly`.
     """
 
     kind: int
@@ -39,7 +39,7 @@ class _Made(NamedTuple):
 
 FIRST = "what it was given first, changed in place"
 RESULTS: dict[Hashable, Any] = {}
-"""What operations returned: each tensor as `_Made`, or `FIRST`; None where a result cannot be made from that alone."""
+"""Results of operations: each tensor as `_Made`, or `FIRST`; None where a result cannot be made from that alone."""
 
 
 def run(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
@@ -69,19 +69,24 @@ def run(function: Any, args: Any, kwargs: Any, given: list[Any]) -> Any:
 
 def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, Any]:
     """The result of an operation on tensors as the fake mode knows them, and what it is made of."""
-    if torch.Tag.inplace_view in getattr(function, "tags", ()) and type(args[0]) is Light:
+    if torch.Tag.inplace_view in getattr(function, "tags", ()) and type(args[0]) is LightTensor:
         with torch._C._DisableTorchDispatch():
             function(*args, **kwargs)
         args[0].kind = _made(args[0], args[0].device).kind
         return args[0], None
     below = _on_meta(given)
-    if given and all(type(tensor) is Light for tensor in given) and "device" not in kwargs and _is_plain(function):
+    if (
+        given
+        and all(type(tensor) is LightTensor for tensor in given)
+        and "device" not in kwargs
+        and _is_plain(function)
+    ):
         with torch._C._DisableTorchDispatch(), suppress(NotImplementedError, RuntimeError):
             result = _call(function, args, kwargs, given, below)
             if (made := _described(result, below, given)) is not None:
                 return _remade(made, given, given[0].fake_mode), made
     below = [
-        FakeTensor(tensor.fake_mode, meta, CPU) if type(tensor) is Light else tensor
+        FakeTensor(tensor.fake_mode, meta, CPU) if type(tensor) is LightTensor else tensor
         for tensor, meta in zip(given, below, strict=True)
     ]
     result = _call(function, args, kwargs, given, below)
@@ -113,7 +118,7 @@ def _on_meta(tensors: list[Any]) -> list[torch.Tensor]:
     on_meta = []
     with torch._C._DisableTorchDispatch():
         for tensor in tensors:
-            if type(tensor) is Light:
+            if type(tensor) is LightTensor:
                 storage = tensor.untyped_storage()
                 if id(storage) not in storages:
                     whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
@@ -167,7 +172,7 @@ def _alike(value: Any) -> Hashable:
     """Return a key that is equal for values that an operation does not tell apart; raises TypeError for one of its own
     kind.
     """
-    if type(value) is Light:
+    if type(value) is LightTensor:
         return value.kind
     if isinstance(value, (list, tuple)):
         if {*map(type, value)} == {int}:
@@ -195,7 +200,7 @@ def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
     storage, offset = result.untyped_storage(), result.storage_offset()
     of = next((place for place, tensor in enumerate(plain) if tensor.untyped_storage() is storage), None)
     if of is not None:
-        if type(given[of]) is not Light:
+        if type(given[of]) is not LightTensor:
             return None
         offset -= plain[of].storage_offset()
     elif offset or storage.nbytes() != result.nbytes:
@@ -207,7 +212,7 @@ def _remade(made: Any, given: list[Any], mode: FakeTensorMode) -> Any:
     if not isinstance(made, _Made):
         return [_remade(part, given, mode) for part in made]
     tensor: Any = torch.Tensor._make_wrapper_subclass(
-        Light, made.shape, made.stride, dtype=made.dtype, device=made.device
+        LightTensor, made.shape, made.stride, dtype=made.dtype, device=made.device
     )
     if made.of is not None:
         whole = given[made.of]
