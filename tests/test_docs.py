@@ -38,6 +38,7 @@ from cookbook.forecast.costs.traffic import Transfer, host_traffic, transfers
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.verdict import tokens_of_step
+from cookbook.rows.row_kinds import kinds
 from cookbook.start.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
 from cookbook.system.registry import Named, Section
@@ -892,6 +893,19 @@ def test_every_key_of_a_recipe_is_explained_with_its_default():
             assert set(map(float, re.findall(r"\d[\d.e-]*", cell))) == defaults, key
         else:
             assert yaml.safe_load(cell) == (list(default) if isinstance(default, tuple) else default), key
+
+
+def kinds_of_rows_without_a_shape(table: str) -> list[str]:
+    """The kinds whose own keys stand in no row of a table."""
+    rows = [{*re.findall(r"`(\w+)`", line)} for line in table.splitlines()]
+    return [kind.name for kind in kinds().values() if not any({*kind.keys} <= row for row in rows)]
+
+
+def test_every_kind_of_rows_is_a_shape_of_the_page_of_recipes():
+    table = text_of("docs/recipes.md").partition("| shape | columns | read as |")[2].partition("\n\n")[0]
+    assert len(kinds()) > 10 and kinds_of_rows_without_a_shape(table) == []
+    lines = [line for line in table.splitlines() if "`completions`" not in line]
+    assert set(kinds_of_rows_without_a_shape("\n".join(lines))) == {"chat_group", "group", "sampled_group", "sampled"}
 
 
 def test_a_key_that_only_some_kinds_have_is_explained_for_each():
