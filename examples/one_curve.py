@@ -127,7 +127,7 @@ def train(strategy, is_mean_of_means):
 
 
 def launch(strategy, is_mean_of_means=False):
-    """What `train` returns on rank 0 of new processes."""
+    """Run `train` in new processes, and return what it returns on rank 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if torch.cuda.device_count() < 2:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

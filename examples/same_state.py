@@ -112,7 +112,7 @@ def train(strategy, leg, folder, is_mistaken):
 
 
 def launch(strategy, leg, folder, is_mistaken=False):
-    """What `train` returns on rank 0 of new processes."""
+    """Run `train` in new processes, and return what it returns on rank 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if torch.cuda.device_count() < 2:
         environment["CUDA_VISIBLE_DEVICES"] = ""

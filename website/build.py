@@ -33,7 +33,7 @@ NO_ADDRESS = "Files of the repository are named here, not linked: this site was 
 
 
 def navigation() -> list[Entry]:
-    """What the index links to: before its first heading, with itself, and under each heading."""
+    """The pages that the index links to: before its first heading, with itself, and under each heading."""
     before, *groups = re.split(r"(?m)^## ", read(INDEX))
     start: Entry = {"Start": [*_linked(before), {"All pages": INDEX}]}
     return [start, *({group.partition("\n")[0]: list(_linked(group))} for group in groups)]
@@ -47,7 +47,7 @@ def _linked(text: str) -> Iterator[Entry]:
 
 
 def resolve(page: str, link: str) -> str:
-    """What a link of a page names, from the top of the repository."""
+    """The file that a link of a page names, from the top of the repository."""
     return os.path.normpath(os.path.join(os.path.dirname(page), link))
 
 
@@ -136,8 +136,8 @@ class _Page(HTMLParser):
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a site: links and anchors that lead nowhere, and what other hosts would be asked for."""
-    found = []
+    """Mistakes of a site: links and anchors that lead nowhere, and what other hosts would be asked for."""
+    mistakes = []
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
     for path, page in pages.items():
         for link in (*page.links, *page.loaded) if path.name != "404.html" else ():  # has links from the address
@@ -150,11 +150,11 @@ def problems(folder: Path) -> list[str]:
             else:
                 is_wrong = not target.is_file() or unquote(parts.fragment) not in anchors
             if is_wrong:
-                found.append(f"{path.relative_to(folder)}: {link}")
+                mistakes.append(f"{path.relative_to(folder)}: {link}")
     for path in sorted(folder.rglob("*.css")):
         links = re.findall(r"(?:url\(|@import)[\s\"'(]*((?:https?:)?//[^\s\"')]+)", path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(folder)}: {link}" for link in links]
-    return found
+        mistakes += [f"{path.relative_to(folder)}: {link}" for link in links]
+    return mistakes
 
 
 def build(out: Path, repository: str | None = None, address: str | None = None) -> list[str]:

@@ -70,14 +70,14 @@ def _contents(things: list[Thing], above: str) -> str:
 
 def _places(written: Pages, pattern: str) -> list[str]:
     """Links to the first heading of each page under which something is named."""
-    found = []
+    links = []
     for path, text in written.items():
         if named := re.search(pattern, text):
             before = text[: text.index("\n", named.start())]
             headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?(^```$|\Z)", "", before))
             slug = re.sub(r"[^\w\- ]", "", headings[-1].lower()).replace(" ", "-")
-            found.append(f"[{': '.join(dict.fromkeys([headings[0], headings[-1]]))}](../{path}#{slug})")
-    return found
+            links.append(f"[{': '.join(dict.fromkeys([headings[0], headings[-1]]))}](../{path}#{slug})")
+    return links
 
 
 def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -143,7 +143,7 @@ BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at mos
 
 
 def _type(form: dict[str, Any]) -> str:
-    """What a part of the schema admits, in a few words."""
+    """The values that a part of the schema admits, in a few words."""
     choices = [json.dumps(choice) for choice in ([form["const"]] if "const" in form else form.get("enum", ()))]
     if choices or "anyOf" in form:
         return " or ".join(dict.fromkeys([*choices, *map(_type, form.get("anyOf", ()))]))

@@ -39,7 +39,7 @@ ATTEMPTS = 10
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
 IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)
-"""What may be a reference to an image (distribution/reference, reference.go)."""
+"""A text that may be a reference to an image (distribution/reference, reference.go)."""
 VOLUME = re.compile(r"[a-zA-Z0-9][\w.-]*", re.ASCII)
 """Names of SkyPilot's, dstack's and Modal's volumes."""
 SHARED_MEMORY = "16GB"
@@ -307,7 +307,7 @@ class System:
     needs: tuple[str, ...] = ("--image", "--volume")
     """Flags that it requires; SkyPilot only for several machines."""
     tells: bool = True
-    """Whether its file says how long a run has between the signal to stop and its end."""
+    """True if its file says how long a run has between the signal to stop and its end."""
     is_script: bool = False
 
 

@@ -35,7 +35,7 @@ MOST_ADVICE = 3
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     what: str
-    """What takes the time, and what to change."""
+    """The part that takes the time, and what to change."""
     gain: float
     """The share of the time that this can save."""
     about: str = "up to"

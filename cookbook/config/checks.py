@@ -180,7 +180,7 @@ def _check_output_dir(name: str, place: Callable[[], str]) -> Iterator[str]:
 
 RUN_RECORDS = ("run.json", "status.json", "rounds.json")
 BEFORE_RECORDS = ("checkpoints", "events.jsonl", "metrics.jsonl", "model", "hang", "logs")
-"""What a run that was killed at its start may have left without a record."""
+"""Files and folders that a run that was killed at its start may have left without a record."""
 
 
 def of_no_run(folder: Path) -> list[str]:

@@ -104,7 +104,7 @@ BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-"""What accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
+"""Values that accelerate 1.15 fills in where a JSON has "auto" (accelerator.py, _prepare_deepspeed)."""
 MaybeAuto = int | Literal["auto"] | None
 """A size that accelerate or, of `zero_hpz_partition_size` and `buffer_size`, a run fills in."""
 

@@ -41,7 +41,7 @@ ONLY_THE_RUN = (
     "run.strict_versions",
     "run.trackers",
 )
-"""What is written and measured on the way, key by key: one that is in no list, as a new one, may change the curve."""
+"""Keys of all that is written and measured on the way. A key in no list, as a new one is, may change the curve."""
 EFFECTS = {
     "curve": "may change the curve",
     "speed": "speed and memory, never the curve",

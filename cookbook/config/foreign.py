@@ -134,7 +134,7 @@ class Project:
     open_sections: tuple[str, ...] = ()
     """Sections that may have keys of a library, beside those that the schema has."""
     classes: Mapping[str, Key] = field(default_factory=dict)
-    """What stands for all keys of a class, by its name."""
+    """Entries that stand for all keys of a class, by its name."""
     other_methods: frozenset[str] = frozenset()
     """Classes of methods that are not here: a key that only these have asks for theirs with any value."""
     compares: Mapping[str, str] = field(default_factory=dict)

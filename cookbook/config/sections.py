@@ -333,10 +333,10 @@ class DataSection(Section):
     template_date: Annotated[date | None, BeforeValidator(_date_of, json_schema_input_type=str | None)] = None
     """The date for a template that prints today's, as in 2026-01-31; without it such a template is refused."""
     accept: list[TextPart] = []
-    """What the chat template may leave out of a row or write otherwise: [reasoning]. Without it, such a row is bad."""
+    """Parts of a row that the chat template may leave out or change: [reasoning]. Without it, such a row is bad."""
     special_tokens: Literal["text", "tokens"] | None = None
-    """What a special token's text, such as `<|im_end|>`, is in the texts of a row. Default: text in a chat, where the
-    template writes the tokens, and the token in rows without a template."""
+    """The meaning of a special token's text, such as `<|im_end|>`, in the texts of a row. Default: text in a chat,
+    where the template writes the tokens, and the token in rows without a template."""
     on_bad_row: Literal["error", "drop"] = "error"
     """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
 
@@ -431,7 +431,7 @@ class AdapterSection(Section):
     targets: Annotated[
         list[str], BeforeValidator(_list_of_targets, json_schema_input_type=Literal["all-linear"] | list[str])
     ] = [ALL_LINEAR]
-    """What gets an adapter: all linear layers but the head, or those whose names end so ([q_proj, v_proj]); and by
+    """Layers with an adapter: all linear layers but the head, or those whose names end so ([q_proj, v_proj]); and by
     name the experts of a mixture that are one tensor ([all-linear, gate_up_proj, down_proj]). A name that matches
     nothing is an error."""
     modules_to_save: list[str] = []
@@ -619,7 +619,7 @@ class RunSection(OneOf):
     hang_timeout_minutes: float = Field(default=30.0, gt=0, le=10_080)
     """End a run that makes no progress for this long and name the process at fault. Must exceed the longest forward."""
     on_out_of_memory: Literal["stop", "smaller_micro_batch", "next_strategy"] = "stop"
-    """What `cookbook launch` does when GPU memory runs out: end the run | start it again from its newest
+    """The answer of `cookbook launch` to a lack of GPU memory: end the run | start it again from its newest
     checkpoint with at most half the micro-batch | and, where that is not enough, with the next strategy that fits by
     the forecast. The global batch stays, and so does the curve."""
     check_export: bool = True
@@ -633,7 +633,7 @@ class RunSection(OneOf):
     monitor: bool = True
     """Measure what GPUs and CPU do, each second, into monitor.jsonl; a small process for each machine."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
-    """What one GPU costs for an hour, in any currency: `price` in metrics.jsonl is then what the run has cost so far.
+    """The cost of one GPU for an hour, in any currency: `price` in metrics.jsonl is then what the run has cost so far.
     Without GPUs, of one process. Default: not known."""
     check_ranks_every_steps: int | None = Field(default=None, gt=0)
     """Every N steps, compare what several processes hold (weights, optimizer state, position in the data) to the bit;
@@ -765,9 +765,9 @@ class RoundsSection(Section):
     generation_batch_size: int = Field(default=64, gt=0)
     """Answers that are sampled at a time. It changes speed and memory, and which random numbers an answer gets."""
     sampler: Sampler = TRANSFORMERS
-    """What samples: transformers, in this process; vllm, with options of `vllm serve` after it that load no code,
-    started for each round, or with --enable-lora once; or the address of such a server, as http://localhost:8000 or
-    unix:/run/vllm, or a list of addresses, which share the prompts."""
+    """The program that samples: transformers, in this process; vllm, with options of `vllm serve` after it that load no
+    code, started for each round, or with --enable-lora once; or the address of such a server, as http://localhost:8000
+    or unix:/run/vllm, or a list of addresses, which share the prompts."""
     keep_server: bool = False
     """Start vllm once, and let it load the weights of each round; it has its memory while a round trains."""
     round: int | None = Field(default=None, gt=0)

@@ -18,7 +18,7 @@ OWNERS: dict[str, str] = {
     "mlflow": "accelerate.tracking.MLflowTracker",
     "trackio": "trackio.init",
 }
-"""What takes the options of a tracker."""
+"""The function or class that takes the options of a tracker."""
 OF_THE_RUN = "the run itself decides it, so that a resume goes on with the tracker's own run"
 OF_THE_SETTINGS = "a tracker gets all settings of the recipe, after its start"
 IN_EFFECT_ALREADY = "it has no effect here: console, code and diff are kept from wandb"

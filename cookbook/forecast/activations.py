@@ -33,7 +33,7 @@ class Phase:
     making: int = 0
     """How much higher the peak is if these gradients live to its end."""
     kernels: int = 0
-    """What operations start."""
+    """Kernels that the operations start."""
     looped: int = 0
     """More of them where a product with all experts is a loop; see `Gpu.has_grouped_products`."""
     moved: int = 0
@@ -53,7 +53,7 @@ class ActivationTrace:
 
     phases: tuple[Phase, ...]
     keeps_inputs: bool = False
-    """Whether a layer keeps the hidden states that it gets until its backward, and not only what it makes of them."""
+    """True if a layer keeps the hidden states that it gets until its backward, and not only what it makes of them."""
 
     def towards(self, other: "ActivationTrace", times: float) -> "ActivationTrace":
         """Linear extrapolation from this trace (0 times) to another (1 times)."""

@@ -36,7 +36,7 @@ class Card:
     machines: Machines
     best: Fitting
     sampler: SamplerForecast | None
-    """What samples there; None for a recipe without rounds."""
+    """The sampler there; None for a recipe without rounds."""
     per_hour: float | None
     """Price of one GPU for an hour; None: not known."""
 

@@ -11,10 +11,10 @@ FLOAT32 = (
     *("layer_norm", "rms_norm", "group_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "rsqrt", "reciprocal"),
     *("exp", "log", "log1p", "softplus", "logsumexp"),
 )
-"""What CUDA's autocast computes in float32, the CPU's does not, and models use (torch 2.13,
+"""Operations of models that CUDA's autocast computes in float32 and the CPU's does not (torch 2.13,
 include/ATen/autocast_mode.h, AT_FORALL_FP32)."""
 INTO_FLOAT32 = ("sum", "sum.dim_IntList", "cumsum", "softmax.int", "log_softmax.int")
-"""Those that read 16 bits and return float32 (AT_FORALL_FP32_SET_OPT_DTYPE)."""
+"""Operations that read 16 bits and return float32 (AT_FORALL_FP32_SET_OPT_DTYPE)."""
 KEY = "AutocastCPU"
 
 

@@ -31,7 +31,7 @@ class Change:
     strategies: Sequence[Strategy]
     machines: Machines
     words: str = ""
-    """What stands before the strategy's name."""
+    """The words before the strategy's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Changes:
     """Strategies that may take their place."""
     machines: Machines
     is_sure: bool = False
-    """Whether only what fits without a doubt counts, on the GPUs alone."""
+    """True if only a run counts that fits without a doubt counts, on the GPUs alone."""
 
     def suggestions(self) -> Iterator[str]:
         """The first change of each kind that helps."""

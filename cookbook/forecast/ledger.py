@@ -108,7 +108,7 @@ class Ledger(TorchDispatchMode):
         self.kernels = self.looped = self.moved = self.streamed = 0
         self.phases: list[Phase] = []
         self.inputs: list[weakref.ref[Any]] = []
-        """What the layers got."""
+        """The inputs that the layers got."""
         self.keeps_inputs = False
         self.copies = 0
         """Bytes of weights that autocast frees at its end."""

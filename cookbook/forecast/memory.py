@@ -19,7 +19,7 @@ RESERVED_LEAST = {"whole": 1.01, "sharded": 1.07}
 """Reserved over allocated memory at least, by whether weights are gathered and freed: nanotron's published runs, 60,780
 to 60,096 MiB and 9,170 to 8,570."""
 RESERVED_MOST = 1.09
-"""The same at most, but for holes: nanotron, 14,332 to 13,153 MiB."""
+"""Reserved over allocated memory at most, but for holes: nanotron, 14,332 to 13,153 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Memory:
     outside: tuple[int, int] = (CONTEXT, CONTEXT)
     """Memory outside torch's allocator, least and most; see outside.py for several processes."""
     stages: tuple["Stage", ...] = ()
-    """Those of a pipeline, if this is the one of them that allocates most."""
+    """Stages of a pipeline, if this is the one of them that allocates most."""
 
     @property
     def allocated(self) -> int:

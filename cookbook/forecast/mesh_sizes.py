@@ -14,7 +14,7 @@ from cookbook.system.hardware import Machines
 from cookbook.training.models.structure import config_of
 
 KEYS = ("tp_size", "sp_size", "pp_size", "ep_size")
-"""What is tried; the processes that these leave are copies or shards."""
+"""Sizes that are tried; the processes that these leave are copies or shards."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,11 +34,11 @@ class PlanReport:
     origin: str
     """The source of the model's structure."""
     suggestion: str | None
-    """What to change if nothing fits, or if what may fit is not sure to or moves its state to the host or a disk."""
+    """Changes to make if nothing fits, or if what may fit is not sure to or moves its state to the host or a disk."""
     no_time: str | None
     """Why there is no forecast of time, if there is none."""
     time_caveat: str | None
-    """What the forecast of time omits, if that matters."""
+    """Costs that the forecast of time omits, if they matter."""
     model: str
     """The model type."""
     num_parameters: int
@@ -48,9 +48,9 @@ class PlanReport:
     quantized: str | None = None
     """Why the weights that are named cannot be trained, though the model can."""
     scores: str | None = None
-    """What attention without a kernel takes, if the model has such."""
+    """Memory of attention without a kernel, if the model has such."""
     sampler: SamplerForecast | None = None
-    """What samples, of a recipe with rounds."""
+    """The sampler of a recipe with rounds."""
 
 
 def forecast_all(

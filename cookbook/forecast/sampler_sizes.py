@@ -19,11 +19,11 @@ class SamplerMemory:
     cache: int
     """Keys and values, or states, of all answers at that length."""
     prompt_cache: int
-    """The same of all prompts, before the first token of an answer."""
+    """Keys and values, or states, of all prompts, before the first token of an answer."""
     sampling: int
     """The most that a forward of all answers holds beside the weights, their cache included."""
     proof: int
-    """The same of the forward that proves what was sampled, of a few answers at a time."""
+    """The most that the forward that proves what was sampled holds, of a few answers at a time."""
     launches: int
     """Operations of a forward of one further token of each answer."""
 

@@ -83,7 +83,8 @@ LAUNCHES = 40
 """Operations in the forward of a layer that was not traced: 34 of Llama, 46 of Qwen3, counted in transformers 5.23;
 twice as many in the backward. Adapters on all matrices multiply the forward by 2.4 and the backward by 1.6."""
 LAUNCHES_COMPILED = 12
-"""The same for compiled layers: products and attention, with a fused kernel between any two; an assumption."""
+"""Operations in the forward of a compiled layer: products and attention, with a fused kernel between any two; an
+assumption."""
 ZERO3_HOOK = (1e-4, 5e-4)
 """Host seconds of DeepSpeed's ZeRO-3 hooks, which gather and release the weights of a module, per module and pass."""
 ZERO_HOOK = (2e-5, 2e-4)
@@ -103,9 +104,9 @@ class Portion:
     low: float
     high: float
     overlaps: bool = True
-    """Whether it overlaps with the matrix products; the update of the weights does not."""
+    """True if it overlaps with the matrix products; the update of the weights does not."""
     is_kernel: bool = False
-    """Whether it is in the GPU's own queue, one kernel after another."""
+    """True if it is in the GPU's own queue, one kernel after another."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -492,7 +492,7 @@ class _TracedModel:
 
 
 TRACED_MODELS: dict[Any, _TracedModel] = {}
-"""Those of earlier traces, by what they were made of."""
+"""Models of earlier traces, by what they were made of."""
 MAX_TRACED_MODELS = 8
 
 

@@ -71,10 +71,10 @@ class Forecast:
     """Bytes of a checkpoint."""
     time: Range | None = None
     time_of_kernels: Range | None = None
-    """The same where layers with a state have kernels of their own (flash-linear-attention, mamba-ssm, causal-conv1d):
+    """The time where layers with a state have kernels of their own (flash-linear-attention, mamba-ssm, causal-conv1d):
     what moves in their layers is then counted at the slow end alone. None for models without such layers."""
     messages: list[Transfer] = field(default_factory=list)
-    """What processes send to one another in a step of full samples."""
+    """Transfers between processes in a step of full samples."""
     largest_micro_batch: int | None = None
     """Sequences (pairs) of max_length that fit; None for an unknown GPU, or if nothing fits."""
     longest: int | None = None

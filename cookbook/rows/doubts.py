@@ -21,7 +21,7 @@ NUM_LOOKED_AT = 32
 """Rows of which every column is looked at, also in tables, of which later rows have those with a known name and those
 of numbers."""
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")
-"""What pandas calls the numbers of a table's rows."""
+"""The name that pandas gives to the numbers of a table's rows."""
 MIN_WORDS = 5
 """Average of an unread column that may be an answer though its name says nothing."""
 

@@ -15,7 +15,7 @@ class Combination:
 
     what: str
     clashes: Callable[[Recipe, Strategy, int], bool]
-    """Whether a recipe, a strategy and a number of GPUs (0: the run uses the CPU) combine them."""
+    """True if a recipe, a strategy and a number of GPUs (0: the run uses the CPU) combine them."""
     why: str
     seen: str
     way_out: str

@@ -26,7 +26,7 @@ Started: TypeAlias = tuple[GeneralTracker, str]
 CLOSE_SECONDS = 30.0
 """Limit of the wait for a tracker at the end of a run."""
 HANG_SECONDS = 10.0
-"""The same of a run that hangs: launchers kill it 30 seconds after its first process has ended."""
+"""Limit of that wait for a run that hangs: launchers kill it 30 seconds after its first process has ended."""
 
 
 def _start_tensorboard(folder: Path, name: str, run_id: str | None, config: Config, options: Options) -> Started:

@@ -43,17 +43,17 @@ class Collected:
         self.places: dict[str, str] = {}
         """File, line, key and value behind each of these."""
         self.given: set[str] = set()
-        """Those that the files have, also with a value that could not be converted."""
+        """Our keys that the files have, also with a value that could not be converted."""
         self.keys_of_files: set[str] = set()
         """Dotted, of all files."""
         self.keys_of_training: list[str] = []
         """Dotted, of the training file alone."""
         self.carried: dict[str, str] = {}
-        """Those with a counterpart, each with ours."""
+        """Keys with a counterpart, each with ours."""
         self.is_of_training = False
         """True if one of the files has the settings of a training."""
         self.own_defaults: dict[str, Any] = {}
-        """What holds where the training file is silent, by our keys."""
+        """Values that hold where the training file is silent, by our keys."""
         self.changes: list[str] = []
         """Settings that are not in the recipe and change the training, or may."""
         self.notes: list[str] = []
@@ -71,11 +71,11 @@ class Collected:
         self.reasons: dict[str, tuple[str, str]] = {}
         """Place and reason of lines that others with the same reason may stand beside."""
         self.values: dict[str, Any] = {}
-        """Those of the files by dotted key, as written."""
+        """Values of the files by dotted key, as written."""
         self.project: Project | None = None
         """Whose training file it is."""
         self.program = ""
-        """What a command runs, by which a project may choose the method."""
+        """The program that a command runs, by which a project may choose the method."""
         self.method: str | None = None
         """The class of the method that the program names."""
         self.objective: str | None = None

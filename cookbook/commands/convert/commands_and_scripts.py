@@ -50,9 +50,9 @@ class Settings(NamedTuple):
     processes: int | None = None
     """Their number in a command."""
     notes: Sequence[str] = ()
-    """What of a script is not carried."""
+    """Parts of a script that are not carried over."""
     program: str = ""
-    """What a command runs."""
+    """The program that a command runs."""
 
 
 def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
@@ -195,7 +195,7 @@ ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 REDIRECTION = re.compile(r"(?:\d|&)?[<>]+&?")
 WHICH = r"\$\((?:which|command -v) (\w+)\)"
 OF_ANOTHER = "${command}"
-"""What another command prints, as a reference that is open."""
+"""The output of another command, as a reference that is open."""
 COMMENT_IN_QUOTES = re.compile(r"`\s*#[^`]*`")
 """How a comment is written between the lines of one command."""
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {

@@ -29,7 +29,7 @@ USUAL = (
     ("ds_type", "json"),
     ("train_on_split", "train"),
 )
-"""What axolotl's keys of a data set are where a file is silent, or what the rows show."""
+"""Values of axolotl's keys of a data set that hold where a file is silent, or that the rows show."""
 RECOGNIZED_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 FRACTION = "a fraction became weight: each epoch uses another part of the rows"
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"

@@ -28,8 +28,8 @@ KNOWN: dict[str, dict[str, Any]] = {
         "columns": {"text": "page"},
     },
 }
-"""What torchtune's builders read where a file is silent, by their names in torchtune/datasets/: columns by ours, and a
-folder in the data set."""
+"""Columns by ours, and a folder in the data set, that torchtune's builders read where a file is silent. A builder has
+its name in torchtune/datasets/."""
 COLUMN_MAP = {"input": "user", "output": "assistant", "conversations": "messages"}
 COLUMN_MAP |= {"question": "user", "answer": "assistant"}
 """Keys of torchtune's column_map, with ours of data.columns; the others have the same name."""

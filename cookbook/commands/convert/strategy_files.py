@@ -18,8 +18,8 @@ TRAITS: dict[str, Any] = {
     "offload": False,
     **dict.fromkeys(("dp_replicate_size", "tp_size", "sp_size", "ep_size", "zero_hpz_partition_size"), 1),
 }
-"""What makes two strategies different, apart from the number of processes, which a strategy takes from the GPUs; with
-what a file means that is silent about it.
+"""Properties that make two strategies different, each with its value where a file is silent. The number of processes is
+none of them, since a strategy takes it from the GPUs.
 """
 
 

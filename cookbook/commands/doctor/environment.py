@@ -16,7 +16,7 @@ SLOWING = {
     "NCCL_IB_DISABLE": "machines talk through sockets, not InfiniBand",
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
 }
-"""What "1" does."""
+"""Variables with the effect of "1"."""
 
 
 def check_variables(strategy: Strategy | None, mixed_precision: str) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from cookbook.system.console import in_bytes
 KERNELS = Path("/proc/filesystems")
 """Lists the kernel's file systems, with `nodev` before each that is on no disk of this machine."""
 LOCAL = {"tmpfs", "ramfs", "overlay", "zfs"}
-"""Those with `nodev` that are of no network either. Any other may be."""
+"""File systems with `nodev` that are of no network either. Any other may be."""
 
 
 def nvme_folders(strategy: Strategy) -> list[Path]:

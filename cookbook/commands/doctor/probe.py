@@ -31,7 +31,7 @@ class Probe:
     received: bytes = b""
     ended: Literal["", "by itself", "out of time"] = ""
     said: list[Any] = field(default_factory=list)
-    """What the check has yielded."""
+    """The values that the check has yielded."""
     trouble: str = ""
     """How the check broke, if it did."""
 

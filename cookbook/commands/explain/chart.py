@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 LETTERS = "⠿┤└─"
-"""What `draw` needs without `plain`."""
+"""Letters that `draw` needs without `plain`."""
 WIDTH, HEIGHT = 60, 6
 """In characters; one has 2 x 4 dots."""
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))

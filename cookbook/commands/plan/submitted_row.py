@@ -46,7 +46,7 @@ class RunRow:
     is_packed: bool
     forecast_gib: float
     peak_gib: float
-    """What torch allocated at most in the process that needs most; the forecast is of the same."""
+    """Memory that torch allocated at most in the process that needs most; the forecast is of the same."""
     forecast_seconds_low: float | None
     forecast_seconds_high: float | None
     seconds: float

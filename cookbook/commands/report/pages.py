@@ -26,7 +26,7 @@ class Quantity(NamedTuple):
     word: str
     """At its axis."""
     from_zero: bool = True
-    """Whether its axis has the zero, where there is nothing of it."""
+    """True if its axis has the zero, where there is nothing of it."""
 
 
 QUANTITIES = {

@@ -54,7 +54,7 @@ class Conversation:
         self.mask: list[int] = []
         """1 for a token that was sampled, 0 for one of the environment's or the template's."""
         self.turns: list[Any] = []
-        """What was sampled, in order."""
+        """The sampled turns, in order."""
         self.reward: float | None = None
         """Once it is over."""
 

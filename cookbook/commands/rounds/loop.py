@@ -134,7 +134,7 @@ class _Rounds:
     """The folder of the model, or of the adapter, that the first round begins with."""
     how: Sampling
     opened: ExitStack
-    """What ends when all rounds are over: a server that stays up."""
+    """Resources that are closed when all rounds are over: a server that stays up."""
     status: Status
     is_elsewhere: bool = False
     """Another command samples."""

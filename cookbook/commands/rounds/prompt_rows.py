@@ -22,7 +22,7 @@ from cookbook.training.data.rows import BadRows
 from cookbook.training.data.sources import raw_rows
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""What a reward function is given besides the columns of a row."""
+"""Arguments of a reward function besides the columns of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)

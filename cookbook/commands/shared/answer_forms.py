@@ -26,11 +26,11 @@ class Message(Form):
     key: str | None
     """The recipe's or strategy's key, as `optim.learning_rate`, or the option, as `--samples`."""
     value: Any
-    """What the key has now; null: nothing, or the message is about no one key."""
+    """The value that the key has now; null: none, or the message is about no one key."""
     problem: str
-    """What is wrong."""
+    """The mistake, without its place."""
     instead: str | None
-    """What to write or do; null: the message has no advice."""
+    """Advice: the value to write, or a thing to do; null: the message has none."""
 
 
 class Answer(Form):
@@ -39,7 +39,7 @@ class Answer(Form):
     errors: list[Message] = []
     """Mistakes, for which the exit code is 2."""
     warnings: list[Message] = []
-    """What works, and may not be what you want."""
+    """Settings that work, and may not be what you want."""
 
 
 class ReadRows(Form):
@@ -48,7 +48,7 @@ class ReadRows(Form):
     path: str | None
     rows: int
     kind: str
-    """What the rows are, as `chat`."""
+    """The kind of the rows, as `chat`."""
     dropped: dict[str, int] = {}
     """Rows that are left out, by reason."""
     notes: list[str] = []
@@ -116,7 +116,7 @@ class LengthRange(Form):
     most: int
     rows: int
     is_over: bool
-    """Whether the range is above `data.max_length`."""
+    """True if the range is above `data.max_length`."""
 
 
 class Previewed(Answer):
@@ -151,7 +151,7 @@ class AdviceForPrograms(Form):
     gain_ratio: float
     """The share of the time that this can save."""
     about: str
-    """Whether the gain is an upper limit ("up to") or an estimate ("about")."""
+    """The word before the gain: "up to" for an upper limit, "about" for an estimate."""
 
 
 class StepTime(Form):
@@ -176,7 +176,7 @@ class WhySlow(Answer):
     mfu: float | None
     """Model FLOPs utilization of the steps alone; null: not known of this hardware."""
     compiled: dict[str, Any] | None
-    """What torch's compiler made of the layers; null: nothing is compiled."""
+    """Counts of what torch's compiler made of the layers; null: nothing is compiled."""
     profiles: list[dict[str, Any]]
     """The records of profiled steps, of each profiled rank."""
     forecast: list[StepTime]
@@ -184,7 +184,7 @@ class WhySlow(Answer):
     no_forecast: str | None
     """Why there is no forecast."""
     advice: list[AdviceForPrograms]
-    """What to change first, the largest gain first."""
+    """Changes to make, the largest gain first."""
 
 
 class ShownAnswer(Form):
@@ -347,7 +347,7 @@ class Converted(Answer):
     changes: list[str]
     """Settings that are not in the recipe, and train otherwise, or may."""
     notes: list[str]
-    """What to know, or to decide."""
+    """Things to know, or to decide."""
     idle: list[str]
     """Settings that need nothing."""
     to_correct: list[Message]
@@ -372,7 +372,7 @@ class Planned(Answer):
     next_rung: str | None = None
     """The first change that makes the recipe fit, where it does not."""
     sampler: dict[str, Any] | None = None
-    """What samples, of a recipe with rounds: `fits`, `total`, `weights`, `cache` and more; `seconds` are those of a
+    """The sampler of a recipe with rounds: `fits`, `total`, `weights`, `cache` and more; `seconds` are those of a
     round's sampling."""
     no_time: str | None = None
     """The reason why there are no times."""
@@ -402,7 +402,7 @@ class Explained(Answer):
     command: list[str] = []
     """The line that launches the run, word by word."""
     names: list[str] = []
-    """What is compared; the next keys are of a comparison too."""
+    """The two things that are compared; the next keys are of a comparison too."""
     differences: list[dict[str, Any]] = []
     precision: list[dict[str, Any]] = []
     same_curve: bool | None = None
@@ -460,9 +460,9 @@ class NextStep(Answer):
     price: float | None
     """The cost of all starts so far; null: they had no run.price_per_gpu_hour."""
     command: str | None
-    """What to type now; null: wait, or see `advice`."""
+    """The command to type now; null: wait, or see `advice`."""
     advice: str | None
-    """What to do first, where a command alone does not mend it."""
+    """Things to do first, where a command alone does not mend it."""
 
 
 ANSWERS: dict[str, type[Answer]] = {

@@ -31,7 +31,7 @@ class Line:
     name: str
     points: list[tuple[float, float]]
     has_dots: bool = False
-    """Whether its points are marked: few ones, such as evaluations."""
+    """True if its points are marked: few ones, such as evaluations."""
     ink: int = 0
     is_dashed: bool = False
     floor: list[float] | None = None

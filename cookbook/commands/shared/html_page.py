@@ -66,7 +66,7 @@ class Drawing:
     box: tuple[float, float, float, float]
     """Left, top, right and bottom edge of what the axes enclose, in the units of the SVG."""
     x: tuple[float, float]
-    """What the horizontal axis has at its ends."""
+    """The values at the ends of the horizontal axis."""
     y: tuple[float, float]
 
 

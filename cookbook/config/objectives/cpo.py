@@ -18,7 +18,7 @@ class Contrast(PairObjective):
     """
 
     by_token: ClassVar[bool]
-    """Whether a reward is of the mean over an answer's tokens."""
+    """True if a reward is of the mean over an answer's tokens."""
     beta: float
     nll_weight: float | None
     own_weight: ClassVar[float]

@@ -22,7 +22,7 @@ INPUTS = (
     "token_lengths",
 )
 BY_TARGET = ("old_logps", "sampled_logps", "token_reference_logps", "teacher_tokens", "teacher_logps")
-"""What a batch may have for each target, beside `targets`."""
+"""Entries of a batch that have a value for each target, beside `targets`."""
 
 Batch = dict[str, Any]
 """The output of `cookbook.training.data.batches.collate`, with its tensors on the device."""

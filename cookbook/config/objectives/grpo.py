@@ -48,7 +48,7 @@ class GRPO(Objective):
     max_completion_length: int | None = Field(default=None, ge=1)
     """The constant of dr_grpo: the tokens that an answer could have when it was sampled."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What divides an advantage: the standard deviation of its group's rewards (Shao et al. 2024, section 4.1.2), of
+    """The divisor of an advantage: the standard deviation of its group's rewards (Shao et al. 2024, section 4.1.2), of
     all rewards of the set (`batch`, Liu et al. 2025, arXiv 2508.08221), or nothing (Dr. GRPO, arXiv 2503.20783)."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     """How far the ratio may fall below 1 before it is clipped."""
@@ -61,8 +61,8 @@ class GRPO(Objective):
     """Multiply the divergence by r, which makes its gradient that of the reverse KL: DeepSeek-V3.2 (arXiv 2512.02556).
     With false it is eq. 4 of arXiv 2402.03300 as it stands."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether r is a token's ratio, or for all tokens of an answer the geometric mean of theirs: GSPO, eq. 7 of
-    Zheng et al. 2025 (arXiv 2507.18071), whose epsilon is 3e-4 and 4e-4 above."""
+    """The ratio r: a token's own, or for all tokens of an answer the geometric mean of theirs: GSPO, eq. 7 of Zheng et
+    al. 2025 (arXiv 2507.18071), whose epsilon is 3e-4 and 4e-4 above."""
 
     importance_sampling_clip_max: float = Field(default=3.0, gt=0, allow_inf_nan=False)
     """The largest weight of a token that was drawn from another distribution than the model's; TRL's

@@ -45,25 +45,25 @@ class Objective(Named):
     rows: ClassVar[tuple[str, ...]]
     """Names of the row kinds that it trains on (`cookbook.rows.row_kinds`); a rehearsal generates the first."""
     sample: ClassVar[str] = "sequence"
-    """What a batch counts, in the singular."""
+    """The thing that a batch counts, in the singular."""
     sequences: ClassVar[tuple[str, ...]] = ("",)
     """Names of the sequences of a sample."""
     mean_over: ClassVar[Literal["tokens", "samples"]] = "tokens"
-    """What the loss is averaged over: labelled tokens, or samples. A property where the keys decide it."""
+    """The things over which the loss is averaged: labelled tokens, or samples. A property where the keys decide it."""
     shares_samples: ClassVar[bool] = False
-    """Whether ranks that share the tokens of samples may share the samples too, for a loss over samples: `compute`
+    """True if ranks that share the tokens of samples may share the samples too, for a loss over samples: `compute`
     takes its sums from `sums_by_sequence`, and `values` and `reference_logps` are those of the sequences that it
     returns.
     """
     needs_reference: ClassVar[bool] = False
-    """Whether batches carry `reference_logps`, computed by the model before training."""
+    """True if batches carry `reference_logps`, computed by the model before training."""
     reference_of: ClassVar[Literal["sequences", "tokens"]] = "sequences"
     """With tokens, batches carry `token_reference_logps` of each target instead, and `old_logps` if rows have
     them, or the reference."""
     settings_of_values: ClassVar[tuple[str, ...]] = ()
     """Keys that `values_of` depends on, or which tokens carry loss."""
     splits_rows: ClassVar[bool] = False
-    """Whether rows longer than data.max_length are split into several samples if the recipe does not choose."""
+    """True if rows longer than data.max_length are split into several samples if the recipe does not choose."""
 
     @property
     def labels(self) -> TrainOn:

@@ -30,7 +30,7 @@ class Refusal:
     seen: str
     """Library versions that show the problem, or "by design"."""
     way_out: str
-    """What to use instead."""
+    """The optimizer to use instead."""
 
 
 class Optimizer(Named):

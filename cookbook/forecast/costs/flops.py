@@ -23,7 +23,7 @@ class TrainedWeight(NamedTuple):
     is_matrix: bool
     layer: int | None
     is_divided: bool = False
-    """Whether tensor parallel divides it."""
+    """True if tensor parallel divides it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class ModelSizes:
     column_matrices: int = 0
     """Matrices of all layers that tensor parallel divides by their outputs; each has an input's gradient to sum."""
     first_matrices: int = 0
-    """Those of them whose input needs no gradient, as nothing before it is trained; recomputed layers have it."""
+    """`column_matrices` whose input needs no gradient, as nothing before it is trained; recomputed layers have it."""
     row_matrices: int = 0
-    """Those that it divides by their inputs; each has an output to sum."""
+    """Matrices that it divides by their inputs; each has an output to sum."""
     column_ranks: Sequence[int] = ()
     """Ranks of an adapter's matrices beside the `column_matrices`; each has as many sums of gradients."""
     row_ranks: Sequence[int] = ()
@@ -75,9 +75,9 @@ class ModelSizes:
     """Parameters that tensor parallel leaves whole in each process."""
     num_undivided_trained: int = 0
     is_embedding_divided: bool = False
-    """Whether tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
+    """True if tensor parallel divides the embedding by tokens, so that what it looks up is summed."""
     is_tied: bool = False
-    """Whether embedding and head are one matrix."""
+    """True if embedding and head are one matrix."""
     trained: Sequence[TrainedWeight] = ()
     """In the model's order. Empty: not known."""
 
@@ -193,12 +193,12 @@ class Step:
     """Per process."""
     recompute: Recompute = False
     offloads_checkpoints: bool = False
-    """Whether the inputs of layers go to host memory and back."""
+    """True if the inputs of layers go to host memory and back."""
     precision: Precision = "bf16"
     gradient_dtype: Literal["bf16", "fp16"] | None = None
     """Type of the gradients that processes exchange, if the recipe writes it."""
     is_compiled: bool = False
-    """Whether the decoder layers are compiled."""
+    """True if the decoder layers are compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

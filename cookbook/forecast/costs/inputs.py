@@ -62,7 +62,7 @@ class Skeleton:
     """In the model's order, tied ones once."""
     num_layers: int
     is_tied: bool
-    """Whether embedding and head are one matrix."""
+    """True if embedding and head are one matrix."""
     buffers: tuple[int, ...]
     """Elements of each float32 buffer, such as the frequencies of rotary embeddings."""
     head_layers: int = 0
@@ -149,14 +149,14 @@ class CostInputs:
     """Micro-batches per step and process; at least 2 under a token budget, where it varies."""
     mixed_precision: Literal["bf16", "fp16", "no"] = "bf16"
     fp8: bool = False
-    """Whether the matrices of the layers multiply in 8 bits."""
+    """True if the matrices of the layers multiply in 8 bits."""
     optim: Optimizer = field(default_factory=lambda: AdamW(learning_rate=1.0))
     adapter: AdapterSection | None = None
     """None: all weights are trained."""
     num_tokens: int = 0
     """Tokens of a micro-batch of full length, on each process."""
     offloads_checkpoints: bool = False
-    """Whether GPUs keep the inputs of layers in host memory (`model.gradient_checkpointing: offload`)."""
+    """True if GPUs keep the inputs of layers in host memory (`model.gradient_checkpointing: offload`)."""
 
     @property
     def low_bytes(self) -> int:

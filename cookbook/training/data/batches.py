@@ -69,7 +69,7 @@ class StepBatch:
     num_sequences: int
     """Sequences on all ranks: one for each sample, or two for each pair."""
     num_masked: int
-    """Those of them without a position that carries loss."""
+    """Sequences without a position that carries loss."""
     epoch: float
     """Epochs completed after this step; a whole number for a stream, whose length is unknown."""
     stream_digest: str | None = None

@@ -240,7 +240,7 @@ class Reader:
         self._columns, self._ignored = source.columns or {}, source.ignore or []
         self._shapes: dict[frozenset[str], _Shape] = {}
         self._is_whole = False
-        """Whether all rows were read."""
+        """True if all rows were read."""
         self._keys_unread: set[str] = set()
         """Keys of messages that nothing reads."""
         self._doubts = Doubts(is_chosen=bool(self._columns))

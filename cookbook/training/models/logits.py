@@ -81,7 +81,7 @@ class HeadLogits:
         """
         self.products, self.reading = products, reading
         self.known: list[torch.Tensor] = []
-        """What `nll` need not compute again in a second pass, in the order of its calls: (k, L) each."""
+        """Results that `nll` need not compute again in a second pass, in the order of its calls: (k, L) each."""
         self._before = iter(known)
 
     def nll(self, tokens: torch.Tensor) -> torch.Tensor:
