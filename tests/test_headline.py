@@ -17,7 +17,7 @@ from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import known_strategies, load_strategy
-from cookbook.facts.pipeline_stages import Begun, begun, pipeline_order
+from cookbook.facts.pipeline_stages import StagePass, pipeline_order, stage_passes
 from cookbook.forecast import headline
 from cookbook.forecast.costs.inputs import cost_inputs
 from cookbook.forecast.costs.states import heaviest, states
@@ -184,11 +184,11 @@ def test_the_heaviest_rank_is_that_of_a_loop_over_all():
 
 
 def test_a_long_step_of_a_pipeline_holds_what_all_its_turns_do():
-    def by_turns(count: int, stage: int, stages: int, chunks: int) -> set[Begun]:
+    def by_turns(count: int, stage: int, stages: int, chunks: int) -> set[StagePass]:
         moments, counts, is_first = set(), [0] * chunks, True
         for is_backward, chunk, _ in pipeline_order(count, stage, stages, chunks):
             counts[chunk] += not is_backward
-            moments.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
+            moments.add(StagePass(chunk=chunk, counts=tuple(counts), is_first=is_first))
             counts[chunk] -= is_backward
             is_first = is_first and not is_backward
         return moments
@@ -197,8 +197,8 @@ def test_a_long_step_of_a_pipeline_holds_what_all_its_turns_do():
         for chunks in (1, 2, 3):
             for count in (1, stages, 63, 64, 97, 130, 255):
                 for stage in (0, stages - 1):
-                    assert begun(count, stage, stages, chunks) == by_turns(count, stage, stages, chunks)
-    assert begun(10**10, 0, 4, 2) == begun(400, 0, 4, 2)
+                    assert stage_passes(count, stage, stages, chunks) == by_turns(count, stage, stages, chunks)
+    assert stage_passes(10**10, 0, 4, 2) == stage_passes(400, 0, 4, 2)
 
 
 def test_micro_batches_of_a_huge_batch_are_found_at_once():

@@ -23,13 +23,13 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.objectives.forward import LossOutput, negative_log_likelihood
 from cookbook.facts.meshes import pipeline_problem
 from cookbook.facts.pipeline_stages import (
-    begun,
     head_layers,
     num_turns,
     pipeline_order,
     slowest_share,
     stage_chunks,
     stage_layers,
+    stage_passes,
 )
 from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import sketch, stage_of
@@ -82,7 +82,7 @@ def test_the_stages_of_known_models_by_hand():
 
 def most_begun(num_micro_batches: int, num_stages: int, chunks: int = 1) -> list[int]:
     """For each stage, the most micro-batches, of whatever chunk, that have begun at once."""
-    stages = (begun(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
+    stages = (stage_passes(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
     return [max(sum(one.counts) for one in stage) for stage in stages]
 
 
@@ -94,7 +94,7 @@ def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand(
     assert most_begun(8, 4, chunks=2) == [11, 9, 7, 5]
     assert most_begun(101, 2, chunks=2) == [5, 3]
     assert most_begun(1, 2, chunks=3) == [3, 3]
-    first = {one for one in begun(1, 0, 2, 2) if one.is_first}
+    first = {one for one in stage_passes(1, 0, 2, 2) if one.is_first}
     assert {(one.chunk, one.counts, one.waiting) for one in first} == {(0, (1, 0), (0, 0)), (1, (1, 1), (1, 0))}
 
 

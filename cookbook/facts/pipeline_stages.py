@@ -112,7 +112,7 @@ def pipeline_order(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class StagePass:
     """A forward or backward of a stage, and what it has begun by then."""
 
     chunk: int
@@ -128,7 +128,7 @@ class Begun:
 
 
 @cache
-def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[Begun]:
+def stage_passes(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> frozenset[StagePass]:
     """The distinct counts that a stage has at the forwards and backwards of a step, in no order. In the middle of a
     long step they repeat with each round, of which some are left out.
     """
@@ -137,7 +137,7 @@ def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) 
     moments, counts, is_first = set(), [0] * chunks, True
     for is_backward, chunk, _ in pipeline_order(num_micro_batches, stage, num_stages, chunks):
         counts[chunk] += not is_backward
-        moments.add(Begun(chunk=chunk, counts=tuple(counts), is_first=is_first))
+        moments.add(StagePass(chunk=chunk, counts=tuple(counts), is_first=is_first))
         counts[chunk] -= is_backward
         is_first = is_first and not is_backward
     return frozenset(moments)
@@ -145,4 +145,4 @@ def begun(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) 
 
 def in_flight(num_micro_batches: int, stage: int, num_stages: int, chunks: int = 1) -> int:
     """The most micro-batches that a stage has begun at a time; with several chunks a micro-batch counts in each."""
-    return max(sum(moment.counts) for moment in begun(num_micro_batches, stage, num_stages, chunks))
+    return max(sum(moment.counts) for moment in stage_passes(num_micro_batches, stage, num_stages, chunks))

@@ -97,7 +97,7 @@ def in_words(
     return "\n".join(parts)
 
 
-def _shown(report: PlanReport) -> list[Forecast]:
+def _forecasts_with_row(report: PlanReport) -> list[Forecast]:
     """Forecasts that have a row: those that may run, or where nothing fits the nearest."""
     known = [forecast for forecast in report.forecasts if forecast.memory is not None]
     return [forecast for forecast in known if forecast.verdict != "does not fit"] or known[:1]
@@ -111,7 +111,7 @@ def _is_for_more_gpus(report: PlanReport, forecast: Forecast) -> bool:
 
 def _without_room(report: PlanReport) -> list[str]:
     """A line of the strategies that do not fit and have no row, with the nearest."""
-    shown = _shown(report)
+    shown = _forecasts_with_row(report)
     rest = [forecast for forecast in report.forecasts if forecast.verdict == "does not fit" and forecast not in shown]
     if not rest:
         return []
@@ -125,7 +125,7 @@ def _without_room(report: PlanReport) -> list[str]:
 def _table(report: PlanReport) -> str:
     rows: list[tuple[str | Text, ...]] = [HEADER]
     notes = []
-    for forecast in _shown(report):
+    for forecast in _forecasts_with_row(report):
         assert forecast.memory is not None
         low, high = forecast.memory.needed if report.machines.gpus_each else (forecast.memory.allocated,) * 2
         name, time = forecast.strategy.name, "-"
@@ -222,7 +222,7 @@ def _is_own(report: PlanReport, forecast: Forecast) -> bool:
 def _bars(report: PlanReport) -> str:
     """A bar for each strategy, their legend, and what the table leaves open."""
     usable, num_gpus = report.machines.usable_gib, report.machines.num_gpus
-    shown = [(forecast, forecast.memory) for forecast in _shown(report) if forecast.memory is not None]
+    shown = [(forecast, forecast.memory) for forecast in _forecasts_with_row(report) if forecast.memory is not None]
     bar_bytes = usable * GIB if usable is not None else max(memory.needed[1] for _, memory in shown)
     legend = [f"{letter} {words}" for letter, _, words in PARTS]
     notes = ["  ".join(legend[:4]), "  ".join([*legend[4:], "- CUDA, NCCL and fragments, at most"])]

@@ -11,7 +11,7 @@ from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import mesh_problem, share_beyond_buffer, units_problem
 from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import decide
-from cookbook.facts.pipeline_stages import Begun, begun, in_flight, stage_chunks
+from cookbook.facts.pipeline_stages import StagePass, in_flight, stage_chunks, stage_passes
 from cookbook.facts.served_code import check_layers
 from cookbook.forecast import kept_traces, second_process
 from cookbook.forecast.activations import ActivationTrace, TooLong, Untraceable
@@ -507,7 +507,7 @@ def _stage(
     sends = [layers.stop < whole.num_layers for layers in chunks]
     received = message * count * (sum(sends) + sum(layers.start > 0 for layers in chunks))
     # At the first backward of a step there are no gradients yet; at the next one fewer may wait.
-    moments = list(begun(count, stage, num_stages, strategy.pp_chunks))
+    moments = list(stage_passes(count, stage, num_stages, strategy.pp_chunks))
     of_both = [[moment for moment in moments if moment.is_first == is_first] for is_first in (True, False)]
     most = in_flight(count, stage, num_stages, strategy.pp_chunks)
     holds = [
@@ -516,7 +516,7 @@ def _stage(
     ]
     holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
 
-    def sent(moment: Begun) -> int:
+    def sent(moment: StagePass) -> int:
         """Bytes that were sent of each micro-batch whose backward is still to come; with several chunks all of a step,
         as many as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`,
         send_ops).
@@ -528,10 +528,10 @@ def _stage(
     def of_work(work: ActivationTrace) -> Stage:
         kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
 
-        def waiting(moment: Begun) -> int:
+        def waiting(moment: StagePass) -> int:
             return sent(moment) + sum(number * each for number, each in zip(moment.waiting, kept, strict=True))
 
-        def at(moment: Begun) -> Memory:
+        def at(moment: StagePass) -> Memory:
             own = work.of_stage(chunks, whole.num_layers, waiting=moment.waiting, message=message, tied=tied)
             with_all = _with_buffers(held, received + sent(moment) + workspaces(gpu))
             return peak(

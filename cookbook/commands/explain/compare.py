@@ -200,14 +200,14 @@ def _row(difference: Difference, short: tuple[dict[str, str], dict[str, str]]) -
     places = [shorten(place, names) for place, names in zip(difference.sources, short, strict=True)]
     if difference.effect == "strategy":  # what is not in a strategy file is nowhere; in a recipe it is the default
         places = [place for place, value in zip(places, difference.values, strict=True) if value is not None]
-    return difference.key, " -> ".join(map(_shown, difference.values)), " -> ".join(dict.fromkeys(places))
+    return difference.key, " -> ".join(map(_describe, difference.values)), " -> ".join(dict.fromkeys(places))
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {_describe(item)}" for key, item in value.items())
     if isinstance(value, float):
         return number(value)
     return value if isinstance(value, str) else show(value)

@@ -511,7 +511,7 @@ def in_words(run: Explanation, *, plain: bool = False) -> str:
         if title == "OPTIMIZER":
             rows += [f"  {line}" for line in _chart(run, plain)]
     if changes := run.deepspeed_changes:
-        shown = [(key, f"{_shown(before)} -> {_shown(after)}") for key, (before, after) in changes.items()]
+        shown = [(key, f"{_describe(before)} -> {_describe(after)}") for key, (before, after) in changes.items()]
         left = [key for key, value in flatten(run.deepspeed or {}).items() if value == "auto"]
         shown += [(key, '"auto" -> what a run finds in the model') for key in left]
         rows += ["", "DEEPSPEED reads the json with", page(*shown)]
@@ -540,7 +540,7 @@ def _chart(run: Explanation, plain: bool) -> list[str]:
     return draw(run.rates, bottom="0", top=number(peak), ticks=ticks, plain=plain)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None:
         return "absent"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else f"{value!r}".replace("'", '"')

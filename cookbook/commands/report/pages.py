@@ -96,7 +96,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
         of_rounds = [line for line in run.samples if line.get("round") is not None]
         body += ["<h2>Samples</h2>", _samples_of_rounds(of_rounds) if of_rounds else _samples(run.samples)]
     body += ["<h2>Events</h2>", table(("time", "step", "event", ""), _event_rows(run))]
-    rows = [(key, _shown(value), _source(run, key)) for key, value in run.settings.items()]
+    rows = [(key, _describe(value), _source(run, key)) for key, value in run.settings.items()]
     body += ["<h2>Settings</h2>", table(("key", "value", "from"), rows)]
     return page_text("report", f"Run {run.folder}", body, script())
 
@@ -216,7 +216,7 @@ def differences(runs: Sequence[History]) -> list[tuple[str, ...]]:
     facts = [_facts(run) for run in runs]
     rows: list[tuple[str, ...]] = []
     for key in dict.fromkeys(key for of_run in facts for key in of_run):
-        values = [_shown(of_run.get(key)) for of_run in facts]
+        values = [_describe(of_run.get(key)) for of_run in facts]
         if len(set(values)) > 1:
             is_machine = key == "device" or key.startswith("versions.")
             effect = "speed" if key == "processes" else "rounding" if is_machine else effect_of(key)
@@ -357,5 +357,5 @@ def _source(run: History, key: str) -> str:
     return "recipe" if is_written else "default"
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

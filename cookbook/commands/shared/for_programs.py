@@ -28,7 +28,7 @@ QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\([^()]*\)")
 
 
 @dataclass
-class _Asked:
+class _JsonCommand:
     """A command whose words ask for JSON, as far as it has got."""
 
     words: Sequence[str]
@@ -37,7 +37,7 @@ class _Asked:
     warnings: list[str] = field(default_factory=list)
 
 
-_asked: _Asked | None = None
+_asked: _JsonCommand | None = None
 
 
 def answer(values: Answer) -> int:
@@ -71,7 +71,7 @@ def answered(words: Sequence[str]) -> Iterator[None]:
     if FLAG not in words:
         yield
         return
-    asked = _asked = _Asked(words)
+    asked = _asked = _JsonCommand(words)
 
     def listen(text: str, is_on_stderr: bool) -> None:
         if is_on_stderr:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cookbook.config.strategy import Strategy
-from cookbook.facts.pipeline_stages import begun, stage_chunks
+from cookbook.facts.pipeline_stages import stage_chunks, stage_passes
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, hidden_bytes
 from cookbook.forecast.costs.states import FLOAT32, States, constants, resident
 
@@ -118,7 +118,7 @@ def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, loc
     the GPU.
 
     torch rounds each block up to a power of two (ATen/core/CachingHostAllocator.h). A stage of a pipeline has begun
-    several micro-batches (`inputs.begun`).
+    several micro-batches (`stage_passes`).
     """
     if not inputs.offloads_checkpoints:
         return 0
@@ -134,7 +134,7 @@ def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, loc
         own = stage_chunks(skeleton.num_layers, stage, stages, chunks, head_layers=skeleton.head_layers)
         kept = (
             sum(number * len(layers) for number, layers in zip(moment.counts, own, strict=True))
-            for moment in begun(inputs.accumulation, stage, stages, chunks)
+            for moment in stage_passes(inputs.accumulation, stage, stages, chunks)
         )
         return max(kept) * block
 

@@ -144,7 +144,7 @@ def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], 
     from peft import PeftModel
 
     with in_language_names(adapter) as named:
-        model = PeftModel.from_pretrained(_opened(base_folder), str(named))
+        model = PeftModel.from_pretrained(_open_in_float32(base_folder), str(named))
     expected = probe_logits(model)
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
     weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
@@ -164,7 +164,7 @@ def _logits_of(folder: Path) -> torch.Tensor:
     """Logits of a model in files, after transformers has found every tensor that it expects in them."""
     streamed = StreamedModel.open(folder)
     if streamed is None:
-        return probe_logits(_opened(folder))
+        return probe_logits(_open_in_float32(folder))
     try:
         check_folder(folder, open_config(folder), place=str(folder))
     except RecipeError as error:
@@ -172,7 +172,7 @@ def _logits_of(folder: Path) -> torch.Tensor:
     return streamed.probe_logits()
 
 
-def _opened(folder: Path) -> PreTrainedModel:
+def _open_in_float32(folder: Path) -> PreTrainedModel:
     return open_language_model(folder, dtype=torch.float32)
 
 

@@ -214,7 +214,7 @@ def changes(
         may_differ = rule == "free" or (rule == "by_content" and (made_from is None or is_same_content))
         if before == after or may_differ:
             continue
-        change = f"{key} was {_shown(before)} when the checkpoint was made, and is {_shown(after)}"
+        change = f"{key} was {_describe(before)} when the checkpoint was made, and is {_describe(after)}"
         if rule != "with_consent":
             mistakes.append(change)
         else:
@@ -224,7 +224,7 @@ def changes(
     return mistakes, notes
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value as a user writes it."""
     if value is None:
         return "not set"
