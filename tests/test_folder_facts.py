@@ -38,7 +38,7 @@ from cookbook.training.models.folder_facts import FolderFacts, check_folder
 from cookbook.training.models.language_model import load_config
 from cookbook.training.models.logits import other_logits
 from cookbook.training.models.model_source import weights_digest
-from cookbook.training.models.structure import LogitTransform, logit_transform
+from cookbook.training.models.structure import LogitTransform, _check_router, logit_transform
 from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.curves import ROOT, Lab
 from tests.experts import experts, needs_experts
@@ -310,8 +310,16 @@ def test_an_expert_of_another_shape_is_named_as_the_files_have_it(folder: Path):
 
 def test_a_router_takes_no_more_experts_than_there_are(folder: Path):
     mixtral(folder, num_experts_per_tok=5)
-    with pytest.raises(RecipeError, match="num_experts_per_tok 5, of 4 experts"):
+    with pytest.raises(RecipeError, match=r"config\.json has 5 experts for each token, of 4 in a layer"):
         load_config(str(folder), 64)
+
+
+@pytest.mark.parametrize(("name", "key"), [("aria_text", "moe_topk"), ("dbrx", "moe_top_k")])
+def test_nor_does_one_whose_configuration_has_other_keys(name: str, key: str):
+    config = tiny_models.tiny_config(name)
+    assert _check_router(config, "model") == []
+    setattr(getattr(config, "ffn_config", config), key, 99)
+    assert "99 experts for each token, of " in _check_router(config, "model")[0]
 
 
 def mixtral(folder: Path, **keys: int) -> MixtralConfig:

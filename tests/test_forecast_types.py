@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from turns import others_by_turn
 
 from benchmarks.tiny_models import default_config, tiny_config
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import load_strategy
+from cookbook.facts.meshes import EXPERTS, EXPERTS_OF_A_TOKEN, size_of_experts
 from cookbook.forecast import ledger, verdict
 from cookbook.forecast import trace as tracing
+from cookbook.forecast.costs.flops import sizes_of
 from cookbook.forecast.layer_kinds import ShortModel
+from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.trace import Untraceable
 from cookbook.forecast.verdict import TraceCache, forecast
 from cookbook.system.files import RecipeError
@@ -49,6 +53,35 @@ def recipe(model_type: str, length: int) -> Recipe:
         "run": {"max_steps": 1, "output_dir": "out"},
     }
     return Recipe(**values)
+
+
+@pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ("aria_text", "dbrx", "llama", "qwen3_moe")))
+def test_the_experts_of_a_configuration_are_those_of_its_model(model_type: str):
+    """The keys for them have other names in some types, of which nothing fails: the forecast would take all experts of
+    DBRX for those of a token."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = [name for name, _ in model.named_parameters() if ".experts." in name]
+    modules = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
+    if not weights:
+        assert model_type not in ("aria_text", "dbrx", "qwen3_moe")
+        return
+    stacked = {len(weight) for name, weight in model.named_parameters() if name in weights and weight.dim() == 3}
+    counts = stacked | {getattr(module, "num_experts", None) for module in model.modules()}
+    assert size_of_experts(config, EXPERTS) in counts - {None}
+    assert {size_of_experts(config, EXPERTS_OF_A_TOKEN)} == {module.top_k for module in modules}
+
+
+def test_without_a_number_of_experts_of_a_token_there_is_no_forecast():
+    config = tiny_config("hunyuan_v1_moe")
+    weights = skeleton(config, recipe("hunyuan_v1_moe", 64))
+    assert sizes_of(config, weights).share_routed == 0.5
+    config.moe_topk = [2, 2]
+    assert sizes_of(config, weights).share_routed == 0.5
+    config.moe_topk = [1, 2]
+    with pytest.raises(RecipeError, match="the forecast knows no key of its configuration for experts"):
+        sizes_of(config, weights)
 
 
 @pytest.mark.parametrize("model_type", others_by_turn(TRAINED, OFTEN))

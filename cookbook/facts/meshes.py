@@ -3,7 +3,8 @@
 A configuration is transformers', or the values of a `config.json`, which may lack some: what is missing is not judged.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from cookbook.config.mesh import Mesh
@@ -14,8 +15,10 @@ from cookbook.system.console import several
 
 BUCKET_BYTES = 25 * 2**20
 """Size of the gradients that copies of a part exchange at once, as DDP has it."""
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a configuration for the number of experts, by architecture."""
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
+"""Keys for the number of them that a token passes through."""
 
 
 def _size(config: Any, *names: str) -> int | None:
@@ -23,6 +26,18 @@ def _size(config: Any, *names: str) -> int | None:
     text = config.get_text_config() if _is_whole(config) else config
     size = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
     return size if isinstance(size, int) and size > 0 else None
+
+
+def size_of_experts(config: Any, names: Sequence[str]) -> int | None:
+    """The value of one of `EXPERTS` or `EXPERTS_OF_A_TOKEN`; None if a configuration has none, or several."""
+    text = config.get_text_config() if _is_whole(config) else config
+    apart = getattr(text, "ffn_config", None)  # DBRX's
+    parts = [text, SimpleNamespace(**apart) if isinstance(apart, dict) else apart]
+    values = (getattr(part, name, None) for part in parts for name in names)
+    value = next((value for value in values if value is not None), None)
+    if isinstance(value, list) and len(set(value)) == 1:  # Hunyuan's, of each layer
+        value = value[0]
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _is_whole(config: Any) -> bool:
@@ -35,7 +50,8 @@ def expert_problem(config: Any, size: int) -> str | None:
     if size == 1:
         return None
     unknown = f"{config.model_type} is not among the architectures whose curve under expert parallel was compared"
-    count, problem = _size(config, *EXPERTS), why_not(config.model_type, look_up(config.model_type).ep, unknown)
+    problem = why_not(config.model_type, look_up(config.model_type).ep, unknown)
+    count = size_of_experts(config, EXPERTS)
     if count is None and (_is_whole(config) or problem):
         return f"{config.model_type} has no experts; use fsdp2"
     if problem:
@@ -133,7 +149,7 @@ def buffer_problem(config: Any, strategy: Strategy, num_processes: int, bytes_ea
     """
     width, rows = _size(config, "hidden_size") or 0, _size(config, "vocab_size") or 0
     inner = _size(config, "moe_intermediate_size", "intermediate_size") or 0
-    of_experts = 2 * inner * (_size(config, *EXPERTS) or 0)
+    of_experts = 2 * inner * (size_of_experts(config, EXPERTS) or 0)
     whose = "a layer's experts" if of_experts > rows else "the embedding"
     return share_beyond_buffer(strategy, max(rows, of_experts) * width, whose, num_processes, bytes_each)
 
@@ -173,7 +189,7 @@ def mesh_problem(config: Any, mesh: Mesh) -> str | None:
 
 def num_experts(config: Any) -> int:
     """Number of experts of a layer between which its router chooses; 1 without a router."""
-    return _size(config.get_text_config(), *EXPERTS) or 1
+    return size_of_experts(config, EXPERTS) or 1
 
 
 def in_buckets(sizes: Iterable[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BUILTIN_SOURCE, Source
 from cookbook.facts.attention_layers import attention_layers
-from cookbook.facts.meshes import EXPERTS
+from cookbook.facts.meshes import EXPERTS, EXPERTS_OF_A_TOKEN, size_of_experts
 from cookbook.facts.model_files import read_tokenizer, why_not
 from cookbook.facts.offline import hub_answers, known_kind, known_model
 from cookbook.facts.tiny_types import LARGEST, OF_FILES, fixed_sizes, full_rows, small_default
@@ -238,6 +238,6 @@ def shrink(config: Any, vocab_size: int, least_layers: int = 2) -> Any:
             if kind in of_kind
         }
     # Twice as many as a token chooses are enough to choose from; any ep_size up to 8 divides the 16 of most.
-    least = max(8, 2 * (values.get("num_experts_per_tok") or 1))
+    least = max(8, 2 * (size_of_experts(config, EXPERTS_OF_A_TOKEN) or 1))
     values |= {key: min(values[key], least) for key in EXPERTS if isinstance(values.get(key), int)}
     return type(config).from_dict({key: value for key, value in values.items() if key not in OF_FILES})

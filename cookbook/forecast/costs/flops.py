@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from cookbook.facts.attention_layers import Attention, attention_layers, first_of
-from cookbook.facts.meshes import num_experts
+from cookbook.facts.attention_layers import Attention, attention_layers
+from cookbook.facts.meshes import EXPERTS, EXPERTS_OF_A_TOKEN, num_experts, size_of_experts
 from cookbook.facts.score_head import is_scored
 from cookbook.forecast.costs.inputs import Skeleton, Weight
+from cookbook.system.files import RecipeError
 
 Recompute = Literal[False, True, "selective"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -99,12 +100,18 @@ class ModelSizes:
 
 
 def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
-    """The sizes of a model, from its transformers configuration and its weights."""
-    text = config.get_text_config()
-    experts = num_experts(config)
-    share = (first_of(text, "num_experts_per_tok") or experts) / experts
+    """The sizes of a model, from its transformers configuration and its weights.
 
+    Raises:
+        RecipeError: a key of the configuration that this needs is not known.
+    """
+    text = config.get_text_config()
+    experts, taken = num_experts(config), size_of_experts(config, EXPERTS_OF_A_TOKEN)
     routed = [weight for weight in skeleton.weights if weight.is_expert]
+    if routed and (taken is None or size_of_experts(config, EXPERTS) is None):
+        what = "for experts or for those of a token"
+        raise RecipeError(f"model {config.model_type}: the forecast knows no key of its configuration {what}")
+    share = (taken or experts) / experts
 
     def active(weight: Weight) -> float:
         """Elements of a weight that a token is multiplied with."""

@@ -19,7 +19,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
 from cookbook.facts.language_part import changes_of_logits, has_tower, language_config, why_whole
-from cookbook.facts.meshes import num_experts
+from cookbook.facts.meshes import EXPERTS_OF_A_TOKEN, num_experts, size_of_experts
 from cookbook.facts.model_files import read_config, read_tokenizer
 from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import hub_answers, known_model, nearest_models
@@ -205,9 +205,9 @@ def _has_longer(config: PreTrainedConfig, kind: str | None, layers: str | None, 
 
 
 def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
-    count, taken = num_experts(config), getattr(config, "num_experts_per_tok", None)
-    if count > 1 and isinstance(taken, int) and taken > count:
-        return [f"{place}: config.json has num_experts_per_tok {taken}, of {count} experts; correct it"]
+    count, taken = num_experts(config), size_of_experts(config, EXPERTS_OF_A_TOKEN) or 0
+    if count > 1 and taken > count:
+        return [f"{place}: config.json has {taken} experts for each token, of {count} in a layer; correct it"]
     return []
 
 
