@@ -53,6 +53,15 @@ def logits_of(products: torch.Tensor, transform: LogitTransform | None = None) -
     return HeadLogits(products, Reading(transform, PLAIN))
 
 
+def test_all_logits_are_a_copy_of_ones_own():
+    """A function of the logits may write in what it was given."""
+    products = torch.randn(COUNT, VOCAB)
+    logits = logits_of(products)
+    before = logits.nll(torch.zeros(COUNT, dtype=torch.long))
+    logits.whole().zero_()
+    assert torch.equal(logits.nll(torch.zeros(COUNT, dtype=torch.long)), before) and products.any()
+
+
 def terms(logits: Logits, batch: Batch, temperature: float) -> torch.Tensor:
     """(L, 2 + k): the negative log-likelihood of the target; at the temperature, the log-probability of all tokens
     together that are none of `teacher_tokens`, and those of these."""

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from conftest import ROOT, clean_environment
 
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
+from cookbook.training.checkpoint import write_model
 
 OWNER = """
 import sys
@@ -143,6 +145,19 @@ def test_where_files_cannot_be_locked_a_run_begins_and_says_that_nothing_keeps_a
     lock.hold(tmp_path / "run")
     assert "this file system has no locks; nothing keeps a second run out of" in capsys.readouterr().err
     assert json.loads(lock.signature(tmp_path / "run"))["pid"] == os.getpid()
+
+
+def test_where_files_cannot_be_locked_a_model_is_written(tmp_path, monkeypatch):
+    def refuse(error: int, descriptor: int, operation: int) -> None:
+        raise OSError(error, "no")
+
+    for error in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+        monkeypatch.setattr(fcntl, "flock", partial(refuse, error))
+        with write_model._lock(tmp_path):
+            pass
+    monkeypatch.setattr(fcntl, "flock", partial(refuse, errno.EWOULDBLOCK))
+    with pytest.raises(BlockingIOError), write_model._lock(tmp_path):
+        pass
 
 
 def test_where_files_cannot_be_locked_the_processes_of_a_machine_wait_all_the_same(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from target_grid import from_grid
 
 from cookbook.config.objectives import Objective
-from cookbook.config.objectives.forward import sequence_logps
+from cookbook.config.objectives.forward import LossOutput, sequence_logps
 from tests.needs import need_trl
 
 NUM_PAIRS, LENGTH, VOCAB = 3, 7, 11
@@ -106,6 +106,11 @@ def test_the_gradient_is_that_of_the_paper(batch, logits):
     weights = 0.3 * torch.sigmoid(rewards[1::2] - rewards[0::2])
     (-(weights * (logps[0::2] - logps[1::2])).sum()).backward()
     assert torch.allclose(ours, logits.grad, atol=1e-6)
+
+
+def test_the_loss_of_samples_is_float32_whatever_they_were_summed_in():
+    output = LossOutput.of(torch.tensor([1.0, 2.0], dtype=torch.float64), torch.ones(5), {})
+    assert (output.loss_sum.dtype, float(output.loss_sum), output.count) == (torch.float32, 3.0, 2)
 
 
 def test_an_untrained_model_has_no_reward_and_the_loss_of_a_coin(batch, logits):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import ctypes
-import errno
 import fcntl
 import json
 import math
@@ -25,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from cookbook.facts.model_files import generation_settings
 from cookbook.facts.score_head import empty_model
+from cookbook.system import lock
 from cookbook.training.checkpoint.folder import Checkpoint
 from cookbook.training.checkpoint.tensors import Reader, Tensor, Weight, as_weight, room_for, write_tensors
 from cookbook.training.checkpoint.tower import Tower
@@ -100,7 +100,7 @@ def _lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+            if error.errno not in lock.NO_LOCKS:
                 raise
         yield
     finally:
