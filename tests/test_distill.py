@@ -31,6 +31,7 @@ from cookbook.system.files import RecipeError
 from cookbook.training.data.answers import AnswersFile, load_answers
 from cookbook.training.data.sets import TokenSets
 from cookbook.training.engine import Engine, engine_class
+from cookbook.training.engine.collectives import Collectives
 from cookbook.training.models import loss
 from cookbook.training.models.logits import PLAIN, HeadLogits, Reading
 from cookbook.training.models.model_source import weights_digest
@@ -428,6 +429,11 @@ def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, mo
     scale(2)
     assert len(notes(whole)) == 1 and notes(whole) == []
     assert len(notes(engines("bf16"))) == 1
+    whole = engines("no")
+    assert notes(whole) == []
+    on_another = iter([False])  # whose machine has no file
+    monkeypatch.setattr(Collectives, "all_true", lambda self, value: next(on_another, value))
+    assert len(notes(whole)) == 1, "each asks about a part of the samples"
     scale(math.nan)
     with pytest.raises(RecipeError, match="log-probabilities are not finite"):
         notes(engines("no"))
