@@ -209,7 +209,9 @@ was planted at the place (`make mutants`). Without a guard: {unguarded}.
 
 Beside these, the start tries packed rows on a small model (`cookbook/training/models/stateful_layers.py`): layers with
 a state are found by what they do, a type that is known to have some and of which none is found ends the start, and so
-do samples that mix. Optional packages are hidden from transformers (`cookbook/system/optional.py`). A start under
+do samples that mix, and losses that are not those of transformers' own code, as without a window, a cap, sinks or a
+scale that a release has renamed. Padded rows are tried so if their type was not measured with the installed version.
+Optional packages are hidden from transformers (`cookbook/system/optional.py`). A start under
 versions that were not tested says so, and `run.strict_versions` refuses it.
 
 On the day of a release: `make test-newest`; read what changed in each function that is replaced; then

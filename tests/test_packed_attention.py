@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -34,7 +36,7 @@ from benchmarks import tiny_models
 from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import ModelSection
-from cookbook.facts import tiny_types
+from cookbook.facts import language_part, tiny_types
 from cookbook.facts.language_part import language_config
 from cookbook.facts.model_types import TYPES, look_up
 from cookbook.facts.packing import Packing, decide, known_config, packing_problem
@@ -46,7 +48,7 @@ from cookbook.training.models.efficiency import save_activations
 from cookbook.training.models.language_model import load_config, load_model
 from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import is_kept_apart, keep_apart
-from cookbook.training.models.stateful_layers import stateful_layers, try_two_samples
+from cookbook.training.models.stateful_layers import check_padded, stateful_layers, try_two_samples
 from cookbook.training.models.structure import find_config, not_served
 from tests.needs import lacked_types
 from tests.turns import FAMILIES, others_by_turn
@@ -279,6 +281,48 @@ def test_a_model_of_which_nothing_can_be_tried_does_not_start(monkeypatch: pytes
 
     with pytest.raises(RecipeError, match=r"no small model of it can be tried: KeyError: 'past_key_values'; write"):
         stateful_layers(with_recurrence(monkeypatch, Broken))
+
+
+@contextlib.contextmanager
+def lost(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """As under a transformers whose layers do not hand on this argument, or whose configurations lack these keys."""
+    if name == "SCALES":
+        monkeypatch.setattr(language_part, name, ())
+        yield
+        return
+
+    def without(*args: object, **kwargs: object) -> object:
+        kwargs.pop(name, None)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(stateful, "attend", without)
+    AttentionInterface.register(PACKED, without)
+    yield
+    AttentionInterface.register(PACKED, attend)
+
+
+PARTS = {"mistral": "sliding_window", "gemma2": "softcap", "gpt_oss": "s_aux", "cohere": "SCALES"}
+
+
+@pytest.mark.parametrize("model_type", PARTS)
+def test_a_model_that_loses_a_part_of_its_attention_or_logits_does_not_start(model_type, monkeypatch):
+    config = config_of(model_type)
+    stateful_layers(config)
+    with (
+        lost(monkeypatch, PARTS[model_type]),
+        pytest.raises(RecipeError, match=r"attention or logits here are not the"),
+    ):
+        stateful_layers(config)
+
+
+def test_padded_rows_are_tried_under_a_version_that_the_type_was_not_measured_with(monkeypatch: pytest.MonkeyPatch):
+    config = config_of("cohere")
+    with lost(monkeypatch, "SCALES"):
+        check_padded(config)
+        monkeypatch.setattr(stateful, "look_up", lambda name: replace(TYPES[name], transformers="5.1"))
+        with pytest.raises(RecipeError, match=r"not the model's; install transformers 5.1, with which it was measured"):
+            check_padded(config)
+        check_padded(config_of("llama"))
 
 
 def test_the_small_model_leaves_the_random_numbers_of_a_run_as_they_are():

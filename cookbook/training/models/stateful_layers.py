@@ -1,38 +1,53 @@
-"""Layers that carry a state along a row, found by what they do with two samples in a row of a small model."""
+"""A small model that is tried at the start: its layers that carry a state along a row, found by what they do with two
+samples in it, and its losses, which are to be those of transformers' own code.
+"""
 
+import contextlib
 import gc
 import importlib.metadata
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cookbook.facts.model_types import look_up
+from cookbook.facts.packing import packing_problem, short_window
 from cookbook.facts.tiny_types import LARGEST, fixed_sizes, small_default
 from cookbook.system import optional
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.models.attention import Lengths, Segments, attend
+from cookbook.training.models.attention import PACKED, Lengths, Segments, attend
+from cookbook.training.models.loss import add_loss
 from cookbook.training.models.mixers import keep_apart, packed_row
 
+Result = TypeVar("Result")
 WATCHED = "cookbook_watched"
 """Name for `attn_implementation` of a small model."""
 LENGTHS = (6, 6)
 """Tokens of the two samples."""
 SAME = 1e-4
 """Largest change of the second sample, relative to its largest value, that is none. Grouped products of experts cause
-5e-7 at most, layers with a state 0.3 at least (the 106 packed types, transformers 5.23 and 5.24, torch 2.13 on CPU)."""
+5e-7 at most, layers with a state 0.3 at least (the 106 packed types, transformers 5.23 and 5.24, torch 2.13 on CPU). Of
+the losses, 3e-7 at most, and 3e-3 at least without window, cap, sinks or scale (seven types, transformers 5.23)."""
+STRONG_VALUES = {"sliding_window": 4, "attn_logit_softcapping": 1.0}
+"""Values with which a small model's few tokens and low scores show what these keys do; only where it has them."""
+LOGITS = 10.0
+"""Factor of a small model's logits, so that a cap of them shows."""
 
 
 class Trial(NamedTuple):
-    """Result of two samples in a row."""
+    """Results of a small model."""
 
     layers: frozenset[type[torch.nn.Module]]
     """Classes of the outermost modules that mix the samples of a row by other means than attention."""
     problem: str | None
     """Why the samples are not kept apart even if each such layer runs on one of them at a time."""
+    distance: float = 0.0
+    """Of the losses of one sample from those of transformers' own forward and attention, see `_distance`."""
 
 
 def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]]:
@@ -41,8 +56,9 @@ def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]
     Raises:
         RecipeError: the samples of a packed row would mix all the same.
     """
-    trial = try_two_samples(config)
+    trial = try_two_samples(config, with_losses=True)
     if trial.problem is None:
+        _refuse_other_losses(config, trial.distance)
         return trial.layers
     version, measured = importlib.metadata.version("transformers"), look_up(config.model_type).transformers
     known = "" if measured in (None, version) else f", or install transformers {measured}, with which it was measured"
@@ -52,9 +68,52 @@ def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]
     )
 
 
-def try_two_samples(config: PreTrainedConfig) -> Trial:
+def check_padded(config: PreTrainedConfig) -> None:
+    """Compare the losses of padded rows with those of transformers' own code, for a model type that was not measured
+    with the installed version. A type of which no small model can be made is left to the user, who is told that it was
+    not measured.
+
+    Raises:
+        RecipeError: a loss is another.
+    """
+    if look_up(config.model_type).transformers == importlib.metadata.version("transformers"):
+        return
+    is_ours = packing_problem(config) is None and short_window(config) is None  # as `load_model` decides
+    with contextlib.suppress(_Untried):
+        _refuse_other_losses(config, _on_small_model(config, partial(_padded_distance, is_ours=is_ours)))
+
+
+def _refuse_other_losses(config: PreTrainedConfig, distance: float) -> None:
+    """Raise RecipeError if losses of a small model are not those of transformers' own code: a key of the configuration
+    or an argument of the attention has another name, or what follows the head is new."""
+    if distance <= SAME:
+        return
+    version, measured = importlib.metadata.version("transformers"), look_up(config.model_type).transformers
+    way = "" if measured in (None, version) else f"; install transformers {measured}, with which it was measured"
+    raise RecipeError(
+        f"model of type {config.model_type} under transformers {version}: a loss of its small model is {distance:.0e}"
+        f" from that of transformers' own code, so attention or logits here are not the model's{way}"
+    )
+
+
+def try_two_samples(config: PreTrainedConfig, *, with_losses: bool = False) -> Trial:
     """Find the layers by a change of the first sample that changes what a module returns for the second, and then try
-    the model with these layers kept apart."""
+    the model with these layers kept apart.
+
+    Args:
+        with_losses: compare its losses too, for which it needs a head that a run can train.
+    """
+    try:
+        return _on_small_model(config, partial(_two_samples, with_losses=with_losses))
+    except _Untried as error:
+        return Trial(frozenset(), f"no small model of it can be tried: {error}")
+
+
+class _Untried(Exception):
+    """No small model of a configuration can be made or run."""
+
+
+def _on_small_model(config: PreTrainedConfig, result_of: Callable[[PreTrainedModel], Result]) -> Result:
     why = ""
     # Seeded, since some weights are drawn by transformers; the random state of the run stays as it is.
     device = _device()
@@ -62,16 +121,30 @@ def try_two_samples(config: PreTrainedConfig) -> Trial:
         for shrink in (fixed_sizes, small_default):
             try:
                 torch.manual_seed(0)
-                model = _small_model(shrink(config), config)
-                layers = _mixing_layers(model)
-                keep_apart(model, layers)
-                return Trial(layers, _problem(model, has_found=bool(layers)))
+                return result_of(_small_model(shrink(config), config))
             except Exception as error:  # any of a configuration's checks or a model's own code
                 why = why or f"{type(error).__name__}: {first_line(error)}"
             finally:
-                model = None
                 gc.collect()  # its hooks hold it in circles, beside the weights that are trained
-    return Trial(frozenset(), f"no small model of it can be tried: {why}")
+    raise _Untried(why)
+
+
+def _two_samples(model: PreTrainedModel, *, with_losses: bool) -> Trial:
+    expected = _their_losses(model) if with_losses else None
+    layers = _mixing_layers(model)
+    keep_apart(model, layers)
+    problem = _problem(model, has_found=bool(layers))
+    if problem is not None or expected is None:
+        return Trial(layers, problem)
+    model.set_attn_implementation(PACKED)
+    return Trial(layers, None, _distance(expected, _our_losses(model)))
+
+
+def _padded_distance(model: PreTrainedModel, *, is_ours: bool) -> float:
+    expected = _their_losses(model)
+    if is_ours:
+        model.set_attn_implementation(PACKED)
+    return _distance(expected, _our_losses(model))
 
 
 def _device() -> torch.device:
@@ -82,6 +155,9 @@ def _device() -> torch.device:
 
 def _small_model(small: PreTrainedConfig, config: PreTrainedConfig) -> PreTrainedModel:
     small.pad_token_id, small.eos_token_id, small.bos_token_id = 0, 2, 1
+    for key, value in STRONG_VALUES.items():
+        if getattr(small, key, None) is not None:
+            setattr(small, key, value)
     served = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         size = served(type(small).from_dict(small.to_dict())).num_parameters()
@@ -93,6 +169,26 @@ def _small_model(small: PreTrainedConfig, config: PreTrainedConfig) -> PreTraine
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)  # so large that one token matters to another
     return model
+
+
+def _their_losses(model: PreTrainedModel) -> torch.Tensor:
+    """The losses of one sample, (T - 1,), by the model's own forward and attention."""
+    model.get_output_embeddings().weight *= LOGITS
+    ids = _ids()
+    return F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), ids[0, 1:], reduction="none")
+
+
+def _our_losses(model: PreTrainedModel) -> torch.Tensor:
+    """Losses of that sample as a run has them, by `add_loss`."""
+    add_loss(model)
+    ids = _ids()
+    losses: torch.Tensor = model(input_ids=ids, targets=ids[0, 1:], target_positions=torch.arange(ids.shape[1] - 1))
+    return losses
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """The largest change, relative to the largest value."""
+    return float((first - second).abs().max() / first.abs().max())
 
 
 def _mixing_layers(model: PreTrainedModel) -> frozenset[type[torch.nn.Module]]:
@@ -150,7 +246,7 @@ def _problem(model: PreTrainedModel, *, has_found: bool) -> str | None:
 
 def _results(model: PreTrainedModel, lengths: tuple[int, ...], first: int = 3) -> torch.Tensor:
     """The logits of the second sample of a row; `first` is a token of the first."""
-    ids = torch.arange(3, 3 + sum(LENGTHS))[None]
+    ids = _ids()
     ids[:, : LENGTHS[0]] += first
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -158,6 +254,10 @@ def _results(model: PreTrainedModel, lengths: tuple[int, ...], first: int = 3) -
     with packed_row(lengths):
         logits = model(input_ids=ids, position_ids=positions, segments=segments, use_cache=False).logits
     return torch.cat(list(_second(logits)))
+
+
+def _ids() -> torch.Tensor:
+    return torch.arange(3, 3 + sum(LENGTHS))[None]
 
 
 def _agree(first: torch.Tensor, second: torch.Tensor) -> bool:
