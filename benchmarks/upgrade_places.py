@@ -111,10 +111,14 @@ def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, st
             yield "replaced in silence", ast.unparse(node), ""
         elif isinstance(node, ast.Call):
             yield from _of_call(node, own)
-        elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(").__name__"):
-            for value in node.comparators:
+        elif isinstance(node, ast.Compare) and any(".__name__" in ast.unparse(side) for side in _sides(node)):
+            for value in _sides(node):
                 if isinstance(value, ast.Constant):
                     yield "name of a class", str(value.value), ""
+
+
+def _sides(node: ast.Compare) -> list[ast.expr]:
+    return [node.left, *node.comparators]
 
 
 def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
@@ -225,7 +229,7 @@ WORDS = {
     "replaced function": "`cookbook/system/replaced.py` compares the code of the function with what was read.",
     "replaced in silence": "Values of a library that are set, or functions that cost time and change no number.",
     "hook": "Called by torch around a module or a gradient.",
-    "name of a class": "Compared as a text.",
+    "name of a class": "Compared as a text, whole or as a part of it.",
     "signature": "Asked of the function itself.",
 }
 DIGESTS = """Versions of the library in which the code of a function is what was read, apart from comments and layout.

@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import distributed_c10d
+from torch.nn import Linear
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.facts.served_code import served_code
 from cookbook.forecast.compiled import _Forward
 from cookbook.forecast.ledger import Unit, experts_of
+from cookbook.forecast.skeleton import skeleton
 from cookbook.forecast.trace import _cast_at_ends, trace
 from cookbook.start.launchers import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE
 from cookbook.system import replaced
 from cookbook.system.files import RecipeError
 from cookbook.system.step_phases import LAYER
+from cookbook.training.adapters.adapted_layers import _is_linear
 from cookbook.training.checkpoint.streamed import StreamedModel
 from cookbook.training.engine.start import make_deterministic
 from cookbook.training.profiling import _annotate
@@ -77,6 +81,27 @@ def test_ends_take_16_bits_and_return_what_their_unit_does():
     for module in (head, model.model.norm):
         assert module(torch.ones(1, 64)).dtype == torch.float32
     assert model.get_input_embeddings()(torch.ones(1, 1, dtype=torch.long)).dtype == torch.float32
+    finer = torch.ones(1, 64)
+    finer[0, 0] += 2**-12  # which 16 bits do not hold
+    assert torch.equal(model.model.norm(finer), model.model.norm(torch.ones(1, 64)))
+
+
+def test_the_last_norm_is_no_part_of_the_layers_in_a_forecast():
+    config = tiny_config("llama")
+    parts = {weight.name: weight.part for weight in skeleton(config, recipe()).weights}
+    assert parts.pop("model.norm.weight") == "norm" and "norm" not in parts.values()
+    assert "model.layers.0.input_layernorm.weight" in parts
+
+
+def test_layers_of_a_model_s_own_class_are_adapted_if_all_they_do_is_multiply():
+    class Router(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden).softmax(-1)
+
+    Router.__module__ = FalconLinear.__module__
+    own, rows = FalconLinear(4, 2), torch.ones(1, 4)
+    assert FalconLinear.forward is not Linear.forward and torch.equal(own(rows), Linear.forward(own, rows))
+    assert [_is_linear(kind(4, 2)) for kind in (Linear, FalconLinear, Router)] == [True, True, False]
 
 
 def test_a_layer_in_a_graph_computes_as_it_did_and_checkpointing_hears_of_its_operations():

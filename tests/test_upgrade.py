@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from benchmarks import upgrade_places
 from benchmarks.tiny_models import tiny_config, tiny_model
@@ -40,6 +41,7 @@ def own(model, _known):
     set_values(torch.backends, limit=1)
     model.register_forward_hook(own)
     type(model).__name__ == "Theirs"
+    "Part" in type(model).__name__.lower()
     inspect.signature(model)
 """
     found = {(kind, name) for kind, name, _ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
@@ -53,6 +55,7 @@ def own(model, _known):
         ("replaced function", "Layer._size"),
         ("hook", "model.register_forward_hook"),
         ("name of a class", "Theirs"),
+        ("name of a class", "Part"),
         ("signature", "model"),
     }
 
@@ -147,6 +150,15 @@ def test_a_tied_pair_that_is_none_ends_the_start(tmp_path: Path, monkeypatch: py
     load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
     monkeypatch.setattr(LlamaForCausalLM, "_tied_weights_keys", {})
     with pytest.raises(RecipeError, match=r"tie_word_embeddings is true, and embedding and head are two weights"):
+        load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
+
+
+def test_experts_in_a_class_of_another_name_end_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tiny_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
+    load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
+    renamed = type("Qwen3MoeStack", (modeling_qwen3_moe.Qwen3MoeExperts,), {})
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", renamed)
+    with pytest.raises(RecipeError, match=r"qwen3_moe under .*: gate_up_proj of Qwen3MoeStack stacks 4 experts, which"):
         load_model(str(tmp_path), ModelSection(name_or_path="x"), packing=False)
 
 

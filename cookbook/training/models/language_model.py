@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from cookbook.config.sections import ModelSection
 from cookbook.facts.language_part import open_config, open_options
+from cookbook.facts.meshes import num_experts
 from cookbook.facts.model_files import why_not
 from cookbook.facts.packing import packing_problem, short_window
 from cookbook.facts.score_head import auto_class, head_of, is_scored
@@ -86,6 +87,7 @@ def load_model(
     model = open_language_model(name, dtype=dtype, **options)
     _allocate_meta_weights(model)
     _check_tied(model)
+    _check_experts(model)
     model.config.use_cache = False
     if packing:
         keep_apart(model, stateful_layers(model.config))
@@ -125,6 +127,22 @@ def _check_tied(model: PreTrainedModel) -> None:
         raise RecipeError(
             f"{what}: its tie_word_embeddings is true, and embedding and head are two weights; write false"
         )
+
+
+def _check_experts(model: PreTrainedModel) -> None:
+    """Raise RecipeError if a model stacks its experts in a class without "expert" in its name, by which Muon leaves
+    them out, `qlora` stores them in 4 bits, and adapters know them."""
+    count = num_experts(model.config)
+    for module in model.modules():
+        is_known = "expert" in type(module).__name__.lower() or type(module).__module__.startswith("torch.nn.")
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # under ZeRO-3 it is an empty placeholder
+            if count > 1 and len(shape) == 3 and shape[0] == count and not is_known:
+                what = f"model of type {model.config.model_type} under transformers {transformers.__version__}"
+                raise RecipeError(
+                    f"{what}: {name} of {type(module).__name__} stacks {count} experts, which nothing here knows by"
+                    " that name; see docs/upgrade.md"
+                )
 
 
 def check_finite(model: torch.nn.Module, place: object) -> None:
