@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -323,6 +325,20 @@ def test_padded_rows_are_tried_under_a_version_that_the_type_was_not_measured_wi
         with pytest.raises(RecipeError, match=r"not the model's; install transformers 5.1, with which it was measured"):
             check_padded(config)
         check_padded(config_of("llama"))
+
+
+def test_a_layer_that_keeps_the_ranks_that_share_a_row_to_itself_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """Its attention would see the tokens of one rank alone."""
+    model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation=PACKED)
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    place = torch.ones(1, dtype=torch.long)
+    row = {"input_ids": torch.arange(4)[None], "targets": place, "target_positions": place}
+    add_loss(model, mesh)
+    with lost(monkeypatch, "sequence_mesh"):
+        with pytest.raises(AssertionError, match="a layer did not hand on sequence_mesh"):
+            model(**row)
+        model.sequence_mesh = None
+        assert model(**row).isfinite().all()
 
 
 def test_the_small_model_leaves_the_random_numbers_of_a_run_as_they_are():

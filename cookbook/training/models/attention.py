@@ -1,6 +1,9 @@
 """Attention within each sample of a packed row, and for padded rows; registered with transformers."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,19 @@ thread of an Intel Xeon with AMX, torch 2.13.0+cpu, by a program that is not kep
 
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 """Arguments of the installed torch: 2.10 has is_causal and no scale, 2.13 window_size; grouped heads came last."""
+
+
+_IS_SHARED: ContextVar[bool] = ContextVar("is_shared", default=False)
+
+
+@contextlib.contextmanager
+def shared_row(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Have each attention of a model need the ranks that share its row while this is open; None: one rank has it."""
+    before = _IS_SHARED.set(mesh is not None)
+    try:
+        yield
+    finally:
+        _IS_SHARED.reset(before)
 
 
 class Lengths:
@@ -107,6 +123,9 @@ def attend(
     assert not ignored, f"{', '.join(ignored)} reached the packed attention, which would ignore them"
     assert segments is not None or torch.compiler.is_compiling() or not has_several(), (
         "a layer did not hand on segments"
+    )
+    assert sequence_mesh is not None or torch.compiler.is_compiling() or not _IS_SHARED.get(), (
+        "a layer did not hand on sequence_mesh"
     )
     assert not dropout, f"dropout {dropout} reached the packed attention, which has none"
     kind = Kind(scaling, sliding_window, softcap, s_aux)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cookbook.config.objectives.forward import FunctionOfLogits
 from cookbook.facts.score_head import backbone_of, head_of, is_scored
 from cookbook.system.files import RecipeError
-from cookbook.training.models.attention import PACKED, Lengths, Segments
+from cookbook.training.models.attention import PACKED, Lengths, Segments, shared_row
 from cookbook.training.models.chunks import LOGITS_BUDGET, OF_BACKWARD, OF_FROZEN
 from cookbook.training.models.logits import (
     PLAIN,
@@ -425,7 +425,7 @@ def _forward(
     stage = getattr(self, "_pp_stage", None)
     is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
     layers = contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last)
-    with layers, packed_row(lengths or ()), drawn_row(draw_words, token_lengths):
+    with layers, packed_row(lengths or ()), shared_row(mesh), drawn_row(draw_words, token_lengths):
         hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     if not is_last:
         return hidden
