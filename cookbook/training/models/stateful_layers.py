@@ -47,7 +47,7 @@ class Trial(NamedTuple):
     problem: str | None
     """Why the samples are not kept apart even if each such layer runs on one of them at a time."""
     distance: float = 0.0
-    """Of the losses of one sample from those of transformers' own forward and attention, see `_distance`."""
+    """Distance of one sample's losses from those of transformers' own forward and attention, see `_distance`."""
 
 
 def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]]:
