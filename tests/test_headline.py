@@ -137,6 +137,10 @@ def test_samples_beside_max_steps_are_named_and_the_epoch_is_right():
     assert overridden(epochs, 100) == []
 
 
+    rounds = load_recipe(Path("recipes/sums/grpo.yaml"))
+    assert rounds.rounds is not None
+    (note,) = overridden(rounds, 100)
+    assert note.startswith(f"rounds.num_rounds: {rounds.rounds.num_rounds} decides, and not --samples")
 def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
     """16 samples for 64 GPUs."""
     recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))

@@ -4,6 +4,7 @@ python -m pytest -q tests/test_plan_any.py
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from cookbook.config.strategy import load_strategy
 from cookbook.facts.offline import known_model
 from cookbook.facts.served_code import served_code
 from cookbook.forecast.any_gpus import for_each_card, simple
+from cookbook.forecast.card_table import as_record, in_words
 from cookbook.forecast.ranking import PlanReport, forecast_all, scores_in_words
+from cookbook.system import console
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.system.prices import PRICES
 
@@ -125,6 +128,22 @@ def test_the_number_of_each_card_is_the_least_and_the_price_is_by_hand():
         assert card.price(None) == pytest.approx([each * PRICES[name] * count for each in hours])
         assert card.price(10) == pytest.approx([each * PRICES[name] * count * 10 * 2 * 512 / 1e7 for each in hours])
     assert (cards["B300"].machines.num_gpus, cards["A100-80GB"].machines.num_gpus) == (1, 2)
+    # Of one sample a step, which two GPUs cannot share: theirs has two, so that 99 samples are 50 steps of them.
+    epoch = recipe.run.model_copy(update={"num_epochs": 1, "max_steps": None})
+    of_sizes = [
+        recipe.model_copy(update={"run": epoch, "batch": recipe.batch.model_copy(update={"global_batch_size": size})})
+        for size in (1, 2)
+    ]
+    mixed = [replace(card, recipe=of_sizes[card.machines.num_gpus - 1]) for card in report.cards]
+    rounded = replace(report, recipe=of_sizes[0], cards=mixed)
+    for card in as_record(rounded, "recipe", num_samples=99)["cards"]:
+        steps = {"B300": 99, "A100-80GB": 50}[card["gpu"]]
+        assert card["steps"] == steps
+        expected = [each * PRICES[card["gpu"]] * card["gpus"] * steps / 3600 for each in card["step_seconds"]]
+        assert card["price"] == pytest.approx(expected)
+    said = in_words(rounded, "recipe", ["x"], num_samples=99, is_all=True)
+    assert "price of the run" in said and "a step on 2xA100-80GB has 2 samples" in said
+    assert "a step on" not in in_words(report, "recipe", ["x"], num_samples=99, is_all=True), "the control"
 
 
 def test_a_card_without_bf16_is_refused_for_a_recipe_and_has_fp16_where_nobody_chose():
@@ -136,12 +155,15 @@ def test_a_card_without_bf16_is_refused_for_a_recipe_and_has_fp16_where_nobody_c
     assert [card.recipe.mixed_precision for card in free.cards] == ["fp16"]
 
 
-def test_a_recipe_without_gpus_is_answered_for_any(capsys):
-    assert main(["plan", "recipes/quickstart.yaml"]) == 0
+def test_a_recipe_without_gpus_is_answered_for_any(capsys, monkeypatch):
+    monkeypatch.setattr(console, "WIDTH", 80)
+    assert main(["plan", "recipes/quickstart.yaml", "--samples", "20000", "--price", "1.5"]) == 0
     printed = capsys.readouterr().out
     assert "not judged" not in printed and "the least is 1x" in printed
     assert all(f"1x{name} " in printed for name in ("RTX3090", "H100"))
     assert max(map(len, printed.splitlines())) <= 80
+    assert "run.max_steps: 500 decides, and not --samples" in printed
+    assert "--samples 20000 --price 1.5 " in printed.partition("next: ")[2]
     assert main(["plan", "recipes/quickstart.yaml", "--gpus", "cpu"]) == 0
     assert "1xRTX3090" not in capsys.readouterr().out, "the control: what was asked for"
 

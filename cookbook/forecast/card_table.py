@@ -4,7 +4,14 @@ from typing import Any
 
 from cookbook.forecast.any_gpus import Card, CardReport
 from cookbook.forecast.headline import command
-from cookbook.forecast.show import count_in_words, num_steps, range_in_words, sampler_record, sampling_notes
+from cookbook.forecast.show import (
+    count_in_words,
+    num_steps,
+    overridden,
+    range_in_words,
+    sampler_record,
+    sampling_notes,
+)
 from cookbook.forecast.verdict import PRICED_TOKENS
 from cookbook.system.console import Row, page
 from cookbook.system.hardware import GIB, in_gib
@@ -21,19 +28,18 @@ def in_words(
         num_samples: rows of the training data, for the length of the run.
         is_all: every GPU of the table was asked.
     """
-    steps = num_steps(report.recipe, num_samples)
     lines = [page((f"GPUs for {recipe_name}: {_run_in_words(report)}",), indent=0)]
     if not report.cards:
         lines.append(page(("NO: it fits on no number of these GPUs that was tried",)))
     else:
         least = min(report.cards, key=lambda card: (card.machines.num_gpus, card.gpu.memory_mib))
-        order = "by price:" if report.cards[0].price(steps) else "the least first:"
+        order = "by price:" if report.cards[0].price(None) else "the least first:"
         lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
-        amount = f"{PRICED_TOKENS // 10**6} M tokens" if steps is None else f"{steps:,} steps"
-        rows: list[Row] = [("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount}")]
-        lines.append(page(*rows, *(_row(card, steps) for card in report.cards)))
+        rows: list[Row] = [("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount_of(report, num_samples)}")]
+        lines.append(page(*rows, *(_row(card, num_samples) for card in report.cards)))
     notes = [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
-    if any(card.price(steps) for card in report.cards):
+    notes += [*overridden(report.recipe, num_samples), *_larger_steps(report)]
+    if any(card.price(None) for card in report.cards):
         notes.append("micro-batch and checkpointing by auto; samples of full length")
         notes.append(SOURCE if _is_listed(report) else "price: as --price")
     notes += [*filter(None, [report.quantized]), *report.no_time]
@@ -41,7 +47,7 @@ def in_words(
         notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")
         notes += sampling_notes(sampler)
     if not is_all:
-        notes.append("GPUs without bf16, or a price on that list: --all")
+        notes.append("GPUs without bf16, or not on the list of prices: --all")
     if report.cards:
         notes.append(f"next: {command([*next_step, report.cards[0].machines.text])}")
     return "\n".join([*lines, *(page((note,)) for note in notes)])
@@ -59,10 +65,27 @@ def _run_in_words(report: CardReport) -> str:
     return f"{count_in_words(report.num_parameters)}, {method}, {size}"
 
 
-def _row(card: Card, steps: int | None) -> Row:
+def amount_of(report: CardReport, num_samples: int | None) -> str:
+    """What times and prices are of, in words."""
+    counts = {num_steps(card.recipe, num_samples) for card in report.cards}
+    if None in counts or not counts:
+        return f"{PRICED_TOKENS // 10**6} M tokens"
+    return "the run" if len(counts) > 1 else f"{counts.pop():,} steps"
+
+
+def _larger_steps(report: CardReport) -> list[str]:
+    """A note on the GPUs that are more than the samples of a step, whose steps are larger."""
+    usual = report.recipe.batch.global_batch_size
+    sizes: dict[int, list[str]] = {}
+    for card in report.cards:
+        sizes.setdefault(card.recipe.batch.global_batch_size, []).append(card.machines.text)
+    return [f"a step on {', '.join(names)} has {size:,} samples" for size, names in sizes.items() if size != usual]
+
+
+def _row(card: Card, num_samples: int | None) -> Row:
     memory = card.forecast.memory
     assert memory is not None and card.machines.usable_gib is not None
-    price = card.price(steps)
+    price = card.price(num_steps(card.recipe, num_samples))
     return (
         card.machines.text,
         card.forecast.strategy.name,
@@ -84,7 +107,7 @@ def as_record(report: CardReport, recipe_name: str, *, num_samples: int | None) 
         "tokens": PRICED_TOKENS if steps is None else None,
         "a_sample": {"tokens_at_most": recipe.data.max_length},
         "prices_from": SOURCE if _is_listed(report) else "--price",
-        "cards": [_card_record(card, steps) for card in report.cards],
+        "cards": [_card_record(card, num_steps(card.recipe, num_samples)) for card in report.cards],
         "refused": report.refused,
     }
 
@@ -105,6 +128,7 @@ def _card_record(card: Card, steps: int | None) -> dict[str, Any]:
         "micro_batch_size": card.best.batch.micro_batch_size,
         "gradient_checkpointing": card.best.checkpointing,
         "needed": memory and memory.needed,
+        "steps": steps,
         "step_seconds": [time.low, time.high] if time else None,
         "tokens_per_second_a_gpu": rate,
         "hours": card.hours(steps),

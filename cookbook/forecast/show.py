@@ -352,7 +352,12 @@ def num_steps(recipe: Recipe, num_samples: int | None) -> int | None:
 
 def overridden(recipe: Recipe, num_samples: int | None) -> list[str]:
     """A note on `--samples`, if a key of the recipe decides the length of the run instead."""
-    if num_samples is None or recipe.run.max_steps is None:
+    if num_samples is None:
+        return []
+    if (rounds := recipe.rounds) is not None and rounds.round is None:
+        prompts = rounds.num_rounds * rounds.prompts_per_round
+        return [f"rounds.num_rounds: {rounds.num_rounds} decides, and not --samples: {prompts:,} prompts"]
+    if recipe.run.max_steps is None:
         return []
     size, decides = recipe.batch.global_batch_size, f"run.max_steps: {recipe.run.max_steps} decides, and not --samples"
     seen, epoch = recipe.run.max_steps * size, -(-num_samples // size)

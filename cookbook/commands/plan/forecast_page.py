@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cookbook.commands.shared.html_page import SOFT, STRONG, drawing, figure, grid, ink, legend, page_text, table
 from cookbook.forecast.any_gpus import CardReport
+from cookbook.forecast.card_table import amount_of
 from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.ranking import PlanReport
@@ -138,11 +139,12 @@ def page_of_cards(report: CardReport, name: str, text: str, *, num_samples: int 
         text: the answer in words.
         is_listed: prices are those of the list.
     """
-    steps, bars, points = num_steps(report.recipe, num_samples), [], []
+    bars, points = [], []
     for card in report.cards:
         memory, usable = card.forecast.memory, card.machines.usable_gib
         assert memory is not None and usable is not None
         bars.append(Bar(f"{card.machines.text}, {card.forecast.strategy.name}", memory, usable * GIB))
+        steps = num_steps(card.recipe, num_samples)
         hours, price = card.hours(steps), card.price(steps)
         if hours is not None and price is not None:
             points.append(Point(card.machines.text, hours, price))
@@ -152,7 +154,7 @@ def page_of_cards(report: CardReport, name: str, text: str, *, num_samples: int 
         "<p>The least number of each GPU, with the micro-batch and checkpointing of <code>auto</code>.</p>",
         grid([_memory("GiB of each GPU", bars, "m-")] if bars else []),
         "<h2>Time and price</h2>",
-        *_time_and_price(points, _amount(steps), "", is_listed=is_listed),
+        *_time_and_price(points, amount_of(report, num_samples), "", is_listed=is_listed),
     ]
     return page_text("plan", f"GPUs for {name}", body)
 

@@ -216,7 +216,10 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
         )
     follows = ["init", question.what, "ROWS"]
     if question.asked or not question.of_model:
-        follows = ["plan", question.what, *question.asked, *question.named]
+        options = {"--samples": num_samples, "--price": question.price, "--fabric": room["fabric_gbits"]}
+        options |= {"--host-gib": room["host_gib"], "--nvme-gib": room["nvme_gib"]}
+        written = [word for name, value in options.items() if value is not None for word in (name, f"{value:.10g}")]
+        follows = ["plan", question.what, *question.asked, *question.named, *written]
     next_step = ["cookbook", *follows, "--gpus"]
     text = short(card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=question.is_all))
     if question.as_json:
