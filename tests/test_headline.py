@@ -15,10 +15,12 @@ from conftest import ROOT
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
+from cookbook.commands.plan.model_recipe import recipe_of_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import known_strategies, load_strategy
 from cookbook.facts.pipeline_stages import StagePass, pipeline_order, stage_passes
-from cookbook.forecast import headline
+from cookbook.forecast import card_table, headline
+from cookbook.forecast.any_gpus import for_each_card
 from cookbook.forecast.costs.inputs import cost_inputs
 from cookbook.forecast.costs.states import heaviest, states
 from cookbook.forecast.fitting import ByAuto, Fitting, by_auto
@@ -26,11 +28,11 @@ from cookbook.forecast.other_machines import fewer_gpus
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.show import in_words, overridden
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import Forecast, TraceCache
+from cookbook.forecast.verdict import Forecast, TraceCache, time_compiled
 from cookbook.start.run_plan import MOST_SAMPLES, even
 from cookbook.system import console
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import parse_machines
+from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.training.models.language_model import load_config
 from cookbook.training.models.structure import config_of
 
@@ -250,6 +252,29 @@ def test_a_length_beyond_the_models_positions_is_refused_as_a_run_refuses_it(cap
 
 
 def test_what_was_asked_of_a_model_is_said_beside_init_which_chooses_for_itself(capsys):
+def test_what_a_forecast_of_time_leaves_out_is_said_and_no_time_is_invented(tmp_path: Path):
+    """Of experts what is not in the time; of attention without a kernel no time of compiled layers, whose formulas have
+    no scores. Llama has neither."""
+    machines, (single,) = parse_machines("1xH100"), strategies("single")
+    least = ["batch.global_batch_size=1", "batch.micro_batch_size=1", "model.gradient_checkpointing=true"]
+    for model_type, has_both in (("gpt_oss", True), ("llama", False)):
+        tiny_config(model_type).save_pretrained(tmp_path / model_type)
+        recipe = recipe_of_model(str(tmp_path / model_type), "lora", 32, machines, least)
+        report = forecast_all(recipe, [single], machines, "", limits=False)
+        of_machine = headline.in_words(report, [], next_step=["x"], is_recipe=True, num_samples=None, price=None)
+        cards = for_each_card(recipe, [single], "", [find_gpu("H100")], room={})
+        for said in (of_machine, card_table.in_words(cards, "", ["x"], num_samples=None, is_all=True)):
+            words = " ".join(said.split())
+            assert ("experts: routing, uneven loads" in words) == ("no kernel computes" in words) == has_both
+        compiled = time_compiled(TraceCache(config_of(recipe)[0], recipe), single, machines)
+        assert (compiled is None) == has_both
+
+
+def test_times_have_the_unit_that_suits():
+    words = [hours_in_words(low / 3600, high / 3600) for low, high in ((1.2, 6), (60, 180), (1800, 7200))]
+    assert words == ["1.2 to 6 s", "1 to 3 minutes", "0.5 to 2 hours"]
+
+
     words = ("recipes/sums/model", "--gpus", "1xH100", "--strategy", "single")
     assert "then" not in " ".join(answer(capsys, *words)).split()
     said = " ".join(" ".join(answer(capsys, *words, "--method", "full", "--length", "32")).split())

@@ -13,8 +13,9 @@ from cookbook.forecast.fitting import Fitting, fitting
 from cookbook.forecast.mesh_sizes import sizes_of_mesh
 from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import more_gpus
+from cookbook.forecast.ranking import scores_in_words
 from cookbook.forecast.sampler import SamplerForecast, SamplerMemory, forecast_sampler, sampler_memory
-from cookbook.forecast.step_time import Range, no_forecast
+from cookbook.forecast.step_time import Range, caveat, no_forecast
 from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
 from cookbook.start.run_plan import even
 from cookbook.system.files import RecipeError, refuse
@@ -84,7 +85,9 @@ class CardReport:
     """Why there is no forecast of time, where there is none."""
     notes: tuple[str, ...]
     quantized: str | None
-    """As of a `PlanReport`."""
+    """As of a `PlanReport`, and the next two."""
+    scores: str | None
+    time_caveat: str | None
 
 
 def for_each_card(
@@ -110,6 +113,7 @@ def for_each_card(
     config, origin = config_of(recipe)
     refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
     quantized, traces = quantized_weights(config), TraceCache(config, recipe, recipe_name)
+    scores = scores_in_words(config, recipe, traces.skeleton.code)
     # By precision, which alone differs between kinds of GPUs: the model is traced.
     measured: dict[str, SamplerMemory] = {}
 
@@ -138,8 +142,10 @@ def for_each_card(
         no_time=list(
             dict.fromkeys(filter(None, (no_forecast(card.machines, card.recipe.mixed_precision) for card in cards)))
         ),
-        notes=(*traces.skeleton.notes, *filter(None, [quantized])),
+        notes=(*traces.skeleton.notes, *filter(None, [quantized, scores])),
         quantized=quantized,
+        scores=scores,
+        time_caveat=caveat(traces.sizes),
     )
 
 

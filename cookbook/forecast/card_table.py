@@ -42,7 +42,9 @@ def in_words(
     if any(card.price(None) for card in report.cards):
         notes.append("micro-batch and checkpointing by auto; samples of full length")
         notes.append(SOURCE if _is_listed(report) else "price: as --price")
-    notes += [*filter(None, [report.quantized]), *report.no_time]
+    has_time = any(card.time for card in report.cards)
+    notes += [*filter(None, [report.quantized, report.scores, report.time_caveat if has_time else None])]
+    notes += report.no_time
     if report.cards and (sampler := report.cards[0].sampler) is not None:
         notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")
         notes += sampling_notes(sampler)
@@ -103,6 +105,7 @@ def as_record(report: CardReport, recipe_name: str, *, num_samples: int | None) 
         "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
         | {"structure_from": report.origin},
         "notes": [*report.notes, *report.no_time],
+        "time_caveat": report.time_caveat,
         "steps": steps,
         "tokens": PRICED_TOKENS if steps is None else None,
         "a_sample": {"tokens_at_most": recipe.data.max_length},

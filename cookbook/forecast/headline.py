@@ -104,7 +104,7 @@ def in_words(
         ("note", note)
         for note in (
             *overridden(report.recipe, num_samples),
-            *filter(None, [of_batch, report.quantized, report.scores]),
+            *filter(None, [of_batch, report.quantized, report.scores, report.time_caveat if run.time else None]),
         )
     ]
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:

@@ -116,10 +116,12 @@ def scores_in_words(config: PreTrainedConfig, recipe: Recipe, code: ServedCode) 
     length, heads = recipe.data.max_length, getattr(config, "num_attention_heads", None)
     if heads is None or not code.holds_scores:  # Mamba and RWKV have no attention
         return None
+    compiled = "; the time of compiled layers is without what these move" * recipe.model.compile
     size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
     return (
         f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
         f" are {size} GiB a sample, and a layer holds several such tensors; without recomputation each layer does"
+        f"{compiled}"
     )
 
 

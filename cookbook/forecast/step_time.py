@@ -155,8 +155,8 @@ def caveat(sizes: ModelSizes) -> str | None:
     if sizes.num_experts == 1:
         return None
     return (
-        f"{sizes.num_experts} experts: only active weights are counted, not routing, uneven loads and small products;"
-        " of 15 published runs 10 lay inside such a range"
+        f"{sizes.num_experts} experts: routing, uneven loads and small products are not in the time; 10 of 15 published"
+        " runs lay inside such a range"
     )
 
 

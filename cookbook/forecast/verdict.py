@@ -322,9 +322,10 @@ def _plan(recipe: Recipe, strategy: Strategy, count: int, machines: Machines, re
 def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) -> Range | None:
     """The time of a step with `model.compile`, whose memory it leaves open: for that it would trace what the compiler
     makes, which takes a hundred times as long. None where that is refused, no time is forecast, or layers have a state:
-    how their loops run compiled is not known.
+    how their loops run compiled is not known. Nor where no kernel computes attention: formulas leave out its scores,
+    whose bytes are most of the time.
     """
-    if look_up(traces.config.model_type).has_state:
+    if look_up(traces.config.model_type).has_state or traces.skeleton.code.holds_scores:
         return None
     strategy, count = _fitted(traces, strategy, machines)
     model = traces.recipe.model.model_copy(update={"compile": True})
