@@ -26,7 +26,7 @@ from cookbook.forecast.costs.states import heaviest, states
 from cookbook.forecast.fitting import ByAuto, Fitting, by_auto
 from cookbook.forecast.other_machines import fewer_gpus
 from cookbook.forecast.ranking import forecast_all
-from cookbook.forecast.show import in_words, overridden
+from cookbook.forecast.show import hours_in_words, in_words, overridden
 from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import Forecast, TraceCache, time_compiled
 from cookbook.start.run_plan import MOST_SAMPLES, even
@@ -137,12 +137,12 @@ def test_samples_beside_max_steps_are_named_and_the_epoch_is_right():
     assert overridden(steps, None) == []
     epochs = recipe.model_copy(update={"run": recipe.run.model_copy(update={"max_steps": None, "num_epochs": 1})})
     assert overridden(epochs, 100) == []
-
-
     rounds = load_recipe(Path("recipes/sums/grpo.yaml"))
     assert rounds.rounds is not None
     (note,) = overridden(rounds, 100)
     assert note.startswith(f"rounds.num_rounds: {rounds.rounds.num_rounds} decides, and not --samples")
+
+
 def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
     """16 samples for 64 GPUs."""
     recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))
@@ -154,6 +154,7 @@ def test_a_batch_of_fewer_samples_than_gpus_is_what_is_to_change():
     assert report.suggestion == "with batch.global_batch_size: 64, fsdp2 fits; or on 2x8xH100, fsdp2 fits"
     said = headline.in_words(report, [], next_step=["x"], is_recipe=True, num_samples=None, price=None)
     assert said.startswith("NO, on 8x8xH100: batch.global_batch_size: 16 is less than the 64 GPUs")
+    assert "of 79 GiB" not in said, "the memory of one process, which nobody asked for"
     assert "take more" not in said
     larger = recipe.model_copy(update={"batch": batch.model_copy(update={"global_batch_size": 64})})
     for changed, gpus in ((larger, "8x8xH100"), (recipe, "2x8xH100")):
@@ -251,7 +252,6 @@ def test_a_length_beyond_the_models_positions_is_refused_as_a_run_refuses_it(cap
     assert answer(capsys, str(tmp_path), *words)
 
 
-def test_what_was_asked_of_a_model_is_said_beside_init_which_chooses_for_itself(capsys):
 def test_what_a_forecast_of_time_leaves_out_is_said_and_no_time_is_invented(tmp_path: Path):
     """Of experts what is not in the time; of attention without a kernel no time of compiled layers, whose formulas have
     no scores. Llama has neither."""
@@ -275,10 +275,13 @@ def test_times_have_the_unit_that_suits():
     assert words == ["1.2 to 6 s", "1 to 3 minutes", "0.5 to 2 hours"]
 
 
+def test_what_was_asked_of_a_model_is_said_beside_init_which_chooses_for_itself(capsys):
     words = ("recipes/sums/model", "--gpus", "1xH100", "--strategy", "single")
     assert "then" not in " ".join(answer(capsys, *words)).split()
     said = " ".join(" ".join(answer(capsys, *words, "--method", "full", "--length", "32")).split())
-    assert said.endswith("write into its recipe --method full --length 32")
+    assert said.endswith("its recipe is to have no adapter, data.max_length: 32")
+    said = " ".join(" ".join(answer(capsys, *words, "--method", "lora", "--set", "optim.learning_rate=0.1")).split())
+    assert said.endswith("its recipe is to have adapter.name: lora, optim.learning_rate: 0.1")
 
 
 @pytest.mark.slow

@@ -112,15 +112,15 @@ function drawDetail(state) {
   line("strategy", `${cell.strategy}, ${cell.settings}, ${cell.batch} samples a step`);
   line("speed", `${ends(cell.step, " s")} a step, ${ends(cell.speed, " tokens/s")} a GPU`);
   line("10 M tokens", `${ends(cell.hours, " hours")}${cell.price ? `, ${ends(cell.price, " dollars")}` : ", no price on the list"}`);
-  line("nearest memory", ...measured(figures.memory[cell.memory]));
-  line("nearest speed", ...measured(figures.speed[cell.time]));
+  line("nearest memory", ...measured(figures.memory[cell.memory], ""));
+  line("nearest speed", ...measured(figures.speed[cell.time], " on GPUs of this kind"));
   const words = `cookbook plan ${model} --method ${cell.method} --length ${cell.length} --gpus ${cell.machines}`;
   line("more", element("code", words));
 }
 
 /** A published run and how far its forecast was from it. */
-function measured(run) {
-  if (!run) return ["none of this method was published that we know of"];
+function measured(run, where) {
+  if (!run) return [`none of this method${where} was published that we know of`];
   const text = `${run.run}: published ${run.published}, forecast ${percent(run.error)}`;
   if (!run.source.startsWith("https://")) return [`${text} (${run.id}, ${run.source})`];
   const link = element("a", run.id);

@@ -1,7 +1,7 @@
 """The answer in four lines: whether a run fits and what to take, its memory, its time and price, and the next step."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cookbook.config.outside_words import TRANSFORMERS, is_address
@@ -86,11 +86,11 @@ def in_words(
         num_samples: rows of the training data, for the length of the run.
         price: of a GPU for an hour.
     """
-    run, best = _run(report, settings), report.forecasts[0]
+    run, best, of_batch = _run(report, settings), report.forecasts[0], small_batch(report.recipe, report.machines)
     where = "the CPU" if report.machines.usable_gib is None else report.machines.text
     if run is None or run.forecast.verdict not in MAY_RUN:
         rows = [("next", _first(report.suggestion) or "--all has the reasons")]
-        if best.memory is not None:
+        if best.memory is not None and of_batch is None:  # else of a run that nobody asked for
             rows.insert(0, ("memory", f"{_memory(report, best.memory)}, of {best.strategy.name}"))
         return "\n".join([page((f"NO, on {where}: {_why_not(report)}",), indent=0), page(*rows)])
     rows = [("memory", _memory(report, run.memory) + _elsewhere(run.forecast))]
@@ -99,7 +99,6 @@ def in_words(
     rows.append(("time", _time(report, run, num_samples, price)))
     if report.sampler is not None:
         rows.append(("round", _round(report, report.sampler, run, price)))
-    of_batch = small_batch(report.recipe, report.machines)
     rows += [
         ("note", note)
         for note in (
@@ -113,7 +112,8 @@ def in_words(
     options = [*_unchanged(asked, run.options), *run.options] if is_recipe else []
     rows.append(("next", str(_first(report.suggestion)) if is_short else command([*next_step, *options])))
     if asked and not is_recipe and not is_short:
-        rows.append(("then", f"init chooses by the rows and the machine: write into its recipe {shlex.join(asked)}"))
+        keys = ", ".join(_as_keys(asked))
+        rows.append(("then", f"init chooses by the rows and the machine: its recipe is to have {keys}"))
     answer = f"{_answer(run.forecast)} on {where}: {run.settings}"
     if report.sampler is not None and not report.sampler.fits:
         answer = f"NO, on {where}: the sampler has no room; a run has: {run.settings}"
@@ -218,6 +218,16 @@ def _named(strategy: Strategy) -> list[str]:
     """The option for a strategy: a shipped one by its name, another by its path."""
     is_shipped = str(strategy_path(strategy.name)) == strategy.path
     return ["--strategy", strategy.name if is_shipped else strategy.path]
+
+
+def _as_keys(asked: Sequence[str]) -> Iterator[str]:
+    """The words of a user, in pairs, as what a recipe has."""
+    for option, value in zip(asked[::2], asked[1::2], strict=True):
+        if option == "--method":
+            yield "no adapter" if value == "full" else f"adapter.name: {value}"
+        else:
+            key, _, value = value.partition("=") if option == "--set" else ("data.max_length", "", value)
+            yield f"{key}: {value}"
 
 
 def _unchanged(asked: Sequence[str], options: Sequence[str]) -> list[str]:

@@ -236,7 +236,7 @@ def _bars(report: PlanReport) -> str:
         f"{forecast.strategy.name}: {'; '.join(forecast.why)}" for forecast, _ in shown if forecast.verdict in UNKNOWN
     ]
     if unknown:
-        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib (make: HOST_GIB=, NVME_GIB=)"]
+        notes += [*unknown, "what a machine has: --host-gib, --nvme-gib"]
     return page(
         ("", f"0{f'{in_gib(round(bar_bytes))} GiB':>{BAR}}", ""),
         *(
@@ -482,13 +482,13 @@ def sampling_in_words(time: SamplingTime) -> str:
 
 def seconds_in_words(low: float, high: float) -> str:
     """Seconds, or from two minutes on minutes, or hours."""
-    if high < 120:
-        return range_in_words(low, high, " s")
     return hours_in_words(low / 3600, high / 3600)
 
 
 def hours_in_words(low: float, high: float) -> str:
-    """Hours, or below one minutes."""
+    """Hours, or below one minutes, or below two minutes seconds."""
+    if 3600 * high < 120:
+        return range_in_words(3600 * low, 3600 * high, " s")
     return range_in_words(low, high, " hours") if high >= 1 else range_in_words(60 * low, 60 * high, " minutes")
 
 
