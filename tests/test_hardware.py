@@ -312,6 +312,8 @@ def test_what_no_machine_has_is_refused(text, says):
 def test_the_fabric_is_as_given_or_a_range():
     assert parse_machines("2x8xH100").fabric_gbits == (100, 400)
     assert parse_machines("2x8xH100", fabric_gbits=200).fabric_gbits == (200, 200)
+    (note,) = parse_machines("8xH100", fabric_gbits=200).notes
+    assert note.startswith("--fabric is of messages between machines") and not parse_machines("8xH100").notes
     with pytest.raises(RecipeError, match="--fabric is -1"):
         parse_machines("2x8xH100", fabric_gbits=-1)
 

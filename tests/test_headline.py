@@ -270,6 +270,21 @@ def test_what_a_forecast_of_time_leaves_out_is_said_and_no_time_is_invented(tmp_
         assert (compiled is None) == has_both
 
 
+def test_how_machines_were_read_is_said_beside_the_answer(capsys):
+    """More GPUs than a machine has are several machines; of AMD's all is arithmetic; one machine has no network."""
+    sets = [
+        f"--set={one}" for one in ("mixed_precision=bf16", "batch.global_batch_size=32", "batch.micro_batch_size=2")
+    ]
+
+    def said(*words: str) -> str:
+        return " ".join(" ".join(answer(capsys, SMALL, *sets, *words)).split())
+
+    assert "note 16xH100 is taken for 2 machines of 8" in said("--strategy", "ddp", "--gpus", "16xH100")
+    assert "note" not in said("--strategy", "ddp", "--gpus", "2x8xH100").split()
+    of_amd = said("--strategy", "single", "--gpus", "1xMI300X", "--fabric", "200")
+    assert "tried on ROCm" in of_amd and "note --fabric is of messages between machines" in of_amd
+
+
 def test_times_have_the_unit_that_suits():
     words = [hours_in_words(low / 3600, high / 3600) for low, high in ((1.2, 6), (60, 180), (1800, 7200))]
     assert words == ["1.2 to 6 s", "1 to 3 minutes", "0.5 to 2 hours"]

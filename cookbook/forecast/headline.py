@@ -102,6 +102,7 @@ def in_words(
     rows += [
         ("note", note)
         for note in (
+            *report.machines.notes,
             *overridden(report.recipe, num_samples),
             *filter(None, [of_batch, report.quantized, report.scores, report.time_caveat if run.time else None]),
         )

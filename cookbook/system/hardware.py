@@ -268,7 +268,11 @@ class Machines:
     def notes(self) -> list[str]:
         """Warnings about them, for the head of a plan."""
         rocm = f"nothing of this project was tried on ROCm: of a {self.gpu.name} all is arithmetic" if self.gpu else ""
-        notes = [self.note, rocm if self.gpu and self.gpu.is_amd else "", self._kind_note]
+        is_given = self.fabric_gbits != Machines.fabric_gbits
+        unused = (
+            "--fabric is of messages between machines, and there is one" if is_given and self.num_machines == 1 else ""
+        )
+        notes = [self.note, rocm if self.gpu and self.gpu.is_amd else "", self._kind_note, unused]
         return [note for note in notes if note]
 
     @property
