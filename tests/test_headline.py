@@ -253,8 +253,9 @@ def test_a_length_beyond_the_models_positions_is_refused_as_a_run_refuses_it(cap
 
 
 def test_what_a_forecast_of_time_leaves_out_is_said_and_no_time_is_invented(tmp_path: Path):
-    """Of experts what is not in the time; of attention without a kernel no time of compiled layers, whose formulas have
-    no scores. Llama has neither."""
+    """Routing of experts is not in the time, and attention without a kernel has no time of compiled layers, whose
+    formulas know no scores. Llama has neither.
+    """
     machines, (single,) = parse_machines("1xH100"), strategies("single")
     least = ["batch.global_batch_size=1", "batch.micro_batch_size=1", "model.gradient_checkpointing=true"]
     for model_type, has_both in (("gpt_oss", True), ("llama", False)):

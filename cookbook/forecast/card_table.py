@@ -68,7 +68,7 @@ def _run_in_words(report: CardReport) -> str:
 
 
 def amount_of(report: CardReport, num_samples: int | None) -> str:
-    """What times and prices are of, in words."""
+    """The steps or tokens that times and prices are of, in words."""
     counts = {num_steps(card.recipe, num_samples) for card in report.cards}
     if None in counts or not counts:
         return f"{PRICED_TOKENS // 10**6} M tokens"
