@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.forecast_accuracy.published_speed import against_published, published, rounded
+from benchmarks.forecast_accuracy.published_speed import against_published, largest, of_largest, published, rounded
 from benchmarks.records import dump
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.forecast.ranking import forecast_all
@@ -123,7 +123,7 @@ def table(scale: dict[str, Any], few: str, many: str) -> list[str]:
 
 def render(results: dict[str, Any]) -> str:
     """The page, in Markdown."""
-    return "\n".join([*on_paper(results), *against_published(results["published"])])
+    return "\n".join([*on_paper(results), *of_largest(results["largest"]), *against_published(results["published"])])
 
 
 def on_paper(results: dict[str, Any]) -> list[str]:
@@ -240,6 +240,7 @@ def main(*, only_page: bool) -> None:
             "mixture": {str(gpus): of_mixture(gpus) for gpus in GPUS},
             "large": {str(gpus): of_large(gpus) for gpus in GPUS_OF_LARGE},
             "published": published(),
+            "largest": largest(),
         }
         RESULTS.write_text(dump(results) + "\n", encoding="utf-8")
     results = json.loads(RESULTS.read_text(encoding="utf-8"))

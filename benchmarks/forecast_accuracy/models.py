@@ -26,6 +26,7 @@ def _gpt(layers: int, hidden: int, heads: int, vocab: int) -> Shape:
 LLAMAS = {
     "Llama-3-8B": Shape(32, 4096, 14336, 32, 8, 128256),
     "Llama-3-70B": Shape(80, 8192, 28672, 64, 8, 128256),
+    "Llama-3-405B": Shape(126, 16384, 53248, 128, 8, 128256),
     "Llama-2-7B": Shape(32, 4096, 11008, 32, 32, 32000),
     "Llama-2-13B": Shape(40, 5120, 13824, 40, 40, 32000),
     "Llama-2-70B": Shape(80, 8192, 28672, 64, 8, 32000),

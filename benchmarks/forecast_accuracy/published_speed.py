@@ -30,6 +30,63 @@ LEFT_OUT_RUNS = {
 }
 
 
+LARGEST = ((8192, 430.0), (16384, 400.0))
+"""GPUs, and TFLOP/s of each, of Llama 3 405B under tp 8 and pp 16 (arXiv 2407.21783, table 4)."""
+LARGEST_LENGTH, LARGEST_SAMPLES = 8192, 2048
+"""Tokens of a sample, and samples of a step: 16 M tokens."""
+WAYS = (("pp_tp", 1), ("pp_tp", 4), ("pp_tp_fsdp2", 1))
+"""Strategies, and ranges of layers of a stage."""
+
+
+def largest() -> list[dict[str, Any]]:
+    """The largest published runs, each as strategies here would have it: tokens per second of each GPU."""
+    sizes, rows = sizes_of("Llama-3-405B"), []
+    for count, tflops in LARGEST:
+        machines = parse_machines(f"{count // 8}x8xH100", fabric_gbits=400)
+        micro_batches, tokens = LARGEST_SAMPLES * 8 * 16 // count, LARGEST_SAMPLES * LARGEST_LENGTH
+        step = Step(num_tokens=tokens, num_labelled=tokens, length=LARGEST_LENGTH, micro_batches=micro_batches)
+        weights, attention = 6 * sizes.num_parameters, 12 * sizes.num_layers * sizes.hidden * LARGEST_LENGTH
+        for name, ranges in WAYS:
+            strategy = replace(load_strategy(find_strategy(name)), tp_size=8, pp_size=16, pp_chunks=ranges)
+            low, high = step_seconds(strategy, sizes, step, machines).tokens_per_second(tokens, machines.num_gpus)
+            ends = [rounded(1e12 * tflops / flops) for flops in (weights + attention, weights)]
+            row = {"gpus": count, "tflops": tflops, "micro_batches": micro_batches, "published": ends}
+            rows.append(row | {"strategy": name, "ranges": ranges, "forecast": [rounded(low), rounded(high)]})
+    return rows
+
+
+def of_largest(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of docs/at_scale.md on them."""
+    lines = [
+        "## The largest published runs",
+        "",
+        "Llama 3 405B on 8,192 and 16,384 H100, with tensor parallel of 8, 16 stages, samples of 8,192 tokens, 16 M"
+        " tokens a step and nothing recomputed ([Llama team 2024](https://arxiv.org/abs/2407.21783), table 4 and"
+        " section 3.3.2), beside the forecast. Its figures are TFLOP/s; tokens per second of each GPU are between those"
+        " over 6 FLOPs of a weight and those with the whole of attention's besides. How many ranges of layers a stage"
+        " has is not stated, and decides; one sample a micro-batch is assumed, and 400 Gbit/s to a GPU.",
+        "",
+        "| GPUs | TFLOP/s | published | micro-batches | strategy here | ranges | forecast | inside |",
+        "|" + " --- |" * 8,
+    ]
+    for row in rows:
+        (low, high), (least, most) = row["forecast"], row["published"]
+        cells = [f"{row['gpus']:,}", f"{row['tflops']:g}", f"{least:g} to {most:g}", str(row["micro_batches"])]
+        cells += [f"{row['strategy']}, tp 8, pp 16", str(row["ranges"]), f"{low:g} to {high:g}"]
+        lines.append("| " + " | ".join([*cells, "yes" if low <= most and least <= high else "**no**"]) + " |")
+    return [
+        *lines,
+        "",
+        "Its FSDP shards gradients and optimizer states, and does not shard weights again after a forward. `pp_tp`,"
+        " which shards nothing over data parallel, sends as much; `pp_tp_fsdp2` gathers weights for each micro-batch,"
+        " which the network then limits, so that stages whose FSDP keeps them would be next. Not expressed here can be"
+        " its run with samples of 131,072 tokens, whose context parallel of 16 no strategy with stages has, and"
+        " DeepSeek-V3's on 2,048 H800 ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)): 16 stages, experts over"
+        " 64 GPUs, and products in fp8. For it and other mixtures stages with expert parallel would be next.",
+        "",
+    ]
+
+
 def published(facts: Path = FACTS) -> list[dict[str, Any]]:
     """Rows of such a file, each with its forecast: tokens per second of each GPU."""
     with facts.open(encoding="utf-8", newline="") as file:
