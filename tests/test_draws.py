@@ -6,6 +6,7 @@ python -m pytest -q -m "slow or not slow" tests/test_draws.py
 import json
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from benchmarks import architectures
 from benchmarks.tiny_models import default_config, tiny_config, tiny_model
 from cookbook.config import draws
 from cookbook.config.objectives.forward import negative_log_likelihood
-from cookbook.config.sections import AdapterSection
+from cookbook.config.sections import AdapterSection, ModelSection
 from cookbook.facts.packing import packing_problem
+from cookbook.run.stages import has_draws
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters.insertion import add_adapter
 from cookbook.training.data import batches
@@ -276,6 +278,23 @@ def test_compiled_dropout_drops_the_same():
     layer.word, layer.width, layer.shard = torch.tensor(9, dtype=torch.int32), 16, 0
     with sample_draws.drawn_row(words):
         assert torch.compile(layer, backend="aot_eager", fullgraph=True)(hidden).equal(layer(hidden))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"adapter": {"name": "lora", "dropout": 0.0}}, False),
+        ({"adapter": {"name": "lora", "dropout": 0.01}}, True),
+        ({"model": {"neftune_alpha": 5.0}}, True),
+    ],
+)
+def test_a_batch_has_words_if_the_recipe_asks_for_draws(settings: dict, expected: bool):
+    recipe = SimpleNamespace(
+        model=ModelSection(name_or_path="a", **settings.get("model", {})),
+        adapter=AdapterSection(**settings["adapter"]) if "adapter" in settings else None,
+    )
+    assert has_draws(recipe, LlamaConfig(attention_dropout=0.0)) is expected
 
 
 def test_what_kernels_or_whole_layers_draw_is_off_with_a_note():
