@@ -19,7 +19,7 @@ from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
 from cookbook.training.data.batches import Layout, StepBatch, steps_per_epoch, train_steps
-from cookbook.training.data.sets import TokenSets, read_data, tokenize_data
+from cookbook.training.data.sets import TokenSets, read_data, read_eval, tokenize_data
 from cookbook.training.data.stream import Stream
 from cookbook.training.models.tokenizer_files import train_tokenizer
 
@@ -83,6 +83,19 @@ def test_mistakes_of_all_sources_are_reported_together_with_their_places(tmp_pat
     assert [line.split(": ")[0] for line in error.value.mistakes if "empty" in line] == [f"{path}:2" for path in bad]
     rows = read_data(DataSection(train=bad, on_bad_row="drop"), SFT)
     assert [part.where(0) for part in rows.train] == [f"data.train.{i} ({path}): row 1" for i, path in enumerate(bad)]
+
+
+@pytest.mark.parametrize("held_out", [{"eval": {"one": "a", "two": "b"}}, {"eval": "a"}, {"holdout": 0.5}], ids=str)
+def test_the_held_out_rows_alone_are_those_of_all_with_their_places(tmp_path, held_out: dict):
+    paths = {name: text_file(tmp_path / f"{name}.jsonl", *(f"{name} {i}" for i in range(8))) for name in "ab"}
+    written = json.dumps({"train": "b"} | held_out)
+    for name, path in paths.items():
+        written = written.replace(f'"{name}"', json.dumps(str(path)))
+    data = DataSection(**json.loads(written))
+    expected = read_data(data, SFT).eval
+    assert read_eval(data, SFT) == expected
+    places = {rows.place for parts in expected.values() for rows in parts}
+    assert places == {"data.train"} if "holdout" in held_out else all(place.startswith("data.eval") for place in places)
 
 
 def test_one_source_has_the_texts_and_the_place_it_always_had(tmp_path):
