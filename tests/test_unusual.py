@@ -101,6 +101,14 @@ def test_layers_are_distinguished_and_modules_outside_of_them():
     assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
 
 
+def test_what_is_recorded_of_a_gradient_by_hand():
+    """Squares of 0.01, 3.24 and 0.75, of 4 in all, so that the norm is 2."""
+    squares = {"model.layers.0.a": 0.01, "model.layers.1.a": 3.24, "model.layers.1.b": 0.0, "lm_head.weight": 0.75}
+    found = json.loads(json.dumps(Unusual(norm=2.0, usual=0.1, squares=squares).details()))
+    shares = {"model.layers.1": 0.81, "lm_head": 0.1875}
+    assert found == {"norm": 2.0, "usual": 0.1, "layers": shares, "most_in": "model.layers.1.a"}
+
+
 def test_after_gradients_of_zero_none_is_unusual():
     usual = Usual(overflows=False)
     assert not any(usual.begins(0.0) for _ in range(LEAST)) and not usual.begins(1.0)
