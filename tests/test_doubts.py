@@ -93,6 +93,7 @@ def test_an_evaluation_set_of_another_kind_is_warned_of(book, capsys, rows, warn
     )
 
 
+@pytest.mark.core
 def test_no_shipped_recipe_has_a_doubt(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["check"]) == 0

@@ -86,6 +86,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[
     return documented(words[0], capsys.readouterr().out, is_refused=code == 2)
 
 
+@pytest.mark.core
 def test_every_command_with_json_is_documented_and_no_other(monkeypatch, capsys):
     with_json = set()
     for name in (command.__name__.replace("_", "-") for group in GROUPS.values() for command in group):

@@ -1106,6 +1106,7 @@ def advice_of(lines: list[str], path: str) -> str:
     return named[0].partition(f"file.json: {path}")[2].partition(": ")[2] if named else ""
 
 
+@pytest.mark.core
 def test_convert_check_and_a_recipe_say_the_same_of_each_key_of_accelerate_and_deepspeed():
     """By what they print: the key that convert carries one to is the one that check compares and that a recipe names;
     advice of convert on another is that of check, where it refuses it, and of a recipe."""

@@ -40,6 +40,7 @@ def test_fragments_are_worth_a_word_where_they_are_a_large_share():
     assert shortage.first_sentence(FULL) == "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("unallocated", "is_told"), [("17.00", True), ("1.00", False)])
 def test_the_report_of_a_shortage_names_a_large_share_of_fragments(unallocated, is_told, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shortage, "REPORT_SECONDS", 0)

@@ -12,6 +12,7 @@ import pytest
 from tests.planted import FAULTS, ROOT, Fault
 
 
+@pytest.mark.core
 def test_each_fault_can_be_planted_and_the_test_that_notices_it_is_there():
     for fault in FAULTS:
         planted = fault.planted_in((ROOT / fault.file).read_text(encoding="utf-8"))
@@ -21,6 +22,7 @@ def test_each_fault_can_be_planted_and_the_test_that_notices_it_is_there():
         assert f"\ndef {name.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), fault.test
 
 
+@pytest.mark.core
 def test_a_planted_program_knows_its_names(tmp_path: Path):
     """Else any test would notice the NameError."""
     for number, fault in enumerate(FAULTS):

@@ -299,6 +299,20 @@ def test_grpo_is_the_equations_of_its_papers(request, logits, keys, source):
     assert abs(Objective.of(name="grpo", **keys).compute(model(logits), swapped).loss_sum - outcome.loss_sum) > 0.01
 
 
+def test_the_ratio_of_an_answer_of_one_token_is_that_of_its_token(answers, logits):
+    sequences = answers["target_sequences"].tolist()
+    first = torch.tensor([sequences.index(answer) for answer in range(2 * NUM_PAIRS)])
+    ones = {
+        key: value[first] if isinstance(value, torch.Tensor) and len(value) == len(sequences) else value
+        for key, value in answers.items()
+    }
+    of_answers, of_tokens = (
+        Objective.of(name="grpo", loss_type="grpo", importance_sampling_level=level).compute(model(logits), ones)
+        for level in ("sequence", "token")
+    )
+    assert of_answers.loss_sum.item() == pytest.approx(of_tokens.loss_sum.item(), rel=1e-6) != 0
+
+
 def test_truncated_samples_give_the_gradient_of_the_policy_itself(batch):
     """One token, all that top-k leaves of a vocabulary, each as often as it is drawn: the expected gradient is the sum
     of p A grad log p over what is left, by autograd of the probabilities; without weights it is another one."""

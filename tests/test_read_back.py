@@ -15,11 +15,11 @@ QUICK = ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "fsdp2_tp", "pp_tp
 SLOW = ("fsdp2_ep", "zero3_hpz", "zero3_nvme")
 
 
-def slowly(*strategies: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in strategies]
+def marked(mark: pytest.MarkDecorator, *strategies: str) -> list:
+    return [pytest.param(name, marks=mark) for name in strategies]
 
 
-@pytest.mark.parametrize("strategy", [*QUICK, *slowly(*SLOW)])
+@pytest.mark.parametrize("strategy", [*marked(pytest.mark.core, *QUICK), *marked(pytest.mark.slow, *SLOW)])
 def test_every_setting_that_is_compared_is_refused_when_another_runs(lab: Lab, tmp_path: Path, strategy: str):
     settings = {"run.output_dir": str(tmp_path / "run")}
     if needs_experts(strategy):

@@ -170,6 +170,7 @@ def test_a_recipe_cannot_be_changed_after_loading(book):
         recipe.optim.learning_rate = 1.0
 
 
+@pytest.mark.core
 def test_the_schema_file_is_the_schema_of_the_recipe():
     assert json.loads((ROOT / "recipes/schema.json").read_text()) == recipe_schema()
     assert (ROOT / "recipes/schema.json").read_text() == json.dumps(recipe_schema(), indent=2) + "\n"

@@ -67,6 +67,7 @@ def test_a_function_that_is_replaced_is_as_it_was_read(place: str):
     replaced.check_function(owner, name)
 
 
+@pytest.mark.core
 def test_each_function_that_the_code_replaces_is_in_the_table():
     """Those of ZeRO's optimizers go by the class of the object."""
     names = {place.name.rpartition(".")[2] for place in upgrade_places.places() if place.kind == "replaced function"}
