@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import socket
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cookbook.config.recipe import RECIPES
-from cookbook.system.files import RecipeError
+from cookbook.system.files import NEAR, RecipeError
 from cookbook.system.shipped import located
 
 FACTS = RECIPES / "offline_facts.json"
@@ -21,10 +22,17 @@ def known_model(name: str) -> dict[str, Any] | None:
 
 
 def nearest_models(name: str) -> str:
-    """The models in offline_facts.json whose names are most like one, by what follows the owner's."""
-    own = {known.rpartition("/")[2].lower(): known for known in _facts()["models"]}
-    close = difflib.get_close_matches(name.rpartition("/")[2].lower(), own, n=3, cutoff=0.0)
-    return ", ".join(own[known] for known in close)
+    """The models in offline_facts.json that may be meant by a name, by what follows the owner's: names that are near
+    it, and of its size, if it says one. Empty: none.
+    """
+    own, wanted = {known.rpartition("/")[2].lower(): known for known in _facts()["models"]}, name.rpartition("/")[2]
+    close = difflib.get_close_matches(wanted.lower(), own, n=3, cutoff=NEAR)
+    return ", ".join(own[known] for known in close if _sizes(wanted) <= _sizes(known))
+
+
+def _sizes(name: str) -> set[str]:
+    """Numbers of parameters that a model's name says, as `8b`."""
+    return set(re.findall(r"(?<![a-z\d.])\d+(?:\.\d+)?[bm](?![a-z\d])", name.lower()))
 
 
 def known_kind(name: str) -> str | None:

@@ -94,10 +94,11 @@ def _find_config(model: ModelSection) -> tuple[PreTrainedConfig, str]:
     except (OSError, ValueError) as error:
         facts = known_model(name)
         if facts is None:
+            near = nearest_models(name)
             mistake = (
                 f"model.name_or_path is {name!r}: neither a folder, nor on the Hub or in its cache"
-                f" ({first_line(error)}), nor in {OFFLINE_FACTS}, which has {nearest_models(name)}. Connect, or add its"
-                " structure there"
+                f" ({first_line(error)}), nor in {OFFLINE_FACTS}{f', which has {near}' * bool(near)}. Connect, or add"
+                " its structure there"
             )
             raise RecipeError(mistake) from None
         config, origin = AutoConfig.for_model(**facts["config"]), OFFLINE_FACTS
