@@ -161,11 +161,33 @@ def test_a_recipe_without_gpus_is_answered_for_any(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "not judged" not in printed and "the least is 1x" in printed
     assert all(f"1x{name} " in printed for name in ("RTX3090", "H100"))
+    columns = next(line for line in printed.splitlines() if "GiB a GPU" in line).split("  ")
+    assert [column.strip() for column in columns if column] == ["GPUs", "strategy", "GiB a GPU"], "float32: no time"
     assert max(map(len, printed.splitlines())) <= 80
     assert "run.max_steps: 500 decides, and not --samples" in printed
     assert "--samples 20000 --price 1.5 " in printed.partition("next: ")[2]
     assert main(["plan", "recipes/quickstart.yaml", "--gpus", "cpu"]) == 0
     assert "1xRTX3090" not in capsys.readouterr().out, "the control: what was asked for"
+
+
+def test_a_column_stands_where_any_gpu_has_a_value():
+    """An H100 has a time in 16 bits; of a P100 nobody states a speed, and no price is listed."""
+    recipe = load_recipe(Path("recipes/sums/sft.yaml"), ["mixed_precision=fp16"])
+    strategies = [load_strategy(Path("accelerate_configs/single.yaml"))]
+    for names, has_time in ((("P100", "H100"), True), (("P100",), False)):
+        report = for_each_card(recipe, strategies, "recipe", list(map(find_gpu, names)), room={})
+        assert [bool(card.time) for card in report.cards] == [has_time, False][-len(names) :]
+        said = in_words(report, "recipe", ["x"], num_samples=None, is_all=True)
+        assert (" step " in said) == ("price of" in said) == has_time
+
+
+def test_only_models_that_may_be_meant_are_suggested(capsys):
+    """A name that is near, with the size that was written; nothing is near to the second."""
+    suggested = {"openai/gpt-oss-20b": ["unsloth/gpt-oss-20b-BF16"], "openai/gpt-oss-120b": [], "deepseek-ai/V3": []}
+    for name, models in suggested.items():
+        assert main(["plan", name]) == 2
+        _, has, names = capsys.readouterr().err.partition("offline_facts.json, which has ")
+        assert names.partition(". Connect")[0].split(", ") == models if models else not has
 
 
 def test_only_strategies_that_any_number_of_gpus_runs_are_tried():

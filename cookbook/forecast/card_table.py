@@ -17,6 +17,9 @@ from cookbook.system.console import Row, page
 from cookbook.system.hardware import GIB, in_gib
 from cookbook.system.prices import SOURCE
 
+NOTHING = "-"
+"""Stands in a cell that has no value."""
+
 
 def in_words(
     report: CardReport, recipe_name: str, next_step: list[str], *, num_samples: int | None, is_all: bool
@@ -35,8 +38,8 @@ def in_words(
         least = min(report.cards, key=lambda card: (card.machines.num_gpus, card.gpu.memory_mib))
         order = "by price:" if report.cards[0].price(None) else "the least first:"
         lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
-        rows: list[Row] = [("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount_of(report, num_samples)}")]
-        lines.append(page(*rows, *(_row(card, num_samples) for card in report.cards)))
+        header = ("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount_of(report, num_samples)}")
+        lines.append(page(*_filled([header, *(_row(card, num_samples) for card in report.cards)])))
     notes = [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
     notes += [*overridden(report.recipe, num_samples), *_larger_steps(report)]
     if any(card.price(None) for card in report.cards):
@@ -84,7 +87,13 @@ def _larger_steps(report: CardReport) -> list[str]:
     return [f"a step on {', '.join(names)} has {size:,} samples" for size, names in sizes.items() if size != usual]
 
 
-def _row(card: Card, num_samples: int | None) -> Row:
+def _filled(rows: list[tuple[str, ...]]) -> list[Row]:
+    """The rows, of which the first is the header, without columns in which all others have nothing."""
+    kept = [i for i in range(len(rows[0])) if any(row[i] != NOTHING for row in rows[1:])]
+    return [[row[i] for i in kept] for row in rows]
+
+
+def _row(card: Card, num_samples: int | None) -> tuple[str, ...]:
     memory = card.forecast.memory
     assert memory is not None and card.machines.usable_gib is not None
     price = card.price(num_steps(card.recipe, num_samples))
@@ -92,8 +101,8 @@ def _row(card: Card, num_samples: int | None) -> Row:
         card.machines.text,
         card.forecast.strategy.name,
         f"{in_gib(*memory.needed)} of {in_gib(card.machines.usable_gib * GIB)}",
-        range_in_words(card.time.low, card.time.high, " s") if card.time else "-",
-        range_in_words(*price, "") if price else "-",
+        range_in_words(card.time.low, card.time.high, " s") if card.time else NOTHING,
+        range_in_words(*price, "") if price else NOTHING,
     )
 
 
