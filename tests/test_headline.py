@@ -15,6 +15,7 @@ from conftest import ROOT
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
+from cookbook.commands.plan import planning
 from cookbook.commands.plan.model_recipe import recipe_of_model
 from cookbook.config.recipe import load_recipe
 from cookbook.config.strategy import known_strategies, load_strategy
@@ -284,6 +285,25 @@ def test_how_machines_were_read_is_said_beside_the_answer(capsys):
     assert "note" not in said("--strategy", "ddp", "--gpus", "2x8xH100").split()
     of_amd = said("--strategy", "single", "--gpus", "1xMI300X", "--fabric", "200")
     assert "tried on ROCm" in of_amd and "note --fabric is of messages between machines" in of_amd
+
+
+def test_gpus_that_nobody_asked_for_are_named_with_their_reason(capsys, monkeypatch):
+    """A label asks for one GPU of 16 GB; GPUs of this machine, and those that are asked for, need no reason."""
+    path = "recipes/smollm2_135m/sft.yaml"
+    assert re.search(r"^# Needs: +1 GPU of 16 GB", Path(path).read_text(), flags=re.MULTILINE)
+    short = ("--set", "data.max_length=64", "--strategy", "single")
+    said = " ".join(" ".join(answer(capsys, path, *short)).split())
+    assert "on 1x16GB" in said and "1x16GB, which the recipe's label names" in said and "--gpus any" in said
+    assert "note" not in " ".join(answer(capsys, path, "--gpus", "1x16GB", *short)).split(), "asked for"
+    of_label = planning.machines_or_any(Path(path), None, {})
+    assert of_label is not None and (of_label.text, bool(of_label.notes)) == ("1x16GB", True)
+    too_small = replace(of_label, usable_gib=0.1)
+    report = forecast_all(load_recipe(Path(SMALL)), strategies("single"), too_small, "", limits=False)
+    said = headline.in_words(report, [], next_step=["x"], is_recipe=True, num_samples=None, price=None)
+    assert said.startswith("NO,") and "which the recipe's label names" in " ".join(said.split())
+    monkeypatch.setattr(planning, "this_machine", lambda: parse_machines("2xH100"))
+    here = planning.machines_or_any(Path(path), None, {})
+    assert here is not None and (here.num_gpus, here.notes) == (2, [])
 
 
 def test_times_have_the_unit_that_suits():

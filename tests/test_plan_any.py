@@ -165,6 +165,7 @@ def test_a_recipe_without_gpus_is_answered_for_any(capsys, monkeypatch):
     assert [column.strip() for column in columns if column] == ["GPUs", "strategy", "GiB a GPU"], "float32: no time"
     assert max(map(len, printed.splitlines())) <= 80
     assert "run.max_steps: 500 decides, and not --samples" in printed
+    assert "without --gpus, and without a GPU here or in the recipe's label: any GPUs" in " ".join(printed.split())
     assert "--samples 20000 --price 1.5 " in printed.partition("next: ")[2]
     assert main(["plan", "recipes/quickstart.yaml", "--gpus", "cpu"]) == 0
     assert "1xRTX3090" not in capsys.readouterr().out, "the control: what was asked for"

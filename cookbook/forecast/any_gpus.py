@@ -88,6 +88,8 @@ class CardReport:
     """As of a `PlanReport`, and the next two."""
     scores: str | None
     time_caveat: str | None
+    why_any: str | None = None
+    """Why no machines were taken, if nobody asked for any GPUs."""
 
 
 def for_each_card(

@@ -40,7 +40,8 @@ def in_words(
         lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
         header = ("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount_of(report, num_samples)}")
         lines.append(page(*_filled([header, *(_row(card, num_samples) for card in report.cards)])))
-    notes = [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
+    notes = [*filter(None, [report.why_any])]
+    notes += [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
     notes += [*overridden(report.recipe, num_samples), *_larger_steps(report)]
     if any(card.price(None) for card in report.cards):
         notes.append("micro-batch and checkpointing by auto; samples of full length")
@@ -113,7 +114,7 @@ def as_record(report: CardReport, recipe_name: str, *, num_samples: int | None) 
         "recipe": recipe_name,
         "model": {"type": report.model, "parameters": report.num_parameters, "trained": report.num_trained}
         | {"structure_from": report.origin},
-        "notes": [*report.notes, *report.no_time],
+        "notes": [*filter(None, [report.why_any]), *report.notes, *report.no_time],
         "time_caveat": report.time_caveat,
         "steps": steps,
         "tokens": PRICED_TOKENS if steps is None else None,

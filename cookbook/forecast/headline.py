@@ -92,6 +92,7 @@ def in_words(
         rows = [("next", _first(report.suggestion) or "--all has the reasons")]
         if best.memory is not None and of_batch is None:  # else of a run that nobody asked for
             rows.insert(0, ("memory", f"{_memory(report, best.memory)}, of {best.strategy.name}"))
+        rows[-1:-1] = [("note", note) for note in report.machines.notes]
         return "\n".join([page((f"NO, on {where}: {_why_not(report)}",), indent=0), page(*rows)])
     rows = [("memory", _memory(report, run.memory) + _elsewhere(run.forecast))]
     if report.sampler is not None:

@@ -1,7 +1,7 @@
 """`cookbook plan`: what is asked, of which machines, and the answer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +103,8 @@ def plan(
     logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
     with compiled_when_called(), rare_collections():
         if places[0] is None:
-            return _of_any_gpus(asked[0][0], question, room)
+            lacks = "without --gpus, and without a GPU here" + " or in the recipe's label" * (not of_model)
+            return _of_any_gpus(asked[0][0], question, room, None if gpus else f"{lacks}: any GPUs")
         return _of_machines([(recipe, place) for recipe, place in asked if place is not None], question)
 
 
@@ -194,8 +195,12 @@ def _write(path: Path, text: str) -> None:
     say(path)
 
 
-def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | None]) -> int:
-    """Answer for each kind of GPU."""
+def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | None], why: str | None) -> int:
+    """Answer for each kind of GPU.
+
+    Args:
+        why: no machines were taken, if nobody asked for any GPUs.
+    """
     with imports():
         from cookbook.forecast import card_table
         from cookbook.forecast.any_gpus import for_each_card, simple
@@ -214,6 +219,7 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
             is_free=question.of_model,
             room=room,
         )
+    report = replace(report, why_any=why)
     follows = ["init", question.what, "ROWS"]
     if question.asked or not question.of_model:
         options = {"--samples": num_samples, "--price": question.price, "--fabric": room["fabric_gbits"]}
@@ -248,17 +254,19 @@ def machines_or_any(recipe: Path | None, text: str | None, room: dict[str, float
     else:
         assert recipe is not None or text is not None
         machines = parse_machines(text or "", **room) if recipe is None else machines_for(recipe, text, room)
+    if text is None and machines.note:
+        machines = replace(machines, note=f"{machines.note}; every kind of GPU: --gpus {ANY}")
     return machines if machines.num_gpus or text is not None else None
 
 
 def machines_for(recipe: Path, text: str | None, options: dict[str, float | None]) -> Machines:
     """Machines of the forecast: those asked for, else those here, else those that the recipe's label needs."""
-    if text is None:
-        here = this_machine()
-        needs = read_needs(read_label(recipe))
-        if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
-            return with_room(here, **options)
-        text = needs.machine
-        asked = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
-        options |= {name: gb * 1e9 / GIB for name, gb in asked.items() if gb is not None and options[name] is None}
-    return parse_machines(text, **options)
+    if text is not None:
+        return parse_machines(text, **options)
+    here, needs = this_machine(), read_needs(read_label(recipe))
+    if here.num_gpus or needs.num_gpus is None or needs.gpu_gb is None:
+        return with_room(here, **options)
+    asked = {"host_gib": needs.host_gb, "nvme_gib": needs.nvme_gb}
+    options |= {name: gb * 1e9 / GIB for name, gb in asked.items() if gb is not None and options[name] is None}
+    note = f"without --gpus and without a GPU here: {needs.machine}, which the recipe's label names"
+    return replace(parse_machines(needs.machine, **options), note=note)
