@@ -27,9 +27,9 @@ from cookbook.forecast.costs.states import heaviest, states
 from cookbook.forecast.fitting import ByAuto, Fitting, by_auto
 from cookbook.forecast.other_machines import fewer_gpus
 from cookbook.forecast.ranking import forecast_all
-from cookbook.forecast.show import hours_in_words, in_words, overridden
+from cookbook.forecast.show import as_record, hours_in_words, in_words, overridden
 from cookbook.forecast.step_time import Range
-from cookbook.forecast.verdict import Forecast, TraceCache, time_compiled
+from cookbook.forecast.verdict import Forecast, TraceCache, time_compiled, time_of_run, why_no_time
 from cookbook.start.run_plan import MOST_SAMPLES, even
 from cookbook.system import console
 from cookbook.system.files import RecipeError
@@ -270,6 +270,42 @@ def test_what_a_forecast_of_time_leaves_out_is_said_and_no_time_is_invented(tmp_
             assert ("experts: routing, uneven loads" in words) == ("no kernel computes" in words) == has_both
         compiled = time_compiled(TraceCache(config_of(recipe)[0], recipe), single, machines)
         assert (compiled is None) == has_both
+        compiles = recipe.model_copy(update={"model": recipe.model.model_copy(update={"compile": True})})
+        config, plan = config_of(recipe)[0], report.forecasts[0].plan
+        time = time_of_run(config, compiles, single, plan, machines.gpu, None)
+        reason = why_no_time(TraceCache(config, compiles), machines)
+        assert (time == reason) == has_both and (reason is None) == isinstance(time, Range)
+        assert reason is None or "no forecast of time with model.compile: no kernel" in reason
+
+
+def test_the_range_if_fused_ends_where_the_compiled_recipe_does(tmp_path: Path):
+    """From the slow end of the model's code to the fast end of `model.compile: true`, here by its own forecast."""
+    machines, (single,) = parse_machines("1xH100"), strategies("single")
+    tiny_config("llama").save_pretrained(tmp_path)
+    least = ["batch.global_batch_size=4", "batch.micro_batch_size=2", "model.gradient_checkpointing=true"]
+    plain, compiled = (
+        forecast_all(
+            recipe_of_model(str(tmp_path), "full", 32, machines, [*least, f"model.compile={value}"]),
+            [single],
+            machines,
+            "",
+            limits=False,
+        )
+        for value in ("false", "true")
+    )
+    (of_code,), (fused,) = (report.forecasts for report in (plain, compiled))
+    assert fused.time.low < of_code.time.low, "else both ranges are one"
+    (row,) = as_record(plain, "", num_samples=None, price=None)["forecasts"]
+    tokens = 4 * 32
+    assert row["tokens_per_second_a_gpu_if_fused"] == pytest.approx(
+        [tokens / of_code.time.high, tokens / fused.time.low]
+    )
+    said = in_words(plain, "", num_samples=None, price=None)
+    assert re.search(r"if fused [\d,]+ to [\d,]+ tokens/s a GPU", said)
+    (row,) = as_record(compiled, "", num_samples=None, price=None)["forecasts"]
+    assert "tokens_per_second_a_gpu_if_fused" not in row and "if fused" not in in_words(
+        compiled, "", num_samples=None, price=None
+    )
 
 
 def test_how_machines_were_read_is_said_beside_the_answer(capsys):

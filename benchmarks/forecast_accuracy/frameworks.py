@@ -1,8 +1,8 @@
 """The plan beside what frameworks of 2026 published of their speed and memory: the rows of frameworks_published.csv.
 
 Each is forecast as `cookbook plan` would, by a recipe with the model, the strategy and the sizes of the row: nothing is
-taken from the other program. A second forecast has compiled layers, where this project compiles them, since all of
-these programs fuse kernels. What the rows say of the speed's constants: frameworks_fit.py.
+taken from the other program. A second time is of fused kernels, as `plan` has it, since all of these programs fuse
+some. What the rows say of the speed's constants: frameworks_fit.py.
 """
 
 import csv
@@ -23,7 +23,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.facts.offline import known_model
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.step_time import kind_of, share_of_peak
+from cookbook.forecast.step_time import IF_FUSED, kind_of, share_of_peak, tokens_if_fused
 from cookbook.forecast.verdict import Forecast, TraceCache, forecast, tokens_of_step
 from cookbook.system.hardware import Machines, parse_machines
 
@@ -116,12 +116,13 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
     assert found.memory is not None and found.time is not None and machines.gpu is not None, found.why
     tokens = tokens_of_step(recipe)
     low, high = found.time.tokens_per_second(tokens, machines.num_gpus)
-    fused = forecast_of(row | {"compiled": "true"})[0].time
     speed = float(row["tokens_per_second"])
     memory = found.memory.allocated / GIB
     published = float(row["peak_gib"]) if row["peak_gib"] else None
     family, model = FAMILIES.get(row["model"], ("dense", row["model"].partition("/")[2] or row["model"]))
-    most = high if fused is None else max(high, fused.tokens_per_second(tokens, machines.num_gpus)[1])
+    # Of a row that compiles it is the same.
+    fused = found.time if recipe.model.compile else found.time_if_fused
+    most = tokens_if_fused(found.time, fused, tokens, machines.num_gpus)[1]
     shares = share_of_peak(machines.gpu)
     return {
         "id": row["id"],
@@ -206,7 +207,7 @@ def _line(row: dict[str, Any]) -> str:
     of_memory = ["-", "-", "-"]
     if row["published_gib"] is not None:
         of_memory = [f"{row['published_gib']:g}", f"{row['forecast_gib']:.1f}", f"{row['memory_error']:+.0%}"]
-    inside = "yes" if row["is_inside"] else "if fused" if row["is_inside_fused"] else "**no**"
+    inside = "yes" if row["is_inside"] else IF_FUSED if row["is_inside_fused"] else "**no**"
     cells = [row["id"], row["program"], row["model"], row["setup"], f"{row['published']:,.0f}"]
     cells += [f"{low:,.0f} to {high:,.0f}", f"{row['most']:,.0f}" if row["most"] > high else "-", inside, *of_memory]
     return "| " + " | ".join(cells) + " |"

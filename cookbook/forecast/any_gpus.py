@@ -15,8 +15,8 @@ from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import more_gpus
 from cookbook.forecast.ranking import scores_in_words
 from cookbook.forecast.sampler import SamplerForecast, SamplerMemory, forecast_sampler, sampler_memory
-from cookbook.forecast.step_time import Range, caveat, no_forecast
-from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step
+from cookbook.forecast.step_time import Range, caveat
+from cookbook.forecast.verdict import PRICED_TOKENS, UNKNOWN, Forecast, TraceCache, tokens_of_step, why_no_time
 from cookbook.start.run_plan import even
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Gpu, Machines, parse_machines
@@ -142,7 +142,7 @@ def for_each_card(
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
         no_time=list(
-            dict.fromkeys(filter(None, (no_forecast(card.machines, card.recipe.mixed_precision) for card in cards)))
+            dict.fromkeys(filter(None, (why_no_time(TraceCache(config, card.recipe), card.machines) for card in cards)))
         ),
         notes=(*traces.skeleton.notes, *filter(None, [quantized, scores])),
         quantized=quantized,

@@ -17,8 +17,8 @@ from cookbook.forecast.costs.inputs import bytes_of
 from cookbook.forecast.memory import GIB
 from cookbook.forecast.order import in_order
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler
-from cookbook.forecast.step_time import caveat, no_forecast, share_of_peak
-from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, skeleton_of
+from cookbook.forecast.step_time import caveat, share_of_peak
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, skeleton_of, why_no_time
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines, in_gib
 from cookbook.training.models.structure import config_of, find_config, quantized_weights, why_not_trained
@@ -93,7 +93,7 @@ def forecast_all(
         forecasts=ranked,
         origin=origin,
         suggestion=_suggestion(changes, ranked[0], suggests),
-        no_time=no_forecast(machines, recipe.mixed_precision),
+        no_time=why_no_time(traces, machines),
         time_caveat=caveat(traces.sizes),
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
@@ -116,12 +116,10 @@ def scores_in_words(config: PreTrainedConfig, recipe: Recipe, code: ServedCode) 
     length, heads = recipe.data.max_length, getattr(config, "num_attention_heads", None)
     if heads is None or not code.holds_scores:  # Mamba and RWKV have no attention
         return None
-    compiled = "; the time of compiled layers is without what these move" * recipe.model.compile
     size = in_gib(2 * len(recipe.objective.sequences) * heads * length**2)
     return (
         f"no kernel computes the attention of {config.model_type} here: {heads} heads x {length:,} x {length:,} scores"
         f" are {size} GiB a sample, and a layer holds several such tensors; without recomputation each layer does"
-        f"{compiled}"
     )
 
 

@@ -16,7 +16,7 @@ from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import PlanReport
 from cookbook.forecast.sampler import SamplerForecast
 from cookbook.forecast.sampling_time import SamplingTime
-from cookbook.forecast.step_time import link_names
+from cookbook.forecast.step_time import IF_FUSED, link_names, tokens_if_fused
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
 from cookbook.system.console import Row, coloured, page, width
@@ -292,6 +292,11 @@ def _best(report: PlanReport, best: Forecast, *, num_samples: int | None, price:
         if best.time_of_kernels is not None:
             fused = best.time_of_kernels.tokens_per_second(tokens_of_step(recipe), best.num_processes)
             rows.append(("", f"{OF_KERNELS} {range_in_words(*fused, ' tokens/s a GPU')}"))
+        if best.time_if_fused is not None:
+            fused = tokens_if_fused(time, best.time_if_fused, tokens_of_step(recipe), best.num_processes)
+            if fused != per_gpu:
+                words = f"{IF_FUSED} {range_in_words(*fused, ' tokens/s a GPU')}"
+                rows.append(("", f"{words}, as programs with kernels of their own (docs/plan_accuracy.md)"))
         if steps is not None:
             length += f", {range_in_words(*time.hours(steps), ' hours')} at full length; shorter samples take less"
     if best.messages:
@@ -424,6 +429,10 @@ def as_record(
                 if each is not None:
                     record[f"step_seconds{end}"] = [each.low, each.high]
                     record[f"tokens_per_second_a_gpu{end}"] = each.tokens_per_second(tokens, forecast.num_processes)
+            if forecast.time_if_fused is not None:
+                record["tokens_per_second_a_gpu_if_fused"] = tokens_if_fused(
+                    time, forecast.time_if_fused, tokens, forecast.num_processes
+                )
             record["bottleneck"] = time.bottleneck
             record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
             if steps is not None:

@@ -138,6 +138,21 @@ class Range:
         return low * per_gpu_hour * num_gpus, high * per_gpu_hour * num_gpus
 
 
+IF_FUSED = "if fused"
+"""Before a speed of programs that fuse kernels, in `plan` and in docs/plan_accuracy.md."""
+
+
+def tokens_if_fused(time: Range, fused: Range | None, num_tokens: float, num_gpus: int) -> tuple[float, float]:
+    """Tokens per second and GPU of a program that fuses kernels, or some of them: from the least with the kernels of
+    the model's code to the most with fused ones.
+
+    Args:
+        fused: the time with fused kernels; None: not known.
+    """
+    low, high = time.tokens_per_second(num_tokens, num_gpus)
+    return low, high if fused is None else max(high, fused.tokens_per_second(num_tokens, num_gpus)[1])
+
+
 def kind_of(gpu: Gpu) -> str:
     """Which of `EFFICIENCY` is its: its generation's, but for Blackwell's cards, which have no NVLink."""
     return "blackwell card" if gpu.generation == "blackwell" and gpu.nvlink is None else gpu.generation

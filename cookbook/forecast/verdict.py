@@ -73,6 +73,8 @@ class Forecast:
     time_of_kernels: Range | None = None
     """The time where layers with a state have kernels of their own (flash-linear-attention, mamba-ssm, causal-conv1d):
     what moves in their layers is then counted at the slow end alone. None for models without such layers."""
+    time_if_fused: Range | None = None
+    """See `time_if_fused`; None also for a recipe that compiles."""
     messages: list[Transfer] = field(default_factory=list)
     """Transfers between processes in a step of full samples."""
     largest_micro_batch: int | None = None
@@ -260,9 +262,10 @@ def time_of_run(
     """
     count, each = plan.num_processes, plan.num_local
     machines = Machines(text=f"{each} GPUs", num_machines=count // each, gpus_each=each, gpu=gpu)
-    if why := no_forecast(machines, recipe.mixed_precision):
+    traces = TraceCache(config, recipe)
+    if why := why_no_time(traces, machines):
         return "the speed of this GPU is not known" if gpu is None else why
-    seconds = _step_time(TraceCache(config, recipe), strategy, plan, machines, num_tokens)
+    seconds = _step_time(traces, strategy, plan, machines, num_tokens)
     assert seconds is not None
     return seconds
 
@@ -319,6 +322,18 @@ def _plan(recipe: Recipe, strategy: Strategy, count: int, machines: Machines, re
     return make_plan(recipe, spread, num_processes=count, num_gpus=num_gpus, recipe_name=recipe_name)
 
 
+def why_no_time(traces: TraceCache, machines: Machines) -> str | None:
+    """Why there is no forecast of time; None if there is."""
+    if (why := no_forecast(machines, traces.recipe.mixed_precision)) is not None:
+        return why
+    if traces.recipe.model.compile and traces.skeleton.code.holds_scores:
+        return (
+            f"no forecast of time with model.compile: no kernel computes the attention of {traces.config.model_type},"
+            " and what its scores move in compiled layers is not known; --set model.compile=false has one"
+        )
+    return None
+
+
 def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) -> Range | None:
     """The time of a step with `model.compile`, whose memory it leaves open: for that it would trace what the compiler
     makes, which takes a hundred times as long. None where that is refused, no time is forecast, or layers have a state:
@@ -327,6 +342,13 @@ def time_compiled(traces: TraceCache, strategy: Strategy, machines: Machines) ->
     """
     if look_up(traces.config.model_type).has_state or traces.skeleton.code.holds_scores:
         return None
+    return time_if_fused(traces, strategy, machines)
+
+
+def time_if_fused(traces: TraceCache, strategy: Strategy, machines: Machines) -> Range | None:
+    """The time of a step with all kernels fused that `model.compile` would fuse, and with kernels for attention and for
+    layers with a state: by formulas alone. None where `model.compile` is refused, or no time is forecast.
+    """
     strategy, count = _fitted(traces, strategy, machines)
     model = traces.recipe.model.model_copy(update={"compile": True})
     try:
@@ -398,6 +420,7 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         checkpoint=checkpoint_bytes(skeleton, recipe),
         time=_step_time(traces, strategy, plan, machines),
         time_of_kernels=_step_time(traces, strategy, plan, machines, is_traced=False) if has_state else None,
+        time_if_fused=None if recipe.model.compile else time_if_fused(traces, strategy, machines),
         messages=transfers(strategy, traces.sizes, _step_of(traces, plan), count, num_local=plan.num_local),
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
@@ -416,7 +439,7 @@ def _step_time(
 ) -> Range | None:
     """Args: of a recipe that compiles, or as if this one did."""
     recipe = traces.recipe
-    if no_forecast(machines, recipe.mixed_precision) is not None:
+    if why_no_time(traces, machines) is not None:
         return None
     step = _step_of(traces, plan, num_tokens)
     step = replace(step, is_compiled=step.is_compiled or is_compiled)
