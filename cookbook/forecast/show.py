@@ -16,6 +16,7 @@ from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.ranking import PlanReport
 from cookbook.forecast.sampler import SamplerForecast
 from cookbook.forecast.sampling_time import SamplingTime
+from cookbook.forecast.scaling import Reference
 from cookbook.forecast.step_time import IF_FUSED, link_names, tokens_if_fused
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
@@ -36,8 +37,9 @@ PARTS = (
 BAR = 40
 OWN = "*"
 """Marks the strategy that the recipe names."""
-HEADER = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length", "step", "limit", "host GiB", "disk GiB")
-LEFT_OUT = ("disk GiB", "host GiB", "limit", "length", "GPUs", "micro batch")
+OF_MEMORY = ("strategy", "GPUs", "verdict", "GiB a GPU", "micro batch", "length")
+HEADER = (*OF_MEMORY, "step", "scaling", "limit", "host GiB", "disk GiB")
+LEFT_OUT = ("disk GiB", "host GiB", "limit", "length", "scaling", "GPUs", "micro batch")
 OF_KERNELS = "by transformers' own code of layers with a state; with flash-linear-attention, mamba-ssm or causal-conv1d"
 """Before the second rate of models that have such layers."""
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -51,10 +53,12 @@ def in_words(
     price: float | None,
     sizes: Sequence[Sizes] = (),
     settings: Sequence[ByAuto] = (),
+    reference: Reference | None = None,
 ) -> str:
     """The whole answer.
 
     Args:
+        reference: of the scaling efficiency of strategies.
         settings: strategies as a run has them with `auto`.
         sizes: of meshes, where others than those of the files were tried.
         num_samples: rows of the training data, for the length of the run.
@@ -78,7 +82,7 @@ def in_words(
         page(*notes, ("model", model), ("a step", step), ("", most), *((words,) for words in least)),
     ]
     if best.memory is not None:
-        parts += ["", _table(report), "", _bars(report)]
+        parts += ["", _table(report, reference), "", _bars(report)]
     reasons: dict[tuple[str, str], list[str]] = {}
     for forecast in report.forecasts:
         if forecast.memory is None and not _is_for_more_gpus(report, forecast):
@@ -122,7 +126,7 @@ def _without_room(report: PlanReport) -> list[str]:
     return [f"does not fit: {names}{which}, {nearest}"]
 
 
-def _table(report: PlanReport) -> str:
+def _table(report: PlanReport, reference: Reference | None) -> str:
     rows: list[tuple[str | Text, ...]] = [HEADER]
     notes = []
     for forecast in _forecasts_with_row(report):
@@ -142,6 +146,7 @@ def _table(report: PlanReport) -> str:
                 "<1" if forecast.largest_micro_batch == 0 else _count(forecast.largest_micro_batch),
                 _count(forecast.longest),
                 time,
+                _efficiency(forecast, reference),
                 forecast.time.bottleneck if forecast.time else "-",
                 in_gib(forecast.host) if forecast.host else "-",
                 in_gib(forecast.disk) if forecast.disk else "-",
@@ -150,10 +155,20 @@ def _table(report: PlanReport) -> str:
     if report.time_caveat and any(forecast.time for forecast in report.forecasts):
         notes.append(f"! {report.time_caveat}")
     kept = _columns_kept(rows)
+    if reference is not None:
+        notes.append(f"scaling: tokens/s a GPU beside those of {reference.words}")
     if left := [HEADER[i] for i in range(len(HEADER)) if i not in kept]:
         notes.append(f"a wider terminal also has: {', '.join(left)}")
     notes += _without_room(report)
     return page(*([row[i] for i in kept] for row in rows), *((note,) for note in notes))
+
+
+def _efficiency(forecast: Forecast, reference: Reference | None) -> str:
+    efficiency = reference and reference.efficiency(forecast)
+    if not efficiency:
+        return "-"
+    low, high = (f"{100 * share:.0f}" for share in efficiency)
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _columns_kept(rows: Sequence[Sequence["str | Text"]]) -> list[int]:
@@ -395,6 +410,7 @@ def as_record(
     price: float | None,
     sizes: Sequence[Sizes] = (),
     settings: Sequence[ByAuto] = (),
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
     """The report in bytes and seconds, for JSON; arguments as for `in_words`."""
     steps, recipe = num_steps(report.recipe, num_samples), report.recipe
@@ -433,6 +449,8 @@ def as_record(
                 record["tokens_per_second_a_gpu_if_fused"] = tokens_if_fused(
                     time, forecast.time_if_fused, tokens, forecast.num_processes
                 )
+            if reference is not None:
+                record["scaling_efficiency"] = reference.efficiency(forecast)
             record["bottleneck"] = time.bottleneck
             record["parts"] = {part.name: [part.low, part.high] for part in time.parts}
             if steps is not None:
@@ -452,12 +470,24 @@ def as_record(
         | {"by_auto": autos(recipe)},
         "steps": steps,
         "forecasts": records,
+        "scaling_reference": None if reference is None else _reference_record(reference, tokens),
         "sizes": [_sizes_record(mesh) for mesh in sizes],
         "by_auto": [_auto_record(setting) for setting in settings],
         "next_rung": report.suggestion,
         "sampler": None if report.sampler is None else sampler_record(report.sampler),
         "no_time": report.no_time,
         "time_caveat": report.time_caveat,
+    }
+
+
+def _reference_record(reference: Reference, tokens: int) -> dict[str, Any]:
+    forecast, time = reference.forecast, reference.forecast.time
+    return {
+        "machines": reference.machines.text,
+        "gpus": reference.machines.num_gpus,
+        "strategy": forecast.strategy.path,
+        "step_seconds": time and [time.low, time.high],
+        "tokens_per_second_a_gpu": time and time.tokens_per_second(tokens, forecast.num_processes),
     }
 
 

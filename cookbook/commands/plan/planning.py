@@ -151,6 +151,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
         from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import forecast_all
+        from cookbook.forecast.scaling import find_reference
         from cookbook.forecast.second_process import second_process
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
@@ -169,7 +170,9 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
+            reference = find_reference(outlook, [*strategies, *others], name) if is_long else None
             settings = by_auto(outlook, name, all_of_them=bool(question.named) or question.html is not None)
+        details: dict[str, Any] = {"sizes": sizes, "settings": settings, "reference": reference}
         trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
         may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
         follows = ["init", question.what, "ROWS", "--gpus", machines.text]
@@ -181,9 +184,9 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             answers.append(Answer(outlook=outlook, settings=settings, text=short(lines)))
         if question.as_json:
             page = str(question.html) if question.html else None
-            answer(Planned(**as_record(outlook, name, sizes=sizes, settings=settings, **of_run), page=page))
+            answer(Planned(**as_record(outlook, name, **details, **of_run), page=page))
         else:
-            table = ["", in_words(outlook, name, sizes=sizes, settings=settings, **of_run)] if question.is_all else []
+            table = ["", in_words(outlook, name, **details, **of_run)] if question.is_all else []
             say(short("\n".join([*[""] * (i > 0), lines, *table])), is_coloured=True)
     if question.html is not None:
         _write(question.html, page_of_machines(answers, short(name), **of_run))

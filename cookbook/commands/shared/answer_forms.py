@@ -364,7 +364,11 @@ class Planned(Answer):
     machines: dict[str, Any] = {}
     a_step: dict[str, Any] = {}
     forecasts: list[dict[str, Any]] = []
-    """A strategy each, the best first: `strategy`, `verdict`, `why`, `memory`, `step_seconds` and more."""
+    """A strategy each, the best first: `strategy`, `verdict`, `why`, `memory`, `step_seconds` and more.
+    `tokens_per_second_a_gpu_if_fused` are those of programs that fuse kernels."""
+    scaling_reference: dict[str, Any] | None = None
+    """The fewest GPUs that fit, with their best strategy and its speed: each strategy's `scaling_efficiency` is its
+    tokens/s of a GPU over those, between the slow ends and the fast ends of both."""
     sizes: list[dict[str, Any]] = []
     """Other sizes of meshes that were tried."""
     by_auto: list[dict[str, Any]] = []
