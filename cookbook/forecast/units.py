@@ -16,10 +16,61 @@ their layer needs it: then as a forward of its own, at whose end its buffer is f
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from cookbook.forecast.activations import Phase
 from cookbook.forecast.costs.states import States, Unit
+from cookbook.forecast.costs.table import evaluate, read_table
+
+TABLE = """
+phase                moment                gathered, and buffers                                          gradients
+embed                during                first + first_buffer                                           -
+forward              start                 stay + buffer_before + layer + layer_sent                      -
+forward              start                 stay + buffer_before + layer + layer_buffer                    -
+forward              during                stay + layer + layer_buffer                                    -
+experts forward      start                 stay + layer + layer_buffer + experts + experts_sent           -
+experts forward      start                 stay + layer + layer_buffer + experts + experts_buffer         -
+experts forward      during                stay + layer + experts + experts_buffer                        -
+rest forward         during                stay + layer + experts_buffer                                  -
+head                 start                 stay + buffer_before + tail + tail_sent                        -
+head                 start                 stay + buffer_before + tail + tail_buffer                      -
+head                 during                stay + tail + head_buffer                                      -
+head backward        start                 stay + tail + ahead + ahead_sent                               -
+head backward        during                stay + tail + ahead                                            -
+head backward        reduction of tail     stay + ahead                                                   -
+backward             start                 stay + layer + reduced_before + layer_copied                   later
+backward             start                 stay + layer + reduced_before + ahead + ahead_sent             later
+backward             during                stay + layer + reduced_before + ahead                          later
+backward             reduction of layer    stay + ahead                                                   later
+backward to experts  start                 stay + layer + reduced_before + layer_copied                   later
+backward to experts  start                 stay + layer + reduced_before + experts + experts_sent         later
+backward to experts  during                stay + layer + reduced_before + experts                        later
+experts again        during                stay + layer + reduced_before + experts + experts_buffer       later
+backward once more   during                stay + layer + reduced_before + experts                        later
+experts backward     start                 stay + layer + reduced_before + experts + experts_copied       later
+experts backward     start                 stay + layer + reduced_before + experts + ahead + ahead_sent   later
+experts backward     during                stay + layer + reduced_before + experts + ahead                later
+experts backward     reduction of experts  stay + layer + ahead                                           later
+rest backward        during                stay + layer + experts_reduced + ahead                         later + own
+rest backward        reduction of layer    stay + ahead                                                   later + own
+end                  during                first + reduced_before                                         later
+end                  reduction of first    -                                                              later
+"""
+"""Bytes of unsharded weights and buffers at each moment of a phase, and of gradients that are sharded by then.
+
+A phase starts with a gather into a buffer, from which the weights are copied; it ends with a reduction, see `_reduced`.
+
+- `first`, `layer`, `experts`, `tail`: gathered weights of what comes before the layers, of the layer but for its
+  experts, of these, and of norm and head. `stay`: those before the layer that stay gathered. `ahead`: those that a
+  backward gathers for the next one.
+- `_sent`, `_buffer`: what a shard is cast into, and what is gathered into. `_copied`: the buffer, if the weights were
+  freed after the forward. `_reduced`: whole gradients in the buffer that they are reduced from.
+- `later`, `own`: shards of the gradients of later layers, and of the layer's own experts.
+"""
+ROWS = {phase: [*rows] for phase, rows in groupby(read_table(TABLE)[1], key=itemgetter(0))}
+UNITS = {"first": "the embedding", "layer": "layer {}", "experts": "the experts of layer {}", "tail": "norm and head"}
+"""Units in the table, by their names for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,142 +114,72 @@ class _Units:
         self.is_flat = states.is_flat
         self.layers = [unit for unit in states.units if unit.layer is not None and not unit.is_experts]
         self.experts = {unit.layer: unit for unit in states.units if unit.is_experts}
-        self.is_recomputed = False
-        """True: the experts whose backward comes next were computed again."""
+        self.computed_again: set[int | None] = set()
+        """Layers whose experts were computed again for their backward."""
         ends = [unit for unit in states.units if unit.layer is None]
         # A unit of norm and head comes after the layers in the forward, and before them in the backward.
         self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
         self.first = [unit for unit in ends if unit not in self.tail]
 
     def of_phase(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        moments = {
-            "embed": self._embed,
-            "forward": self._forward,
-            "experts forward": self._experts_forward,
-            "rest forward": self._rest_forward,
-            "head": self._head,
-            "head backward": self._head_backward,
-            "backward": self._backward_to_experts if phase.layer in self.experts else self._backward,
-            "experts again": self._experts_again,
-            "experts backward": self._experts_backward,
-            "rest backward": self._rest_backward,
-            "end": self._end,
-        }[phase.name]
-        yield from moments(phase, held_after)
+        name: str = phase.name
+        if name == "experts again":
+            self.computed_again.add(phase.layer)
+        if name == "backward" and phase.layer in self.experts:
+            name = "backward once more" if phase.layer in self.computed_again else "backward to experts"
+        units, amounts = self._around(phase)
+        for _, when, gathered, gradients in ROWS[name]:
+            what: str | None = None
+            made = 0
+            activations = phase.held if when == "start" else phase.peak + phase.making
+            if unit := when.partition("reduction of ")[2]:
+                if not units[unit]:
+                    continue
+                what = f"the reduction of {UNITS[unit].format(phase.layer)}'s gradients"
+                activations, made = held_after, self._made_by_reduction(units[unit])
+            yield Moment(
+                what=what,
+                phase=phase,
+                activations=activations,
+                gathered=evaluate(gathered, amounts) + made,
+                reduced=evaluate(gradients, amounts),
+            )
 
-    def _embed(self, phase: Phase, _: int) -> Iterator[Moment]:
-        yield self._during(phase, _weights_of(self.first) + self._buffer(self.first))
+    def _around(self, phase: Phase) -> tuple[dict[str, list[Unit]], dict[str, int]]:
+        """Units that `TABLE` names and its amounts, at a phase."""
+        count = len(self.layers)
+        i = {"embed": 0, "head": count, "head backward": count, "end": -1}.get(phase.name, phase.layer or 0)
+        before, after = self.layers[: max(i, 0)], self.layers[i + 1 :]
+        units = {
+            "first": self.first,
+            "layer": self.layers[i : i + 1],
+            "experts": [self.experts[i]] if i in self.experts else [],
+            "tail": self.tail,
+            # FSDP1's first unit is the root, which stays gathered.
+            "ahead": [unit for unit in before[-1:] or self.first[:1] if not unit.stays],
+        }
+        amounts = {}
+        for name, group in units.items():
+            amounts[name] = _total(group, "weights")
+            amounts[f"{name}_sent"] = _total(group, "sent")
+            amounts[f"{name}_buffer"] = self._buffer(group)
+        amounts |= {
+            "stay": _total([unit for unit in [*self.first, *before] if unit.stays], "weights"),
+            "buffer_before": self._buffer([*self.first, *self._with_experts(before[-1:])]),
+            "layer_copied": self._buffer([unit for unit in units["layer"] if not unit.stays]),
+            "experts_copied": 0 if phase.layer in self.computed_again else amounts["experts_buffer"],
+            "experts_reduced": self._reduced(units["experts"]),
+            "reduced_before": self._reduced(after[:1] or self.tail),
+            "later": _total([*self.tail, *self._with_experts(after)], "gradients_left"),
+            "own": _total(units["experts"], "gradients_left"),
+        }
+        amounts["head_buffer"] = amounts["tail_buffer"] or amounts["buffer_before"]
+        return units, amounts
 
-    def _forward(self, phase: Phase, _: int) -> Iterator[Moment]:
-        i = _layer_index(phase)
-        stay, unit = _weights_of(_staying([*self.first, *self.layers[:i]])), self.layers[i]
-        before = self._buffer([*self.first, *self._of_layers(self.layers[:i])])
-        yield self._entry(phase, stay + before + self._gathering(unit))
-        yield self._during(phase, stay + unit.weights + self._buffer([unit]))
-
-    def _experts_forward(self, phase: Phase, _: int) -> Iterator[Moment]:
-        _, unit, rest, stay = self._parts(phase)
-        yield self._entry(phase, stay + rest.weights + self._buffer([rest]) + self._gathering(unit))
-        yield self._during(phase, stay + rest.weights + unit.weights + self._buffer([unit]))
-
-    def _rest_forward(self, phase: Phase, _: int) -> Iterator[Moment]:
-        _, unit, rest, stay = self._parts(phase)
-        yield self._during(phase, stay + rest.weights + self._buffer([unit]))
-
-    def _parts(self, phase: Phase) -> tuple[int, Unit, Unit, int]:
-        """A layer's number, its experts, the rest of it, and the bytes of the units before it that stay gathered."""
-        i = _layer_index(phase)
-        return i, self.experts[i], self.layers[i], _weights_of(_staying([*self.first, *self.layers[:i]]))
-
-    def _of_layers(self, layers: Sequence[Unit]) -> list[Unit]:
+    def _with_experts(self, layers: Sequence[Unit]) -> list[Unit]:
         """Layers with their experts, in the order in which they are gathered."""
         pairs = ((layer, self.experts.get(layer.layer)) for layer in layers)
         return [unit for pair in pairs for unit in pair if unit is not None]
-
-    def _head(self, phase: Phase, _: int) -> Iterator[Moment]:
-        stay, before = _weights_of(_staying([*self.first, *self.layers])), self._buffer(self._of_layers(self.layers))
-        for unit in self.tail:
-            yield self._entry(phase, stay + before + self._gathering(unit))
-        yield self._during(phase, stay + _weights_of(self.tail) + (self._buffer(self.tail) or before))
-
-    def _head_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        stay = _weights_of(_staying([*self.first, *self.layers]))
-        coming, sent = self._coming(len(self.layers))
-        yield self._entry(phase, stay + _weights_of(self.tail) + coming + sent)
-        yield self._during(phase, stay + _weights_of(self.tail) + coming)
-        if self.tail:
-            yield self._reduction("norm and head", phase, held_after, stay + coming, self.tail)
-
-    def _backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        i = _layer_index(phase)
-        unit, done = self.layers[i], self._done(i)
-        stay = _weights_of(_staying([*self.first, *self.layers[:i]]))
-        coming, sent = self._coming(i)
-        buffer = self._reduced_before(i)
-        copied = 0 if unit.stays else self._buffer([unit])
-        own = stay + unit.weights + buffer
-        yield self._entry(phase, own + max(copied, coming + sent), done)
-        yield self._during(phase, own + coming, done)
-        yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [unit], done)
-
-    def _reduced_before(self, i: int) -> int:
-        """The buffer of the reduction before the backward of layer i."""
-        return self._reduced(self.layers[i + 1 : i + 2] or self.tail)
-
-    def _done(self, i: int) -> list[Unit]:
-        """Units whose gradients are reduced before the backward of layer i."""
-        return [*self.tail, *self._of_layers(self.layers[i + 1 :])]
-
-    def _backward_to_experts(self, phase: Phase, _: int) -> Iterator[Moment]:
-        """From the end of a layer to its experts; where these are computed again, once before that and once after."""
-        i, unit, rest, stay = self._parts(phase)
-        done, own = self._done(i), stay + rest.weights + self._reduced_before(i)
-        if self.is_recomputed:
-            yield self._during(phase, own + unit.weights, done)
-            return
-        copied = 0 if rest.stays else self._buffer([rest])
-        yield self._entry(phase, own + max(copied, unit.weights + unit.sent), done)
-        yield self._during(phase, own + unit.weights, done)
-
-    def _experts_again(self, phase: Phase, _: int) -> Iterator[Moment]:
-        i, unit, rest, stay = self._parts(phase)
-        self.is_recomputed = True
-        own = stay + rest.weights + unit.weights + self._reduced_before(i)
-        yield self._during(phase, own + self._buffer([unit]), self._done(i))
-
-    def _experts_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        i, unit, rest, stay = self._parts(phase)
-        coming, sent = self._coming(i)
-        buffer, done = self._reduced_before(i), self._done(i)
-        copied = 0 if self.is_recomputed else self._buffer([unit])
-        self.is_recomputed = False
-        own = stay + rest.weights + unit.weights + buffer
-        yield self._entry(phase, own + max(copied, coming + sent), done)
-        yield self._during(phase, own + coming, done)
-        gathered = stay + rest.weights + coming
-        yield self._reduction(f"the experts of layer {i}", phase, held_after, gathered, [unit], done)
-
-    def _rest_backward(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        i, unit, rest, stay = self._parts(phase)
-        coming, _ = self._coming(i)
-        done = [*self._done(i), unit]
-        yield self._during(phase, stay + rest.weights + self._reduced([unit]) + coming, done)
-        yield self._reduction(f"layer {i}", phase, held_after, stay + coming, [rest], done)
-
-    def _end(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        done = self._done(-1)
-        yield self._during(phase, _weights_of(self.first) + self._reduced(self.layers[:1]), done)
-        yield self._reduction("the embedding", phase, held_after, 0, self.first, done)
-
-    def _coming(self, i: int) -> tuple[int, int]:
-        """Bytes of the unit that is prefetched during the backward of layer i, and of its send buffer."""
-        # FSDP1's first unit is the root, which stays gathered.
-        units = [unit for unit in (self.layers[i - 1 : i] if i else self.first[:1]) if not unit.stays]
-        return _weights_of(units), sum(unit.sent for unit in units)
-
-    def _gathering(self, unit: Unit) -> int:
-        """Peak while a unit is gathered for its forward: send and gather buffers, then gather buffer and weights."""
-        return unit.weights + max(unit.sent, self._buffer([unit]))
 
     def _buffer(self, units: Sequence[Unit]) -> int:
         """The gather buffer of the last unit, after its weights have been copied out."""
@@ -208,56 +189,15 @@ class _Units:
         """The buffer of the last reduction of gradients."""
         return 0 if self.is_flat else max((unit.gradients for unit in units), default=0)
 
-    def _entry(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
-        """The beginning of a phase, while its weights are gathered."""
-        return Moment(what=None, phase=phase, activations=phase.held, gathered=gathered, reduced=_shard_grads(done))
-
-    def _during(self, phase: Phase, gathered: int, done: Sequence[Unit] = ()) -> Moment:
-        """The peak of a phase, with the gradients of its weights, which are reduced at its end."""
-        activations = phase.peak + phase.making
-        return Moment(what=None, phase=phase, activations=activations, gathered=gathered, reduced=_shard_grads(done))
-
-    def _reduction(
-        self,
-        of: str,
-        phase: Phase,
-        held_after: int,
-        gathered: int,
-        units: Sequence[Unit],
-        done: Sequence[Unit] = (),
-    ) -> Moment:
-        """The end of a phase: the unit's weights and activations are freed, and its gradients copied to a new buffer.
-
-        The previous buffer is freed first. FSDP1 keeps the low-precision gradients until the reduction is done, FSDP2
-        the last of them.
+    def _made_by_reduction(self, units: Sequence[Unit]) -> int:
+        """Peak while a unit's gradients are copied to a new buffer and reduced; the previous buffer was freed. FSDP1
+        keeps the low-precision gradients until the reduction is done, FSDP2 the last of them.
         """
-        made = sum(unit.gradients_made for unit in units)
+        made, buffer = _total(units, "gradients_made"), max(unit.gradients for unit in units)
         if self.is_flat:
-            gathered += made + max(unit.gradients for unit in units) + _shard_grads(units)
-        else:
-            left = max(unit.gradients_kept + unit.gradients_left + unit.gradients for unit in units)
-            gathered += max(made + max(unit.gradients for unit in units), left)
-        return Moment(
-            what=f"the reduction of {of}'s gradients",
-            phase=phase,
-            activations=held_after,
-            gathered=gathered,
-            reduced=_shard_grads(done),
-        )
+            return made + buffer + _total(units, "gradients_left")
+        return max(made + buffer, *(unit.gradients_kept + unit.gradients_left + unit.gradients for unit in units))
 
 
-def _layer_index(phase: Phase) -> int:
-    assert phase.layer is not None
-    return phase.layer
-
-
-def _weights_of(units: Sequence[Unit]) -> int:
-    return sum(unit.weights for unit in units)
-
-
-def _staying(units: Sequence[Unit]) -> list[Unit]:
-    return [unit for unit in units if unit.stays]
-
-
-def _shard_grads(units: Sequence[Unit]) -> int:
-    return sum(unit.gradients_left for unit in units)
+def _total(units: Sequence[Unit], size: str) -> int:
+    return sum(getattr(unit, size) for unit in units)

@@ -17,7 +17,6 @@ What a GPU holds during a step of two micro-batches (# allocated, . not):
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
 from cookbook.facts.meshes import in_buckets, swap_limit
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, stage_of
+from cookbook.forecast.costs.table import add_up, read_table
 
 FLOAT32 = 4
 SWAP_ALIGNMENT = 1024
@@ -62,7 +62,7 @@ zero3, optimizer on nvme  disk   -                     4*files    4*blocks      
 hold. A cell adds up amounts that the function of its engine returns: bytes, or numbers of elements times the bytes of
 each (4 of float32, `low` of the compute dtype, `sum` of an accumulated gradient). `trained`, `parts` and `shares` are
 of this process's shard."""
-COLUMNS, *ROWS = (re.split("  +", line) for line in TABLE.strip().splitlines())
+COLUMNS, ROWS = read_table(TABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def _states(key: WeightsKey, rank: int) -> States:
     own = _own_experts(_tensor_shards(layers, mesh.tensor, within % mesh.tensor), mesh.expert)
     name, engine = _engine(strategy)
     amounts, step = engine(own, inputs, within // mesh.tensor)
-    amounts |= {"-": 0, "4": FLOAT32, "low": inputs.low_bytes, "sum": gradient_bytes(inputs)}
+    amounts |= {"low": inputs.low_bytes, "sum": gradient_bytes(inputs)}
     amounts |= {"constants": constants(own), "model": FLOAT32 * sum(own.buffers)}
     weights = "cpu" if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params else strategy.offload_param
     options = {f"weights on {weights or 'gpu'}", f"optimizer on {strategy.offload_optimizer or 'gpu'}"}
@@ -259,12 +259,8 @@ def _engine(strategy: Strategy) -> tuple[str, Engine]:
 
 def _resident(keys: Collection[str], place: str, amounts: Amounts) -> ResidentBytes:
     """The sum of the rows of `keys` in a place."""
-    total = dict.fromkeys(COLUMNS[2:], 0)
-    for key, where, *cells in ROWS:
-        if key in keys and where == place:
-            for column, cell in zip(COLUMNS[2:], cells, strict=True):
-                total[column] += sum(math.prod(amounts[name] for name in term.split("*")) for term in cell.split(" + "))
-    return ResidentBytes(**total)
+    rows = [cells for key, where, *cells in ROWS if key in keys and where == place]
+    return ResidentBytes(**add_up(COLUMNS[2:], rows, amounts))
 
 
 def _whole(skeleton: Skeleton, inputs: CostInputs, _: int) -> tuple[Amounts, dict[str, Any]]:
