@@ -208,7 +208,7 @@ def step_seconds(
     count = num_processes or strategy.num_processes or machines.num_gpus
     gpus_each = min(count, machines.gpus_each)
     messages = transfers(strategy, sizes, step, count, num_local=gpus_each)
-    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each, adam_bytes=ADAMW_BYTES)
+    host = host_traffic(strategy, sizes, step, num_processes=count, gpus_each=gpus_each)
     # A process of a pipeline computes its stage of each micro-batch, or waits for the slowest one, and for all at both
     # ends of a step: until the first range of layers of the stages before it has run, and after its last.
     stages, chunks = strategy.pp_size, strategy.pp_chunks

@@ -2,7 +2,7 @@
 
     inputs                    costs                                               read by
     ------                    -----                                               -------
-    Skeleton     (model)  -+->  memory.py   bytes of a process: GPU, host, disk   plan, explain, doctor
+    Skeleton     (model)  -+->  states.py   bytes of a process: GPU, host, disk   plan, explain, doctor
     CostInputs   (run)    -+       |  +-->  loading.py        of a machine        plan, doctor
       inputs.py            |       +----->  per_parameter.py  of one parameter    explain, tables, headers
                            |       +----->
@@ -12,5 +12,6 @@
 
 Every number of costs in explain, plan, doctor, the logs, docs/strategies.md and the headers of accelerate_configs comes
 from here or is compared with it by tests/test_costs.py. A model is given by its weights (`forecast.skeleton`, which
-needs torch), by its configuration alone (`sketch`), or not at all (`per_parameter`).
+needs torch), by its configuration alone (`sketch`), or not at all (`per_parameter`). What lies or moves where is a table
+of text (`table.py`); amounts in it are computed by code.
 """

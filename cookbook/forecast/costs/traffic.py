@@ -12,6 +12,7 @@ from cookbook.facts.meshes import in_buckets
 from cookbook.facts.pipeline_stages import layers_of_stage
 from cookbook.forecast.costs.flops import ModelSizes, Step
 from cookbook.forecast.costs.inputs import bytes_of, hidden_bytes
+from cookbook.forecast.costs.table import add_up, read_table
 
 ADAMW_BYTES = 28
 """AdamW in float32 reads weight, gradient and two moments, and writes all but the gradient."""
@@ -468,48 +469,39 @@ class HostTraffic:
     disk_write: float = 0.0
 
 
-def host_traffic(
-    strategy: Strategy,
-    sizes: ModelSizes,
-    step: Step,
-    *,
-    num_processes: int,
-    gpus_each: int,
-    adam_bytes: float = ADAMW_BYTES,
-) -> HostTraffic:
-    """The offload traffic of a step.
+OFFLOADED = """
+offloaded            down               up                 update               disk_read              disk_write
+weights of FSDP      4*trained*micro    4*gathered*micro   adamw*trained*local  -                      -
+gradients of ZeRO-3  low*trained*micro  low*trained*added  -                    -                      -
+optimizer            4*trained          -                  adamw*trained*local  -                      -
+optimizer alone      -                  low*trained        -                    -                      -
+weights              -                  low*share*twice    -                    -                      -
+optimizer on a disk  -                  -                  -                    16*trained*local       16*trained*local
+weights on a disk    -                  -                  -                    low*share*twice*local  low*trained*local
+"""
+"""`HostTraffic` of what is offloaded. FSDP2 copies its shard in float32 and casts it on the GPU (torch 2.13,
+_fsdp_param.py, all_gather_inputs). Gradients of ZeRO-3 accumulate on the host and are copied back to the GPU for each
+addition (stage3.py, partition_grads). On a disk are weight, two moments and gradient in float32."""
 
-    Args:
-        gpus_each: processes per machine, which share its CPUs and disk.
-        adam_bytes: memory traffic of updating one parameter.
-    """
-    half = bytes_of(step.precision)
-    share = sizes.num_parameters / num_processes
-    trained = sizes.num_trained / num_processes
-    micro = step.micro_batches
-    if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params:
-        gathered = 2 * share - sizes.head / num_processes if strategy.gathers_weights else share
-        # The shard is copied in float32 and cast on the GPU (torch 2.13, _fsdp_param.py, all_gather_inputs).
-        return HostTraffic(down=4 * trained * micro, up=4 * gathered * micro, update=adam_bytes * trained * gpus_each)
-    if strategy.offload_optimizer is None and strategy.offload_param is None:
-        return HostTraffic()
-    down = up = update = disk_read = disk_write = 0.0
-    if strategy.offload_optimizer is not None:
-        if strategy.zero_stage == 3:
-            # Gradients accumulate on the host and are copied back to the GPU for each addition (stage3.py,
-            # partition_grads).
-            down += half * trained * micro
-            up += half * trained * (micro - 1)
-        down += 4 * trained  # the accumulated gradients, in float32
-        if strategy.offload_param is None:
-            up += half * trained
-        update = adam_bytes * trained * gpus_each
-    if strategy.offload_param is not None:
-        up += half * share * 2 * micro
-    if strategy.offload_optimizer == "nvme":  # weight, two moments and gradient in float32
-        disk_read += 16 * trained * gpus_each
-        disk_write += 16 * trained * gpus_each
-    if strategy.offload_param == "nvme":
-        disk_read += half * share * 2 * micro * gpus_each
-        disk_write += half * trained * gpus_each
-    return HostTraffic(down=down, up=up, update=update, disk_read=disk_read, disk_write=disk_write)
+
+def host_traffic(
+    strategy: Strategy, sizes: ModelSizes, step: Step, *, num_processes: int, gpus_each: int
+) -> HostTraffic:
+    """The offload traffic of a step. `gpus_each`: processes of a machine, which share its CPUs and disk."""
+    optimizer, weights = strategy.offload_optimizer, strategy.offload_param
+    is_offloaded = {
+        "weights of FSDP": strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params,
+        "gradients of ZeRO-3": optimizer is not None and strategy.zero_stage == 3,
+        "optimizer": optimizer is not None,
+        "optimizer alone": optimizer is not None and weights is None,
+        "weights": weights is not None,
+        "optimizer on a disk": optimizer == "nvme",
+        "weights on a disk": weights == "nvme",
+    }
+    share, micro = sizes.num_parameters / num_processes, step.micro_batches
+    amounts = {"low": bytes_of(step.precision), "adamw": ADAMW_BYTES, "local": gpus_each, "share": share}
+    amounts |= {"micro": micro, "added": micro - 1, "twice": 2 * micro, "trained": sizes.num_trained / num_processes}
+    amounts["gathered"] = 2 * share - sizes.head / num_processes if strategy.gathers_weights else share
+    (_, *names), rows = read_table(OFFLOADED)
+    moved = add_up(names, [cells for name, *cells in rows if is_offloaded[name]], amounts)
+    return HostTraffic(**{name: float(size) for name, size in moved.items()})
