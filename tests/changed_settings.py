@@ -129,6 +129,13 @@ def of_group(name: str, value: Any) -> Change:
     return change
 
 
+def with_another_policy(engine: Any) -> AbstractContextManager:
+    group = engine.model.model.layers[0]._get_fsdp_state()._fsdp_param_group
+    place = group if hasattr(group, "mp_policy") else group.fsdp_params[0]  # of torch 2.15
+    policy = SimpleNamespace(param_dtype=torch.float16, reduce_dtype=None, output_dtype=None)
+    return patch.object(place, "mp_policy", policy)
+
+
 def of_wrapper(name: str, value: Any) -> Change:
     return lambda engine: patch.object(engine.model, name, value)
 
@@ -199,9 +206,7 @@ CHANGES: dict[str, Change] = {
     "mesh": with_shard,
     "layers that are units": without_a_layers_unit,
     "reshard after forward": of_group("post_forward_mesh_info", lambda was: None if was else "another"),
-    "dtypes of a layer's weights, reductions and output": of_group(
-        "mp_policy", lambda was: SimpleNamespace(param_dtype=torch.float16, reduce_dtype=None, output_dtype=None)
-    ),
+    "dtypes of a layer's weights, reductions and output": with_another_policy,
     "parameter offload": of_group(
         "offload_policy", lambda was: OffloadPolicy() if isinstance(was, CPUOffloadPolicy) else CPUOffloadPolicy()
     ),

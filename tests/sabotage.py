@@ -825,9 +825,10 @@ def exchange_left_in_float32() -> None:
 
 def sums_over_micro_batches_in_16_bits() -> None:
     """What waits for the replicas stays in the dtype of the exchange."""
-    from cookbook.training.engine import Fsdp2
+    from cookbook.training.engine import fsdp2
 
-    Fsdp2._keep_sums_in_float32 = lambda self: None
+    fsdp2.Fsdp2._keep_sums_in_float32 = lambda self, waiting: None
+    fsdp2._leave_sums_in_float32 = lambda: None
 
 
 def compile_without_inductor() -> None:

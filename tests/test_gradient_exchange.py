@@ -7,12 +7,16 @@ python -m pytest -q -m "slow or not slow" tests/test_gradient_exchange.py
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cookbook.config.strategy import load_strategy
 from cookbook.forecast.costs.flops import ModelSizes, Step
 from cookbook.forecast.costs.traffic import transfers
+from cookbook.system import replaced
+from cookbook.training.engine import fsdp2
 from tests.curves import ADAMW, ROOT, SGD, Curve, Lab, distance, processes_of
 from tests.gpu_runs import GpuLab
 from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, NVME_MODEL
@@ -129,6 +133,33 @@ def test_sums_over_micro_batches_that_wait_for_the_replicas_stay_float32(lab: La
     found, others = distance(right, reference), distance(wrong, reference)
     print(found, others)
     assert found.weight < others.weight
+
+
+def test_a_release_of_torch_that_casts_what_waits_is_kept_from_it(monkeypatch):
+    """As torch 2.15 does. The negative control is the same group before."""
+
+    class Group:
+        def _prepare_partial_reduce_output(self, params: list, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.ones(sum(sizes)).to(dtype)
+
+    name, Group.__module__ = "_prepare_partial_reduce_output", fsdp2.FSDPParamGroup.__module__
+    monkeypatch.setattr(fsdp2, "FSDPParamGroup", Group)
+    monkeypatch.setitem(replaced.KNOWN, replaced.place_of(Group, name), {replaced.digest_of(Group, name): ["here"]})
+    dtypes = [Group()._prepare_partial_reduce_output([], [3], torch.bfloat16).dtype]
+    fsdp2._leave_sums_in_float32.__wrapped__()
+    dtypes.append(Group()._prepare_partial_reduce_output([], [3], torch.bfloat16).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32]
+
+
+def test_a_sum_that_was_rounded_ends_the_run():
+    """Whatever a release of torch may do to it between two micro-batches."""
+    engine = object.__new__(fsdp2.Fsdp2)
+    engine.model = torch.nn.Linear(1, 1)
+    group = SimpleNamespace(_partial_reduce_output=torch.ones(3), _module_fqn="layers.0")
+    engine._keep_sums_in_float32([group])
+    group._partial_reduce_output = group._partial_reduce_output.bfloat16()
+    with pytest.raises(RuntimeError, match=r"layers\.0 to torch\.bfloat16"):
+        engine._keep_sums_in_float32([group])
 
 
 @pytest.mark.slow

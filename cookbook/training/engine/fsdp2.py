@@ -1,7 +1,8 @@
 """FSDP2: each parameter a DTensor, sharded by rows, alone or with replicas of the shards (HSDP)."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from cookbook.system.replaced import counted, replace_function
@@ -99,16 +101,28 @@ class Fsdp2(Fsdp):
         # Not set_requires_gradient_sync(last): whole gradients in float32 would stay until the last micro-batch, which
         # is the memory that FSDP2 saves.
         self.model.set_requires_all_reduce(last)
+        if self.gradient_dtype is not None:
+            _leave_sums_in_float32()
+        waiting = [group for group in _groups(self.model) if group._partial_reduce_output is not None]
         yield
         if not last and self.gradient_dtype is not None:
-            self._keep_sums_in_float32()
+            self._keep_sums_in_float32(waiting)
 
-    def _keep_sums_in_float32(self) -> None:
+    def _keep_sums_in_float32(self, waiting: list[Any]) -> None:
         """Make FSDP2 add up in float32 the gradients that wait for the exchange with the replicas.
 
         It would add in the dtype of the exchange, and lose what is small beside the sum (torch 2.13,
         _fsdp_collectives.py, foreach_reduce). On the stream on which it adds.
+
+        Args:
+            waiting: the groups whose sums were in float32 before this micro-batch.
+
+        Raises:
+            RuntimeError: the sum of one is not any more.
         """
+        for group in waiting:
+            if (dtype := group._partial_reduce_output.dtype) is not torch.float32:
+                raise RuntimeError(f"FSDP2 has rounded the sum of gradients of {group._module_fqn} to {dtype}")
         for group in _groups(self.model):
             if group._partial_reduce_output is not None:
                 with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
@@ -117,8 +131,8 @@ class Fsdp2(Fsdp):
     def _reduce_in_gradient_dtype(self, model: torch.nn.Module) -> None:
         """Change what transformers, which reduces in float32, applied. Before the first forward, which reads it."""
         if self.gradient_dtype is not None:
-            for group in _groups(model):
-                group.mp_policy = replace(group.mp_policy, reduce_dtype=self.gradient_dtype)
+            for place in _policies(_groups(model)):
+                place.mp_policy = replace(place.mp_policy, reduce_dtype=self.gradient_dtype)
 
     def _end_evaluation(self) -> None:
         super()._end_evaluation()
@@ -155,8 +169,8 @@ class Fsdp2(Fsdp):
         reshards = {group.post_forward_mesh_info is not None for group in groups}
         yield "reshard after forward", {self._block.fsdp_reshard_after_forward}, reshards
         policies = {
-            (group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, group.mp_policy.output_dtype)
-            for group in groups
+            (place.mp_policy.param_dtype, place.mp_policy.reduce_dtype, place.mp_policy.output_dtype)
+            for place in _policies(groups)
         }
         output = torch.float32 if self.low_dtype and self.casts_output else None
         dtypes = self.low_dtype, self._reduce_dtype, output
@@ -207,11 +221,30 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def _policies(groups: Iterable[Any]) -> Iterator[Any]:
+    """Holders of the dtypes of each group, as `mp_policy`: the group, since torch 2.15 each of its parameters."""
+    for group in groups:
+        yield from [group] if hasattr(group, "mp_policy") else group.fsdp_params
+
+
 def _set_groups(state: Any, groups: list[Any]) -> None:
     if hasattr(state, "_fsdp_param_groups"):
         state._fsdp_param_groups[:] = groups
     else:
         state._fsdp_param_group = groups[0] if groups else None
+
+
+@functools.cache
+def _leave_sums_in_float32() -> None:
+    """Have FSDP2 not cast a sum that waits for the exchange with the replicas to the dtype of the exchange, as it does
+    since torch 2.15 (_fsdp_param_group.py, FSDPParamGroup). Releases before leave it as it is.
+    """
+    if prepare := getattr(FSDPParamGroup, "_prepare_partial_reduce_output", None):
+        replace_function(
+            FSDPParamGroup,
+            "_prepare_partial_reduce_output",
+            lambda group, params, sizes, dtype: prepare(group, params, sizes, torch.float32),
+        )
 
 
 def _fill(model: torch.nn.Module, shards: dict[tuple[torch.nn.Module, str], torch.Tensor]) -> None:
@@ -254,7 +287,7 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
             group.post_forward_mesh_info,
             group.device,
             None,
-            group.mp_policy,
+            next(_policies([group])).mp_policy,
             group.offload_policy,
         )
         if own:
