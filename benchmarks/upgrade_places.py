@@ -34,6 +34,9 @@ REPLACING = ("replaced", "replace_function", "check_function")
 CITED = re.compile(rf"\b({'|'.join(LIBRARIES)})(?:'s)? (\d+\.\d+(?:\.\d+)?)", re.IGNORECASE)
 SET = ("private name, set", "replaced in silence")
 COUNTED = "counted: absent or changed ends the start"
+CONFIGURATION = re.compile(r"config(\(.*\))?|text")
+"""Names of variables that hold a configuration of a model or an adapter."""
+IN_SOURCE = "`tests/test_library_names.py::test_a_name_asked_of_a_configuration_is_that_of_a_model_type`"
 
 
 class Place(NamedTuple):
@@ -143,8 +146,15 @@ def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
         )
     elif called in ("getattr", "hasattr") and texts and _is_private(texts[0]) and texts[0] not in own:
         yield "private name, asked for", texts[0], ""
+    elif called in ("getattr", "hasattr") and texts and CONFIGURATION.fullmatch(_last_word(node.args[0])):
+        yield "name in a configuration", texts[0], IN_SOURCE
     elif called == "signature":
         yield "signature", ast.unparse(node.args[0]), "derived"
+
+
+def _last_word(node: ast.AST) -> str:
+    """`config` of `self.model.config`."""
+    return ast.unparse(node).rpartition(".")[2]
 
 
 def _imported(nodes: list[ast.AST]) -> set[str]:
@@ -225,6 +235,7 @@ WORDS = {
     "private import": "A start that imports the file ends where the name is gone.",
     "private name": "Read from an object of a library.",
     "private name, set": "Set on an object of a library, which may no longer read it.",
+    "name in a configuration": "Not every model type has it, so that none fails if a release renames it in all.",
     "private name, asked for": "Looked up with an answer for the case that it is not there.",
     "replaced function": "`cookbook/system/replaced.py` compares the code of the function with what was read.",
     "replaced in silence": "Values of a library that are set, or functions that cost time and change no number.",

@@ -3,12 +3,16 @@
 python -m pytest -q tests/test_library_names.py
 """
 
+import inspect
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from torch.distributed import distributed_c10d
 from torch.nn import Linear
 from torch.profiler import ProfilerActivity, profile
@@ -16,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from benchmarks.tiny_models import tiny_config
+from benchmarks.upgrade_places import places
 from cookbook.facts.served_code import served_code
 from cookbook.forecast.compiled import _Forward
 from cookbook.forecast.ledger import Unit, experts_of
@@ -39,6 +44,17 @@ def test_attention_holds_its_scores_where_transformers_takes_no_kernel(model_typ
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert served_code(config).holds_scores == (model.config._attn_implementation == "eager")
+
+
+def test_a_name_asked_of_a_configuration_is_that_of_a_model_type():
+    """It is declared, or set, in a configuration class of transformers or peft. The control is a name of none."""
+    folders = [Path(inspect.getfile(library)).parent for library in (transformers, peft)]
+    files = [file for folder in folders for file in folder.rglob("*config*.py")]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    declared = set(re.findall(r"^ +(?:self\.|def |kwargs\.setdefault\(.)?(\w+)", source, re.MULTILINE))
+    names = {place.name for place in places() if place.kind == "name in a configuration"}
+    assert len(names) > 20 and names <= declared, names - declared
+    assert "num_key_value_head" not in declared
 
 
 def test_modules_of_experts_are_found():
