@@ -12,6 +12,6 @@
 
 Every number of costs in explain, plan, doctor, the logs, docs/strategies.md and the headers of accelerate_configs comes
 from here or is compared with it by tests/test_costs.py. A model is given by its weights (`forecast.skeleton`, which
-needs torch), by its configuration alone (`sketch`), or not at all (`per_parameter`). A table of text (`table.py`) says
-where all of it lies or moves; amounts in it are computed by code.
+needs torch), by its configuration alone (`sketch`), or not at all (`per_parameter`). Tables of text (`table.py`) say
+what lies where, and what offloading moves; code computes the amounts in them.
 """

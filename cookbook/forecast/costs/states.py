@@ -39,7 +39,7 @@ ALIGNMENT_FSDP1 = 16
 _get_aligned_numel)."""
 TABLE = """
 engine                    place  weights               masters    gradients                moments    buffers
-whole                     gpu    stored + constants    -          4*trained                state      model
+whole                     gpu    shards + constants    -          4*trained                state      model
 fsdp1                     gpu    4*shares              -          4*trained                state      model
 fsdp2                     gpu    constants             -          -                        -          model
 fsdp2, weights on gpu     gpu    shards                -          4*trained                state      -
@@ -59,9 +59,19 @@ zero3, optimizer on nvme  host   -                     4*kept     sum*trained + 
 zero3, optimizer on nvme  disk   -                     4*files    4*blocks                 4*moments  -
 """
 """Memory of a process between the last backward of a step and its update: the sum of all rows whose engine and options
-hold. A cell adds up amounts that the function of its engine returns: bytes, or numbers of elements times the bytes of
-each (4 of float32, `low` of the compute dtype, `sum` of an accumulated gradient). `trained`, `parts` and `shares` are
-of this process's shard."""
+hold. `zero2_offload` has the rows of zero12, and of zero12 with the optimizer on the CPU.
+
+A cell adds up bytes, or numbers of elements times the bytes of each: 4 of float32, `low` of the compute dtype, `sum` of
+an accumulated gradient. Amounts are those of this process:
+
+- `shards`, `shares`: all weights, as far as it has them; `trained`, `parts`: its trained elements.
+- `frozen`, `constants`, `model`: frozen weights, constants of 4-bit weights, buffers of the model. All are whole.
+- `state`: optimizer state of its elements; `in_memory`: the part of it that is not swapped.
+- zero12: `flats` are the flat tensors, `accumulated` its gradients. `waiting` are those of earlier micro-batches,
+  `largest` is the largest weight, and `returned` the new weights on their way back.
+- zero3: `gathered` are small weights that stay gathered, `bucket` is one of gradients, `second` the second copy of hpZ.
+- nvme: `small` and `kept` are not swapped; `swapped`, `files` and `blocks` are on the disk, with their padding. `held`
+  are gradients that stay in memory beside those; `weight_swapper` and `swapper` are the buffers."""
 COLUMNS, ROWS = read_table(TABLE)
 
 
@@ -153,6 +163,8 @@ class States:
 
 Amounts = dict[str, int]
 """Bytes or numbers of elements, by their names in `TABLE`."""
+Elements = Callable[[Weight], int]
+"""Returns the number of elements of a weight, or of a part of it."""
 Engine = Callable[[Skeleton, CostInputs, int], tuple[Amounts, dict[str, Any]]]
 """Returns the amounts of the process with a shard's number, and what a step adds to them as fields of `States`."""
 
@@ -222,7 +234,7 @@ def _ranks_fsdp1(skeleton: Skeleton, inputs: CostInputs) -> list[int]:
     """The ranks in whose shards a weight begins or ends, and for all between two such ranks the first."""
     ranks = {0, inputs.num_processes - 1}
     for group in _by_layer(skeleton).values():
-        starts, length = _flat_fsdp1(group, ALIGNMENT_FSDP1 // inputs.low_bytes, inputs.num_processes)
+        starts, length = _flat(group, inputs.num_processes, alignment=ALIGNMENT_FSDP1 // inputs.low_bytes)
         share = length // inputs.num_processes
         ends = [start + weight.num_elements for start, weight in zip(starts, group, strict=True)]
         for place in (*starts, *ends) if share else ():
@@ -235,15 +247,14 @@ def _fullest_zero12(skeleton: Skeleton, inputs: CostInputs) -> int:
     count = inputs.num_processes
     kept = [0] * count
     for group in _param_groups(skeleton, inputs.optim):
-        total = sum(weight.num_elements for weight in group)
-        part = _round_up(total, 2 * count) // count
-        changes, start = [0] * (count + 1), 0
-        for weight in group:
+        starts, length = _flat(group, 2 * count)
+        part, filled = length // count, starts[-1] + group[-1].num_elements
+        changes = [0] * (count + 1)
+        for start, weight in zip(starts, group, strict=True):
             changes[start // part] += weight.num_elements
             changes[(start + weight.num_elements - 1) // part + 1] -= weight.num_elements
-            start += weight.num_elements
         for rank, touched in enumerate(accumulate(changes[:count])):
-            kept[rank] += touched + part - max(0, min(total - rank * part, part))
+            kept[rank] += touched + part - _overlap(0, filled, rank * part, part)
     return max(range(count), key=kept.__getitem__)
 
 
@@ -269,12 +280,22 @@ def _whole(skeleton: Skeleton, inputs: CostInputs, _: int) -> tuple[Amounts, dic
     # After the first step DDP rebuilds its buckets while the gradients are still views of the old ones
     # (gradient_as_bucket_view); of one process too.
     is_wrapped = inputs.strategy.kind == "ddp"
-    amounts = {
-        "stored": resident(skeleton.weights, inputs),
-        "trained": sum(trained),
-        "state": inputs.optim.state_bytes(_tensors(skeleton, lambda weight: weight.num_elements)),
-    }
+
+    def whole(weight: Weight) -> int:
+        return math.prod(_stored(weight, inputs))
+
+    amounts = _of_each_weight(skeleton, inputs, whole, whole)
     return amounts, {"update": FLOAT32 * sum(trained) if is_wrapped else _largest_bucket(trained, inputs)}
+
+
+def _of_each_weight(skeleton: Skeleton, inputs: CostInputs, padded: Elements, filled: Elements) -> Amounts:
+    """Amounts of an engine that keeps weights apart, by what a process has of each with and without padding."""
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    return {
+        "shards": sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights),
+        "trained": sum(map(padded, trained)),
+        "state": inputs.optim.state_bytes((filled(weight), weight.is_orthogonal) for weight in trained),
+    }
 
 
 def _largest_bucket(trained: list[int], inputs: CostInputs) -> int:
@@ -362,12 +383,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
         )
         for layer, parts, stays, is_experts, group in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
-    amounts = {
-        "shards": sum(_bytes_per_number(weight, inputs) * padded(weight) for weight in skeleton.weights),
-        "trained": sum(padded(weight) for weight in skeleton.weights if weight.is_trained),
-        "state": inputs.optim.state_bytes(_tensors(skeleton, local)),
-    }
-    return amounts, {"units": units}
+    return _of_each_weight(skeleton, inputs, padded, local), {"units": units}
 
 
 def _units_fsdp2(
@@ -418,7 +434,7 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
     by_layer = _by_layer(skeleton)
     for layer in (None, *range(skeleton.num_layers)):
         group = by_layer[layer]
-        starts, length = _flat_fsdp1(group, ALIGNMENT_FSDP1 // low, num_processes)
+        starts, length = _flat(group, num_processes, alignment=ALIGNMENT_FSDP1 // low)
         share = length // num_processes
         is_trained = any(weight.is_trained for weight in group)
         shares += share
@@ -448,14 +464,14 @@ def _fsdp1(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
     return amounts, {"units": tuple(units) if is_copied else (), "is_flat": True}
 
 
-def _flat_fsdp1(weights: list[Weight], alignment: int, num_processes: int) -> tuple[list[int], int]:
-    """The offset of each weight in the flat parameter, and its length, in elements."""
+def _flat(weights: list[Weight], multiple: int, *, alignment: int = 1) -> tuple[list[int], int]:
+    """The offset of each weight in a flat tensor, and the tensor's length with its padding, in elements."""
     starts, length = [], 0
     for weight in weights:
         length = _round_up(length, alignment)
         starts.append(length)
         length += weight.num_elements
-    return starts, _round_up(length, num_processes)
+    return starts, _round_up(length, multiple)
 
 
 def _param_groups(skeleton: Skeleton, optim: Optimizer) -> list[list[Weight]]:
@@ -479,21 +495,19 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts,
     """
     strategy, zero, num_processes, low = inputs.strategy, inputs.strategy.zero, inputs.num_processes, inputs.low_bytes
     groups = _param_groups(skeleton, inputs.optim)
-    flats = [_round_up(sum(weight.num_elements for weight in group), 2 * num_processes) for group in groups]
-    parts = [flat // num_processes for flat in flats]
+    flats = [_flat(group, 2 * num_processes) for group in groups]
+    parts = [length // num_processes for _, length in flats]
     touched, padding = 0, 0
-    for group, part in zip(groups, parts, strict=True):
-        start, own = 0, rank * part
-        for weight in group:
-            touched += weight.num_elements if _overlap(start, weight.num_elements, own, part) else 0
-            start += weight.num_elements
-        padding += part - max(0, min(start - own, part))
+    for group, (starts, _), part in zip(groups, flats, parts, strict=True):
+        ranges = [(start, weight.num_elements) for start, weight in zip(starts, group, strict=True)]
+        touched += sum(numel for start, numel in ranges if _overlap(start, numel, rank * part, part))
+        padding += part - _overlap(0, sum(ranges[-1]), rank * part, part)
     sizes = [weight.num_elements for group in groups for weight in group]
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
     # Float32 gradients accumulate in this process's shard only (stage_1_and_2.py).
     sums_are_sharded = gradient_bytes(inputs) > low
     amounts = {
-        "flats": sum(flats),
+        "flats": sum(length for _, length in flats),
         "frozen": resident(frozen, inputs) + constants(skeleton),
         "parts": sum(parts),
         "accumulated": sum(parts) if sums_are_sharded else touched + padding,
@@ -627,11 +641,7 @@ def _zero3_step(
 
 
 def _weights_on_disk(
-    skeleton: Skeleton,
-    inputs: CostInputs,
-    subgroups: list[list[Weight]],
-    part: Callable[[Weight], int],
-    size: Callable[[Weight], int],
+    skeleton: Skeleton, inputs: CostInputs, subgroups: list[list[Weight]], part: Elements, size: Elements
 ) -> Amounts:
     """Weights too small to be swapped, buffers on the host, and elements on the disk.
 
@@ -694,9 +704,7 @@ def _optimizer_on_disk(
     return amounts | {"swapper": strategy.zero["offload_optimizer"].get("buffer_count", 4) * largest}
 
 
-def _subgroups(
-    skeleton: Skeleton, optim: Optimizer, part: Callable[[Weight], int], limit: int
-) -> Iterator[list[Weight]]:
+def _subgroups(skeleton: Skeleton, optim: Optimizer, part: Elements, limit: int) -> Iterator[list[Weight]]:
     """Trained weights in groups that are updated together, each until its shards reach `limit` elements (stage3.py,
     _create_fp16_sub_groups).
     """
@@ -738,10 +746,6 @@ def gradient_bytes(inputs: CostInputs) -> int:
 def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:
     """Bytes of unsharded weights."""
     return sum(_bytes_per_number(weight, inputs) * math.prod(_stored(weight, inputs)) for weight in weights)
-
-
-def _tensors(skeleton: Skeleton, numel: Callable[[Weight], int]) -> list[tuple[int, bool]]:
-    return [(numel(weight), weight.is_orthogonal) for weight in skeleton.weights if weight.is_trained]
 
 
 def _bytes_per_number(weight: Weight, inputs: CostInputs) -> int:
