@@ -25,6 +25,7 @@ from cookbook.forecast.costs import states as ledger
 from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, WeightsKey, cost_inputs
 from cookbook.forecast.costs.loading import loading
 from cookbook.forecast.costs.states import States, heaviest, states
+from cookbook.forecast.costs.table import add_up, evaluate, read_table
 from cookbook.forecast.skeleton import skeleton
 from cookbook.training.models.structure import find_config
 from tests.curves import ROOT, Lab, with_stages, write_chats
@@ -427,6 +428,40 @@ def test_what_was_reckoned_for_another_run_is_what_would_be_reckoned_for_this_on
         assert heaviest(model, inputs) == ledger._heaviest.__wrapped__(WeightsKey(model, inputs))
         assert loading(model, inputs, held, 2) == start._loading.__wrapped__(asked, held, 2)
     assert several["zero2_offload", 1] != several["zero2_offload", 2] == several["zero2_offload", 16]
+
+
+@pytest.mark.usefixtures("from_the_root")
+def test_without_any_row_of_the_table_a_shipped_strategy_would_hold_less(monkeypatch: pytest.MonkeyPatch):
+    """Each row is memory of a strategy that ships, in the place that it names."""
+    model, rows = replace(of_layers([90, 10**8], frozen=[60], outside=[40]), buffers=(8,)), [*ledger.ROWS]
+    settings = [
+        replace(each, strategy=each.strategy.fitted(8, 2)) for each in (inputs_of(name, 8) for name in STRATEGIES)
+    ]
+
+    def held() -> list[tuple[int, ...]]:
+        asked: list[Any] = [SimpleNamespace(skeleton=model, inputs=inputs) for inputs in settings]
+        each = [ledger._states.__wrapped__(key, 0) for key in asked]
+        return [(predicted.gpu.total, predicted.host.total, predicted.disk.total) for predicted in each]
+
+    whole = held()
+    for row in rows:
+        monkeypatch.setattr(ledger, "ROWS", [other for other in rows if other is not row])
+        place = ("gpu", "host", "disk").index(row[1])
+        less = [(now, before) for now, before in zip(held(), whole, strict=True) if now != before]
+        assert less, row
+        assert all(now[place] < before[place] for now, before in less), row
+
+
+def test_a_cell_adds_up_products_from_the_left():
+    """In floats, as in 0.1 + 0.2 + 0.3, that is not the sum that is closest."""
+    assert evaluate("4*trained + frozen", {"trained": 3, "frozen": 5}) == 17
+    assert evaluate("-", {}) == 0
+    assert evaluate("a + b + c", {"a": 0.1, "b": 0.2, "c": 0.3}) == 0.6000000000000001
+    assert add_up(["x", "y"], [["a", "-"], ["2*a", "a"]], {"a": 7}) == {"x": 21, "y": 7}
+    with pytest.raises(KeyError, match="other"):
+        evaluate("4*other", {"trained": 3})
+    with pytest.raises(AssertionError):
+        read_table("engine  bytes\nwhole")
 
 
 @pytest.mark.usefixtures("from_the_root")
