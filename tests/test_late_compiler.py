@@ -3,12 +3,17 @@
 python -m pytest -q tests/test_late_compiler.py
 """
 
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from transformers.utils.import_utils import fetch__all__
 
+from cookbook.system.imports import from_last_all, imports
 from cookbook.system.late_compiler import compiled_when_called
 
 ASKED = """
@@ -83,6 +88,26 @@ def test_the_list_of_models_is_made_once_and_is_the_same():
     )
     (few, *listed), (many, *own) = once.stdout.split(), twice.stdout.split()
     assert (few, many) == ("False", "True") and listed == own and int(own[0]) > 1000
+
+
+def test_names_that_a_file_exports_are_those_from_its_last_list_on():
+    """Every twentieth file of transformers' models is compared with transformers' own reading of the whole file."""
+    files = sorted((Path(transformers.__file__).parent / "models").glob("*/*.py"))[::20]
+    texts = ["", "__all__ = ['a']", "x\n__all__ = [\n'b',\n]\n__all__ = ['c']\n", "a = b.__all__", "\n  __all__ = 1"]
+    texts += [path.read_text(encoding="utf-8") for path in files]
+    read = [(fetch__all__(text), fetch__all__(from_last_all(text))) for text in texts]
+    assert all(whole == last for whole, last in read) and [whole for whole, _ in read[:3]] == [[], ["a"], ["c"]]
+    assert sum(len(from_last_all(text)) for text in texts) < 0.2 * sum(map(len, texts)), "else it spares nothing"
+
+
+def test_a_frame_has_its_line_without_a_text_while_libraries_are_imported():
+    frame = inspect.currentframe()
+    before = inspect.getframeinfo(frame)
+    with imports():
+        within = inspect.getframeinfo(frame)
+    after = inspect.getframeinfo(frame)
+    assert within.filename == before.filename == __file__ and within.lineno == before.lineno + 2
+    assert within.code_context is None and before.code_context and after.code_context
 
 
 @pytest.mark.slow

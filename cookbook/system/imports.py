@@ -1,8 +1,10 @@
 """Imports of large libraries."""
 
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -17,14 +19,18 @@ from cookbook.system import optional
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
     """Imports a block without passes of the garbage collector, a fifth of their time, since what is imported is never
-    freed. Later passes leave it out, also those that DeepSpeed's stage 3 asks for when it moves weights.
+    freed. Later passes leave it out, also those that DeepSpeed's stage 3 asks for when it moves weights. Where torch
+    asks in which line an operator is, the line's text is not looked for in the files of all modules.
     """
+    describe_frame = inspect.getframeinfo
+    inspect.getframeinfo = functools.partial(describe_frame, context=0)
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+        inspect.getframeinfo = describe_frame
 
 
 @contextlib.contextmanager
@@ -41,7 +47,9 @@ def rare_collections() -> Iterator[None]:
 
 
 def import_models() -> None:
-    """Import transformers' list of models, which it makes of all of their files twice, once."""
+    """Import transformers' list of models, which it makes of all of their files twice, once, and without a look at each
+    of their lines.
+    """
     import transformers
     from transformers.utils import import_utils
 
@@ -50,11 +58,18 @@ def import_models() -> None:
     def make_once(place: Any) -> Any:
         return make(models if place == str(models / "__init__.py") else place)
 
+    read_names = import_utils.fetch__all__
     import_utils.create_import_structure_from_path = make_once
+    import_utils.fetch__all__ = lambda text: read_names(from_last_all(text))
     try:
         importlib.import_module("transformers.models")
     finally:
-        import_utils.create_import_structure_from_path = make
+        import_utils.create_import_structure_from_path, import_utils.fetch__all__ = make, read_names
+
+
+def from_last_all(text: str) -> str:
+    """The text of a module from the last line on that begins with `__all__`, which decides; all of it if none does."""
+    return text[max(0, text.rfind("\n__all__") + 1) :]
 
 
 def quiet_deepspeed() -> None:

@@ -83,8 +83,14 @@ def _names_as_written() -> Iterator[None]:
     """Have peft adapt the layers that are named; see `_renamed`."""
     from peft.utils import transformers_weight_conversion as conversion
 
-    with replaced(conversion, convert_peft_config_for_transformers=lambda *_, **__: None):
-        yield
+    mapping = conversion.get_model_conversion_mapping
+    # Read by that function alone, it would compile a thousand patterns for the names of all models.
+    conversion.get_model_conversion_mapping = lambda *_, **__: []
+    try:
+        with replaced(conversion, convert_peft_config_for_transformers=lambda *_, **__: None):
+            yield
+    finally:
+        conversion.get_model_conversion_mapping = mapping
 
 
 @contextlib.contextmanager
