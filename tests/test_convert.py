@@ -340,7 +340,7 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
         values[key]["not_known"] = 1
     assert convert(json.dumps(values, indent=1), name="file.json") == 0
     printed = capsys.readouterr().out
-    (line,) = re.findall(f"(.+): no key of {tables().projects[project].known_as};", printed)
+    (line,) = re.findall(f"(.+): no key of {tables().projects[project].name_with_version};", printed)
     listed = re.findall(r"\d+: ([\w.]+)(?: is 1)?(?:;|$)", line)
     assert {*listed} >= {"not_known", *[f"{section}.not_known" for section in sections]}
 
@@ -1429,7 +1429,7 @@ def test_the_rates_of_a_schedule_are_those_of_transformers(kind, project, folder
     steps = schedule.for_length(20).warmup_steps
     assert steps == (0 if kind == "constant" else 4)
     for step in range(19):
-        ours = schedule.warmed_up(step) if step < steps else schedule.factor(step, 20)
+        ours = schedule.warmup_factor(step) if step < steps else schedule.factor(step, 20)
         is_ahead = step < steps or kind == "inverse_sqrt"  # which goes on with the steps of its warm-up
         assert ours == pytest.approx(rates[step + is_ahead])
 

@@ -42,7 +42,7 @@ LENGTHS = [9, 4, 7, 12, 5, 8, 3, 6]
 def dropped(name: str, words: np.ndarray, start: int, width: int, p: float) -> np.ndarray:
     layer = torch.tensor(draws.name_word(name), dtype=torch.int32)
     features = draws.feature_words(layer, start, width, CPU)
-    mask = draws.dropped(torch.from_numpy(words), features, draws.threshold(p))
+    mask = draws.dropout_mask(torch.from_numpy(words), features, draws.threshold(p))
     return mask[:, start % 2 : start % 2 + width].numpy()
 
 

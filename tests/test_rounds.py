@@ -508,7 +508,7 @@ def test_rounds_train_one_adapter_on(lab, forked, model, tmp_path, capsys):
             for ids, found in zip(line["completion_ids"], line["reference_logprobs"], strict=True):
                 assert found == pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-5)
     with pytest.raises(BadRow, match="reference_logprobs without a divergence"):
-        Objective.of(name="grpo").checked(lines[0])
+        Objective.of(name="grpo").check_row(lines[0])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from cookbook.commands.shared.arguments import AsJson, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import state_of
 from cookbook.commands.shared.labels import recipe_files
-from cookbook.config.checks import of_no_run
+from cookbook.config.checks import names_of_no_run
 from cookbook.config.recipe import load_recipe, read_recipe
 from cookbook.config.strategy import known_strategies, strategy_path
 from cookbook.system import lock, status
@@ -48,7 +48,7 @@ def next_step(folder: Path) -> NextStep:
         RecipeError: it is neither a run's folder nor one that a run may begin in.
     """
     verdict, why = _verdict(folder)
-    if verdict == "never started" and folder.is_dir() and (others := of_no_run(folder)):
+    if verdict == "never started" and folder.is_dir() and (others := names_of_no_run(folder)):
         raise RecipeError(f"{folder}: no run's folder (it has {', '.join(others)}); {which_run(folder)}")
     record = _record(folder)
     checkpoint, _ = newest(folder / "checkpoints")

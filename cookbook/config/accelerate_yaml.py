@@ -94,18 +94,18 @@ class ParallelismBlock(Block):
     parallelism_config_ddp_bucket_cap_mb: int | None = Field(default=None, gt=0)
 
     @property
-    def written(self) -> dict[str, int | Literal["auto"]]:
+    def mesh_sizes(self) -> dict[str, int | Literal["auto"]]:
         """The sizes of the mesh, by their names in `Strategy`."""
         return {name.removeprefix("parallelism_config_"): size for name, size in self if name.endswith("_size")}
 
     @property
     def sizes(self) -> dict[str, Any]:
         """The sizes of the mesh, with the smallest that is possible for each open one."""
-        return {name: SMALLEST if size == "auto" else size for name, size in self.written.items()}
+        return {name: SMALLEST if size == "auto" else size for name, size in self.mesh_sizes.items()}
 
     @property
     def open_sizes(self) -> frozenset[str]:
-        return frozenset(name for name, size in self.written.items() if size == "auto")
+        return frozenset(name for name, size in self.mesh_sizes.items() if size == "auto")
 
 
 def _port(value: Any) -> Any:
@@ -162,7 +162,7 @@ SECTIONS: dict[str, type[Block]] = {
 }
 
 
-def indented(document: Document) -> tuple[Document, list[str]]:
+def indent_sections(document: Document) -> tuple[Document, list[str]]:
     """The document with the keys of a section that stand beside it, as on a page that lost its indentation, and a
     mistake for each such section.
     """
@@ -242,7 +242,7 @@ def check_blocks(parsed: AccelerateFile, place: Callable[..., str]) -> Iterator[
         multiple = copies * least // SMALLEST ** len(block.open_sizes)
         fits = count == "auto" or least in (1, count) or (block.open_sizes and count > least and count % multiple == 0)
         if not fits:
-            mesh = " x ".join(str(size) for size in block.written.values() if size != 1)
+            mesh = " x ".join(str(size) for size in block.mesh_sizes.values() if size != 1)
             more = f" or more, in multiples of {multiple}" if block.open_sizes else ""
             yield f"{given}, but the mesh of parallelism_config is {mesh}: write {least}{more}"
     if parsed.fsdp_config is not None:

@@ -36,7 +36,7 @@ def over_base(path: Path, assignments: Iterable[str]) -> Document:
     own, assignments = read_document(path), [*assignments]
     of_base = [words for words in assignments if words.partition("=")[0].strip().partition(".")[0] == KEY]
     refuse([f"--set {words}: a base is named in the recipe's file; write it there" for words in of_base])
-    return apply_overrides(_over(own, _read_base(own, path)), assignments)
+    return apply_overrides(_merge_over(own, _read_base(own, path)), assignments)
 
 
 def _read_base(document: Document, path: Path) -> Document:
@@ -63,7 +63,7 @@ def _read_base(document: Document, path: Path) -> Document:
     return base
 
 
-def _over(own: Document, base: Document) -> Document:
+def _merge_over(own: Document, base: Document) -> Document:
     """A recipe's document over its base's: mappings are merged, a list or another value takes the place of the base's,
     and null takes it out.
     """

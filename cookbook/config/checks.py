@@ -171,7 +171,7 @@ def _check_output_dir(name: str, place: Callable[[], str]) -> Iterator[str]:
         yield f"{place()} is {name!r}, but {existing} is a broken link"
     elif not existing.is_dir():
         yield f"{place()} is {name!r}, but {existing} is a file; name a folder"
-    elif folder.is_dir() and (others := of_no_run(folder)):
+    elif folder.is_dir() and (others := names_of_no_run(folder)):
         yield (
             f"{place()} is {name!r}, which is no run's folder and not empty (it has {', '.join(others)}); name a new"
             " one, as outputs/mine"
@@ -183,7 +183,7 @@ BEFORE_RECORDS = ("checkpoints", "events.jsonl", "metrics.jsonl", "model", "hang
 """Files and folders that a run that was killed at its start may have left without a record."""
 
 
-def of_no_run(folder: Path) -> list[str]:
+def names_of_no_run(folder: Path) -> list[str]:
     """Up to three names in a folder that no run has made. A start renames an earlier run's folder, and no other."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     return [] if {*RUN_RECORDS} & {*names} else [name for name in names if name not in BEFORE_RECORDS][:3]

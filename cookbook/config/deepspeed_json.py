@@ -194,7 +194,7 @@ class DataTypesBlock(Block):
     grad_accum_dtype: Literal["fp32"]
 
 
-def _not_forced(value: Any) -> Any:
+def _refuse_forced(value: Any) -> Any:
     if value is True:
         raise ValueError("is true: DeepSpeedCPUAdam is not the optimizer of the other strategies; write false")
     return value
@@ -203,7 +203,7 @@ def _not_forced(value: Any) -> Any:
 class DeepspeedFile(Block):
     """The keys of a DeepSpeed JSON that a strategy may write, besides those of `strategy_keys`."""
 
-    zero_force_ds_cpu_optimizer: Annotated[bool | None, BeforeValidator(_not_forced)] = None
+    zero_force_ds_cpu_optimizer: Annotated[bool | None, BeforeValidator(_refuse_forced)] = None
     communication_data_type: Literal["fp32"] | None = None
     data_types: DataTypesBlock | None = None
     zero_optimization: ZeroBlock = Field(examples=[{"stage": 2}])

@@ -27,7 +27,7 @@ WORDS_AT_A_TIME = {"cpu": 2**18, "cuda": 2**24}
 """Words that are mixed at a time: 1 MiB, which a core's cache holds, and on a GPU 64 MiB."""
 
 
-def mixed(words: np.ndarray) -> np.ndarray:
+def mix_words(words: np.ndarray) -> np.ndarray:
     """fmix32 of unsigned words of 32 bits, of any shape."""
     words = words.astype(np.uint32)
     for shift, factor in ROUNDS:
@@ -44,26 +44,26 @@ def token_words(seed: int, place: int, sequence: int, length: int) -> np.ndarray
     """
     word = np.zeros(1, dtype=np.uint32)
     for value in (seed & 0xFFFFFFFF, seed >> 32, place & 0xFFFFFFFF, place >> 32, sequence):
-        word = mixed((word ^ np.uint32(value)) + np.uint32(GOLDEN))
-    return mixed(word + np.arange(length, dtype=np.uint32) * np.uint32(GOLDEN)).view(np.int32)
+        word = mix_words((word ^ np.uint32(value)) + np.uint32(GOLDEN))
+    return mix_words(word + np.arange(length, dtype=np.uint32) * np.uint32(GOLDEN)).view(np.int32)
 
 
 def name_word(name: str) -> int:
     """The word of a layer, a signed number."""
-    return int(mixed(np.array([zlib.crc32(name.encode())])).view(np.int32)[0])
+    return int(mix_words(np.array([zlib.crc32(name.encode())])).view(np.int32)[0])
 
 
-def _signed(word: int) -> int:
+def _to_signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
 def _mix_(words: torch.Tensor) -> torch.Tensor:
-    """`mixed` of signed words, int32, in place; products of integers wrap around."""
+    """`mix_words` of signed words, int32, in place; products of integers wrap around."""
     for shift, factor in ROUNDS:
         # torch fills with the sign.
         words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (32 - shift) - 1))
         if factor != 1:
-            words.mul_(_signed(factor))
+            words.mul_(_to_signed(factor))
     return words
 
 
@@ -74,7 +74,7 @@ def feature_words(name: torch.Tensor, start: int, width: int, device: torch.devi
         name: its word, int32, a scalar, which may lie on the CPU.
     """
     pairs = torch.arange(start // 2, (start + width + 1) // 2, dtype=torch.int32, device=device)
-    return _mix_((pairs + 1).mul_(_signed(GOLDEN)).add_(name))
+    return _mix_((pairs + 1).mul_(_to_signed(GOLDEN)).add_(name))
 
 
 def _draws(tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def threshold(p: float) -> int:
 
 
 @torch.no_grad()
-def dropped(tokens: torch.Tensor, features: torch.Tensor, limit: int) -> torch.Tensor:
+def dropout_mask(tokens: torch.Tensor, features: torch.Tensor, limit: int) -> torch.Tensor:
     """(N, 2 J) bool: where dropout with a `threshold` drops a value."""
     return _for_rows(tokens, features, torch.bool, lambda draws: draws < limit - DRAWS // 2)
 

@@ -33,7 +33,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredEnvironment:
     family: ClassVar[str] = "environment"
     name: str
     kind: type[Environment]
@@ -41,11 +41,11 @@ class Registered:
 
 def environment(kind: Kind) -> Kind:
     """Registers a class as an environment under its own name; a decorator."""
-    registry.register(Registered(kind.__name__, kind))  # type: ignore[arg-type]
+    registry.register(RegisteredEnvironment(kind.__name__, kind))  # type: ignore[arg-type]
     return kind
 
 
-def environments() -> Mapping[str, Registered]:
+def environments() -> Mapping[str, RegisteredEnvironment]:
     """The environments by name, those of the plugins in use with them."""
     return registry.known("environment")
 

@@ -80,7 +80,7 @@ class Key:
             raise NoCounterpart(self.why or f"no counterpart; {self.ours.lstrip('~')} can be {known}")
         return values[value]
 
-    def left_out(self, value: Any) -> str | None:
+    def uncovered_part(self, value: Any) -> str | None:
         """The part of a value that has no counterpart, though `translate` has one for the rest."""
         if self.ours == "model.new_tokens":
             return SPECIAL
@@ -148,7 +148,7 @@ class Project:
         return fields | {path: replace(own, default=()) for path, own in of_others.items()}
 
     @functools.cached_property
-    def known_as(self) -> str:
+    def name_with_version(self) -> str:
         """Its name with the version or the day of its schema."""
         if not self.schema:
             return self.name
@@ -163,7 +163,7 @@ class Project:
             ours.setdefault(classes[0], objective)
         return {name: ours.get(name) for name in methods_of(self.schema)}
 
-    def method_named(self, text: str) -> str | None:
+    def find_method(self, text: str) -> str | None:
         """The class of the one method that a name of a program or a file has, as `scripts/run_dpo.py`; None if it has
         none, or several."""
         words = re.findall(r"[a-z0-9]+", text.lower())

@@ -438,7 +438,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def recipe_schema() -> dict[str, Any]:
     """The JSON schema of a recipe. Keys that have no default are required of one without a base."""
     schema = Recipe.model_json_schema()
-    needed = _needed(schema, schema["$defs"])
+    needed = _required_keys(schema, schema["$defs"])
     _take_out_required(schema)
     schema["properties"] = {base_recipe.KEY: base_recipe.SCHEMA, **schema["properties"]}
     schema |= {"if": {"required": [base_recipe.KEY]}, "else": needed}
@@ -446,18 +446,18 @@ def recipe_schema() -> dict[str, Any]:
     return schema
 
 
-def _needed(node: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+def _required_keys(node: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
     """The keys that a part of a schema requires, at any depth, as a schema of its own."""
     if "$ref" in node:
         node = sections[node["$ref"].rpartition("/")[2]]
     needed: dict[str, Any] = {"required": node["required"]} if "required" in node else {}
-    properties = {key: _needed(inner, sections) for key, inner in node.get("properties", {}).items()}
+    properties = {key: _required_keys(inner, sections) for key, inner in node.get("properties", {}).items()}
     if properties := {key: inner for key, inner in properties.items() if inner}:
         needed["properties"] = properties
     for key in ("items", "additionalProperties"):
-        if isinstance(node.get(key), dict) and (inner := _needed(node[key], sections)):
+        if isinstance(node.get(key), dict) and (inner := _required_keys(node[key], sections)):
             needed[key] = inner
-    ways = [(way, _needed(way, sections)) for way in node.get("anyOf", ())]
+    ways = [(way, _required_keys(way, sections)) for way in node.get("anyOf", ())]
     if any(inner for _, inner in ways):
         needed["anyOf"] = [_sign(way, sections) | inner for way, inner in ways]
     return needed

@@ -49,7 +49,7 @@ class Schedule(Named):
             raise ValueError("warmup is log, and there are no warmup_steps; give their number, or take warmup out")
         return self
 
-    def warmed_up(self, step: int) -> float:
+    def warmup_factor(self, step: int) -> float:
         """Learning rate over peak learning rate, for a step (from 0) of a warm-up of whole steps."""
         if self.warmup == "log":  # deepspeed 0.19.8, runtime/lr_schedules.py, WarmupLR._get_gamma
             return math.log(step + 1) / math.log(max(2, self.warmup_steps))
@@ -211,5 +211,5 @@ def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) ->
     """
     schedule = schedule.for_length(max_steps)
     if step < schedule.warmup_steps:
-        return peak * schedule.warmed_up(step)
+        return peak * schedule.warmup_factor(step)
     return schedule.least + (peak - schedule.least) * schedule.factor(step, max_steps)

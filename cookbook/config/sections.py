@@ -270,7 +270,7 @@ def _sources_from_one(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def _named_from_one(value: Any) -> Any:
+def _name_single_source(value: Any) -> Any:
     if isinstance(value, list):
         raise ValueError("is a list; give each set a name, as in {one: path/to/one.jsonl, two: path/to/two.jsonl}")
     keys = sorted(Source.model_fields.keys() & value) if isinstance(value, dict) else []
@@ -302,7 +302,7 @@ class DataSection(Section):
     `chosen` and `rejected`; or in a common shape, such as ShareGPT or Alpaca."""
     eval: Annotated[
         dict[str, SourceField],
-        BeforeValidator(_named_from_one, json_schema_input_type=str | Source | dict[str, str | Source]),
+        BeforeValidator(_name_single_source, json_schema_input_type=str | Source | dict[str, str | Source]),
     ] = {}
     """Held-out rows: a source, or several named ones, evaluated separately. Evaluated before the first step, every
     run.eval_every_steps, and at the end."""

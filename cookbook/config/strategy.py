@@ -21,7 +21,7 @@ from cookbook.config.accelerate_yaml import (
     check_blocks,
     check_fsdp_alone,
     in_terms_of_block,
-    indented,
+    indent_sections,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, as_deepspeed_reads, check_zero
 from cookbook.config.foreign import meaning_of, owner_of
@@ -261,7 +261,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     """
     document = read_document(path)
     refuse(_check_kind(document))
-    document, lost = indented(document)
+    document, lost = indent_sections(document)
     sorted_keys = [Sorting(_update_names(document), "accelerate")]
     rest = sorted_keys[0].strip(AccelerateFile)
     parsed, mistakes = validate(rest, AccelerateFile, partial(owner_of, of_all=False), meaning_of)
@@ -300,7 +300,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     return replace(strategy, claims=claims, passed=passed), claims, []
 
 
-def contradicted(path: str | Path, claims: tuple[Claim, ...], ours: dict[str, Any]) -> list[str]:
+def explain_contradictions(path: str | Path, claims: tuple[Claim, ...], ours: dict[str, Any]) -> list[str]:
     """`contradictions` of a strategy's claims, and what to do about them."""
     mistakes = list(contradictions(claims, ours))
     return [*mistakes, *[to_convert(path)] * bool(mistakes)]

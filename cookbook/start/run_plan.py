@@ -13,7 +13,7 @@ from cookbook.config.mesh import Mesh
 from cookbook.config.recipe import Draft, Recipe, Step, draft_recipe
 from cookbook.config.schedule import short_run
 from cookbook.config.sections import Auto, BatchSection, Checkpointing
-from cookbook.config.strategy import Strategy, contradicted, known_strategies, read_strategy
+from cookbook.config.strategy import Strategy, explain_contradictions, known_strategies, read_strategy
 from cookbook.config.strategy_keys import Claim
 from cookbook.facts.meshes import buffer_problem, mesh_problem, units_problem
 from cookbook.facts.packing import known_config
@@ -108,7 +108,7 @@ def _read_strategy(pair: Pair) -> Pair:
         with gathered(mistakes):
             pair.strategy, pair.claims, of_strategy = read_strategy(pair.strategy_file)
             mistakes += of_strategy
-        contradictions = contradicted(pair.strategy_file, pair.claims, owned(pair.valid))
+        contradictions = explain_contradictions(pair.strategy_file, pair.claims, owned(pair.valid))
         mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
     pair.mistakes = mistakes
     return pair
@@ -368,7 +368,7 @@ def make_plan(
     # Under a token budget the number of forwards depends on the lengths: at most one per sequence.
     per_forward = (recipe.batch.micro_batch_size or 1) * mesh.data_parallel_size
     accumulation = -(-recipe.batch.global_batch_size // per_forward)  # exact at any size
-    mistakes += contradicted(strategy.path, strategy.claims, {"~accumulation": accumulation})
+    mistakes += explain_contradictions(strategy.path, strategy.claims, {"~accumulation": accumulation})
     refuse(mistakes)
     return Plan(
         num_processes=num_processes,

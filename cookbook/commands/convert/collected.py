@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cookbook.commands.convert import references
-from cookbook.config.accelerate_yaml import indented
+from cookbook.config.accelerate_yaml import indent_sections
 from cookbook.config.deepspeed_json import as_deepspeed_reads
 from cookbook.config.foreign import Key, NoCounterpart, Project, asks_for_nothing, tables
 from cookbook.config.recipe import answer_to
@@ -99,9 +99,9 @@ class Collected:
             self.idle += empty_keys(document.values, project)  # of which `as_deepspeed_reads` leaves some out
             document = as_deepspeed_reads(document)
         if project is tables().projects["accelerate"]:
-            document, lost = indented(document)
+            document, lost = indent_sections(document)
             self.notes += [f"{mistake}; they are read as if they were" for mistake in lost]
-        self.method = self.method or project.method_named(self.program)
+        self.method = self.method or project.find_method(self.program)
         if not project.is_distribution:
             self._read_sections(document, project)
             for name in [name for name in document.values if _is_switched_off(name, document.values[name], project)]:
@@ -188,7 +188,7 @@ class Collected:
             self.notes.append(f"{place}: a section of `key: value` lines was expected")
         elif key is None:
             answer = answer_to(dotted) or answer_to(dotted.rpartition(".")[2]) or "docs/recipes.md has all of ours"
-            self.add(self.changes, place, f"no key of {project.known_as}; {answer}")
+            self.add(self.changes, place, f"no key of {project.name_with_version}; {answer}")
         elif key.cost == "sizes":
             self.sizes[dotted] = value
         else:
@@ -251,7 +251,7 @@ class Collected:
             self._put(key.ours, translated, place)
             if translated is not None and self.places.get(str(key.ours)) == place:
                 self.written[str(key.ours)] = value
-            if left_out := key.left_out(value):
+            if left_out := key.uncovered_part(value):
                 self.notes.append(f"{place}: {left_out}")
 
     def _put(self, ours: str | None, value: Any, place: str) -> None:

@@ -235,7 +235,7 @@ def recognize(document: Document, name: str | None = None, program: str = "") ->
     is_own |= name is None and program.endswith(".py") and (len(best) > 1 or is_other)
     is_own &= is_of_trainer
     chosen = name if name is not None and is_named and not is_own else best[0]
-    if name is None and "trl" in best and known["trl"].method_named(program) is not None:
+    if name is None and "trl" in best and known["trl"].find_method(program) is not None:
         chosen, is_named, is_own = "trl", True, False
     if not known[chosen].is_read and not is_own:
         raise RecipeError(f"{document.name}: is a file of {known[chosen].name}, which `convert` does not read")

@@ -79,7 +79,7 @@ class Conversion(Collected):
             self._compare_program(project)
         if self.method is None:
             fitting = project.methods_with(self.keys_of_files)
-            named = {part: project.method_named(part) for part in (file.stem, file.parent.name)}
+            named = {part: project.find_method(part) for part in (file.stem, file.parent.name)}
             text, self.method = next((pair for pair in named.items() if pair[1] in fitting), ("", None))
             if self.method is not None and methods[self.method] is not None:
                 self.notes.append(f"taken for {self.method.removesuffix('Config')} by its path, {file}")
@@ -103,7 +103,7 @@ class Conversion(Collected):
         """Name a program that has the keys of a project's own: it may train otherwise."""
         program = str(project.program)
         trl = tables().projects["trl"]
-        method = trl.method_named(self.program)
+        method = trl.find_method(self.program)
         if method is not None:
             name = trl.methods[method]
             advice = f"write objective.name: {name}" if name is not None else "which is not here"
@@ -257,8 +257,8 @@ class Conversion(Collected):
             given = ", ".join(f"{path} {show(value)}" for path, value in silent.items())
             self.changes.append(
                 f"{', '.join(strange[:MAX_CHOICES])}{', ...' * (len(strange) > MAX_CHOICES)}: no key of"
-                f" {project.known_as}, so the file may be of another release, with other defaults; where it is silent,"
-                f" those of this one hold: {given}"
+                f" {project.name_with_version}, so the file may be of another release, with other defaults; where it is"
+                f" silent, those of this one hold: {given}"
             )
 
     def _held_out_percent(self) -> None:

@@ -104,7 +104,7 @@ class GRPO(Objective):
     def compares(self, given: Collection[str]) -> bool:
         return "old_logps" not in given or (self.beta > 0 and "token_reference_logps" not in given)
 
-    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+    def check_row(self, row: dict[str, Any]) -> dict[str, Any]:
         if not self.beta and "reference_logprobs" in row:
             raise BadRow("reference_logprobs without a divergence", "objective.beta is 0; or put them in data.ignore")
         if not self.mask_truncated_completions:
@@ -143,7 +143,7 @@ class GRPO(Objective):
             divergence = torch.exp(away) - away - 1
         if self.importance_sampling_level == "token":
             corrected = divergence * log_ratios.exp() if self.use_bias_correction_kl else divergence
-            least, most, *others = self._clipped(log_ratios.exp())
+            least, most, *others = self._clip_ratios(log_ratios.exp())
             columns = [drawn * least, drawn * most, *others, drawn * corrected, drawn]
             sums, counts = sums_by_sequence(torch.stack(columns, 1), batch)
             num_tokens = counts[:, 0]
@@ -153,7 +153,7 @@ class GRPO(Objective):
             num_tokens, divergences, drawn_sums = counts[:, 0], sums[:, 1], sums[:, 2]
             ratio = (sums[:, 0] / num_tokens.clamp(min=1)).exp()
             divergences = divergences * ratio if self.use_bias_correction_kl else divergences
-            least, most, *others = self._clipped(ratio)
+            least, most, *others = self._clip_ratios(ratio)
             policy = [least * drawn_sums, most * drawn_sums, *(metric * num_tokens for metric in others)]
         least, most, ratios, below, above = policy
         # Not A itself times a token's ratio: of ranks that share a sequence, only one has its advantage.
@@ -182,7 +182,7 @@ class GRPO(Objective):
         old = batch["old_logps" if "old_logps" in batch else "token_reference_logps"]
         return (old - batch["sampled_logps"]).exp().clamp(max=self.importance_sampling_clip_max)
 
-    def _clipped(self, ratios: "Tensor") -> "list[Tensor]":
+    def _clip_ratios(self, ratios: "Tensor") -> "list[Tensor]":
         """Return min(r A, clip(r) A) for an A of 1, and for -1 times -1; r; whether it is below the range; above."""
         import torch
 

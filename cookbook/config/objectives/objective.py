@@ -86,7 +86,7 @@ class Objective(Named):
         """The names of its numbers, as a configuration has them; none if each is not that of a class."""
         return ()
 
-    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+    def check_row(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row that its kind has checked, as this objective reads it: a good row again.
 
         Raises:

@@ -21,7 +21,7 @@ HEAD = "score"
 """The name of that head in transformers' models."""
 
 
-class Scored(Objective):
+class ScoreObjective(Objective):
     """The score of a sequence is read at its last token, so that what is before it are inputs alone."""
 
     mean_over = "samples"
@@ -38,7 +38,7 @@ class Scored(Objective):
 
 
 @register
-class Reward(Scored, PairObjective):
+class Reward(ScoreObjective, PairObjective):
     """A reward model: that of Bradley and Terry (1952), as in eq. 1 of Ouyang et al. 2022 (arXiv 2203.02155).
 
     The loss of a pair is -log sigmoid(r(chosen) - r(rejected)), plus `center_rewards_coefficient` times
@@ -70,7 +70,7 @@ class Reward(Scored, PairObjective):
         return losses, reward_metrics(chosen, rejected)
 
 
-class Labelled(Scored):
+class LabelObjective(ScoreObjective):
     """A head that learns the label of a text or a chat."""
 
     rows = ("labelled_text", "labelled_chat")
@@ -79,12 +79,12 @@ class Labelled(Scored):
         """The number that the loss compares with the scores, a good label itself; raises BadRow."""
         raise NotImplementedError
 
-    def checked(self, row: dict[str, Any]) -> dict[str, Any]:
+    def check_row(self, row: dict[str, Any]) -> dict[str, Any]:
         return row | {"label": self.number_of(row["label"])}
 
 
 @register
-class Classify(Labelled):
+class Classify(LabelObjective):
     """A classifier: cross-entropy of the softmax over the scores, one for each class."""
 
     name: Literal["classify"]
@@ -120,7 +120,9 @@ class Classify(Labelled):
             if label in self.classes:
                 return self.classes.index(label)
             if not label.isdecimal():  # as a cell of a table has a number
-                raise BadRow("label is no class", f"`label` is {label[:40]!a}; objective.classes has {self._shown}")
+                raise BadRow(
+                    "label is no class", f"`label` is {label[:40]!a}; objective.classes has {self._classes_in_words}"
+                )
             label = int(label)
         if type(label) is not int:
             seen = f"`label` is {label}; write the name of a class, or its number from 0 to {count - 1}"
@@ -136,7 +138,7 @@ class Classify(Labelled):
         return label
 
     @property
-    def _shown(self) -> str:
+    def _classes_in_words(self) -> str:
         more = f" and {len(self.classes) - 12} more" if len(self.classes) > 12 else ""
         return ", ".join(self.classes[:12]) + more
 
@@ -153,7 +155,7 @@ class Classify(Labelled):
 
 
 @register
-class Regress(Labelled):
+class Regress(LabelObjective):
     """Regression: the squared difference between the one score and a number."""
 
     name: Literal["regress"]

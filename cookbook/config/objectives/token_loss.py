@@ -40,9 +40,9 @@ class LabelLoss(TokenLoss):
     def function(self, batch: dict[str, Any]) -> "OfTargets | None":
         from cookbook.config.objectives.forward import OfTargets
 
-        return OfTargets(self._smoothed, ("nll",), batch) if self.label_smoothing else None
+        return OfTargets(self._smooth_labels, ("nll",), batch) if self.label_smoothing else None
 
-    def _smoothed(self, logits: "Logits", batch: dict[str, Any]) -> "tuple[Tensor, ...]":
+    def _smooth_labels(self, logits: "Logits", batch: dict[str, Any]) -> "tuple[Tensor, ...]":
         """Cross-entropy with the smoothed label, and with the label."""
         targets = batch["targets"]
         nll = logits.nll(targets)

@@ -281,7 +281,7 @@ class Reader:
         of_kind = reading.of(named)
         try:
             refuse_printed(of_kind)
-            row = self.objective.checked(reading.kind.check(of_kind))
+            row = self.objective.check_row(reading.kind.check(of_kind))
         except BadRow as bad:
             raise self._in_words_of_the_row(bad, reading) from None
         try:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cookbook.config.draws import DRAWS, dropped, feature_words, name_word, noise, threshold
+from cookbook.config.draws import DRAWS, dropout_mask, feature_words, name_word, noise, threshold
 from cookbook.system.files import RecipeError
 
 
@@ -109,7 +109,7 @@ class SampleDropout(torch.nn.Dropout):
 
 def _drop(hidden: torch.Tensor, features: torch.Tensor, limit: int, first: int = 0) -> torch.Tensor:
     tokens, width = _tokens_of(hidden), hidden.shape[-1]
-    mask = dropped(tokens, features, limit)[:, first : first + width].view(hidden.shape)
+    mask = dropout_mask(tokens, features, limit)[:, first : first + width].view(hidden.shape)
     return (hidden * (DRAWS / (DRAWS - limit))).masked_fill_(mask, 0.0)
 
 
