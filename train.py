@@ -260,7 +260,7 @@ def train_step(
     objective = recipe.objective
     count = max(batch.num_targets, 1) if objective.mean_over == "tokens" else batch.num_samples
     shares = engine.gradients(objective.compute, batch.micro_batches, count)
-    if unreached := engine.unreached():
+    if unreached := engine.unreached_parameters():
         what = f"{len(unreached)} trained parameters got no gradient in the first step"
         services.log.say(f"{what}: {in_words(unreached)}", "bold red")
     scale = None if engine.loss_scale is None else engine.loss_scale.scale
@@ -464,7 +464,7 @@ def finish(run: "Run", services: "Services") -> int:
             run.write_model_files()
         # From the checkpoint, by this process: no rank must hold a whole model, and any step is exported alike.
         best = run.recipe.run.export == "best"
-        with export_folder.chosen(run.output_dir, saver.newest, is_best=best) as checkpoint:
+        with export_folder.choose_checkpoint(run.output_dir, saver.newest, is_best=best) as checkpoint:
             export_folder.export(run.output_dir, checkpoint, reopened=run.recipe.run.check_export, say=log.say)
     log.event("finish", run.progress.step, **({} if run.early_end is None else {"reason": run.early_end}))
     services.status.end("finished", exit_code=0, reason=run.early_end)
@@ -476,7 +476,7 @@ def finish(run: "Run", services: "Services") -> int:
 
 def stop_vote() -> int:
     """This process's reason to stop, as a number that can be reduced over the ranks."""
-    return signals.REASONS.index(signals.requested())
+    return signals.REASONS.index(signals.requested_stop())
 
 
 def stop_reason(engine: "Engine") -> str | None:

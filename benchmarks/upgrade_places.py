@@ -138,7 +138,7 @@ def _of_call(node: ast.Call, own: set[str]) -> Iterator[tuple[str, str, str]]:
         for keyword in node.keywords:
             yield "replaced in silence", f"{ast.unparse(node.args[0])}.{keyword.arg}", "counted: absent ends the start"
     elif re.fullmatch(r"register_\w*hook", called):
-        is_counted = any("counted(" in ast.unparse(value) for value in node.args)
+        is_counted = any("count_calls(" in ast.unparse(value) for value in node.args)
         yield (
             "hook",
             ast.unparse(node.func),

@@ -263,7 +263,7 @@ def loss_of_a_shard() -> None:
 
     def losses(products, tokens, reading):
         found = right(products, tokens, reading)
-        own = logits.transformed(products, reading.transform).float().logsumexp(1)
+        own = logits.transform_logits(products, reading.transform).float().logsumexp(1)
         return found if reading.part.group is None else torch.stack([found[0], own])
 
     loss.losses_of = losses
@@ -608,7 +608,7 @@ def weights_diverge() -> None:
     def step(self, *arguments):
         found = right(self, *arguments)
         if self.current_step == 3 and self.world.rank == self.world.num_processes - 1:
-            for name, tensor in self._replicated():
+            for name, tensor in self._replicated_tensors():
                 if name.startswith("weight of model.norm"):
                     tensor.detach().view(-1)[5] += 1e-6
         return found

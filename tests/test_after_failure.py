@@ -55,11 +55,11 @@ def test_a_process_notices_that_its_launcher_has_gone():
             time.sleep(0.3)
             os._exit(0)
         signals._parent, signals._received = launcher_pid, None
-        before = signals.requested()
+        before = signals.requested_stop()
         deadline = time.monotonic() + 20
-        while signals.requested() is None and time.monotonic() < deadline:
+        while signals.requested_stop() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        os.write(write, f"{before} {signals.requested()}".encode())
+        os.write(write, f"{before} {signals.requested_stop()}".encode())
         os._exit(0)
     os.close(write)
     os.waitpid(launcher, 0)

@@ -314,7 +314,7 @@ def test_a_state_of_another_step_than_the_manifest_is_broken(tmp_path: Path):
 
 def test_another_format_is_named(saved: Path):
     manifest = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(folder.sealed({**manifest, "format": 99}))
+    (saved / "manifest.json").write_text(folder.seal_manifest({**manifest, "format": 99}))
     with pytest.raises(BrokenCheckpoint, match="its format is 99, and this program reads 1"):
         folder.open_checkpoint(saved)
 
@@ -323,7 +323,7 @@ def test_another_format_is_named(saved: Path):
 def test_a_manifest_cannot_name_files_outside(saved: Path, name: str):
     manifest = json.loads((saved / "manifest.json").read_text())
     files = {**manifest["files"], name: {"bytes": 1, "digest": ""}}
-    (saved / "manifest.json").write_text(folder.sealed({**manifest, "files": files}))
+    (saved / "manifest.json").write_text(folder.seal_manifest({**manifest, "files": files}))
     with pytest.raises(BrokenCheckpoint, match="not a file of this folder"):
         folder.open_checkpoint(saved)
 
@@ -382,7 +382,7 @@ def test_a_checkpoint_that_was_moved_to_another_disk_counts_and_its_link_alone_i
 def test_a_checkpoint_that_is_read_is_removed_with_a_later_save(tmp_path: Path):
     target = saver(tmp_path)
     save(target, 4)
-    with folder.held(tmp_path / "step-00000004"):
+    with folder.hold_checkpoint(tmp_path / "step-00000004"):
         for step in (5, 6, 7):
             save(target, step)
         assert names(tmp_path) == [4, 6, 7]
@@ -625,7 +625,7 @@ def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path, name: str):
         manifest = json.loads((saved / "manifest.json").read_text())
         record = {"bytes": len(payload), "digest": folder.digest_file(saved / name)}
         manifest["files"] = {**manifest["files"], name: record}
-        (saved / "manifest.json").write_text(folder.sealed(manifest))
+        (saved / "manifest.json").write_text(folder.seal_manifest(manifest))
     try:
         checkpoint = folder.open_checkpoint(saved)
         folder.verify(checkpoint)

@@ -64,10 +64,10 @@ if how == "is killed":
     os.kill(os.getpid(), signal.SIGKILL)
 signals.defer()
 print("worker", os.getpid(), flush=True)
-while not signals.requested() or how == "hangs":
+while not signals.requested_stop() or how == "hangs":
     time.sleep(0.02)
 time.sleep(1)  # saves
-run.end("stopped", exit_code=75, reason=signals.requested())
+run.end("stopped", exit_code=75, reason=signals.requested_stop())
 sys.exit(status.note_exit(75))
 """
 

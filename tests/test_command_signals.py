@@ -116,7 +116,7 @@ def test_tune_tries_nothing_more_after_a_signal(reason, sent, is_ended, monkeypa
     monkeypatch.setattr(tune, "default_num_processes", lambda *_: 1)
     monkeypatch.setattr(tune, "launch_command", lambda *_, **__: [])
     if is_ended:
-        with pytest.raises(signals.Ended):
+        with pytest.raises(signals.SignalExit):
             tune.measure(Path("r.yaml"), settings, recipe, [], 2)
     else:
         assert tune.measure(Path("r.yaml"), settings, recipe, [], 2) is None

@@ -41,7 +41,7 @@ from cookbook.forecast.verdict import tokens_of_step
 from cookbook.rows.row_kinds import kinds
 from cookbook.start.run_plan import make_plan
 from cookbook.system.hardware import parse_machines
-from cookbook.system.registry import Named, Section
+from cookbook.system.registry import NamedSection, Section
 from cookbook.training.models.structure import find_config
 from tests.needs import need_simulated_gpus
 
@@ -868,7 +868,7 @@ def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str
             default = "derived" if info.default_factory else info.default
             found.append((key, ... if info.is_required() else default))
         if inner is not None and key != "data.eval":
-            if issubclass(inner, Named):
+            if issubclass(inner, NamedSection):
                 found.append((f"{key}.name", inner.default))
                 of_kinds = [pair for kind in inner.kinds() for pair in recipe_keys(kind, f"{key}.")]
                 found += [pair for pair in of_kinds if pair[0] != f"{key}.name"]
@@ -914,7 +914,7 @@ def test_a_key_that_only_some_kinds_have_is_explained_for_each():
     pairs = []
     for section, info in Recipe.model_fields.items():
         family: Any = section_in(info.annotation)
-        if family is not None and issubclass(family, Named):
+        if family is not None and issubclass(family, NamedSection):
             for kind in family.kinds():
                 (name,) = get_args(kind.model_fields["name"].annotation)
                 pairs += [(name, f"{section}.{key}") for key in kind.model_fields.keys() - family.model_fields.keys()]

@@ -207,7 +207,7 @@ def with_dropout(model_type: str) -> PreTrainedConfig | None:
         if key.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float) and hasattr(config, key):
             setattr(config, key, 0.2)
     sample_draws.set_to_zero(config)
-    return config if sample_draws.drawn_by_model(config) else None
+    return config if sample_draws.keys_drawn_by_model(config) else None
 
 
 BY_DEFAULT = ("gpt2", "opt", "starcoder2")

@@ -162,7 +162,7 @@ def test_the_strategy_that_is_tried_next_is_the_forecasts(tmp_path, monkeypatch)
     """With the micro-batch that somebody wrote among those offered, and without a strategy that was tried."""
     path = recipe_with_a_row(tmp_path)
     first = start_of(path, "accelerate_configs/ddp.yaml", ["run.on_out_of_memory=next_strategy"])
-    start = first.changed(first.strategy, BatchSection(global_batch_size=16, micro_batch_size=1), resumes=False)
+    start = first.change(first.strategy, BatchSection(global_batch_size=16, micro_batch_size=1), resumes=False)
     offered = []
 
     def answer(recipe: Recipe, strategy: Strategy, machines: object, name: str, others: list, batches: list):
@@ -188,7 +188,7 @@ def test_an_advice_names_the_recipe_that_ran_out(tmp_path, monkeypatch):
 
 def test_what_is_passed_on_is_the_same_run(tmp_path):
     start = start_of(recipe_with_a_row(tmp_path), "accelerate_configs/ddp.yaml", ["seed=7", "batch.micro_batch_size=8"])
-    found = start.changed(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
+    found = start.change(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
     assert found.recipe.run.resume == "auto" and found.plan.gradient_accumulation_steps == 4
     same = found.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
     assert same == start.recipe
@@ -215,4 +215,4 @@ def test_a_shortage_that_was_answered_is_no_failure_of_the_next_start(tmp_path):
         failures = status.past_failures(tmp_path)
         assert failures == [], attempt
         status.Status(tmp_path, is_main=True, failed_after=failures).end("failed", exit_code=1)
-        status.answered(tmp_path, "out of memory")
+        status.mark_stopped(tmp_path, "out of memory")

@@ -165,7 +165,7 @@ def here(monkeypatch) -> None:
     def opened(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype) -> dict[str, str]:
         try:
             return reopen.reopen(export, model_files, checkpoint, dtype)
-        except reopen.Wrong as error:
+        except reopen.ExportDifference as error:
             raise export_folder.BrokenExport(f"was removed: {error}") from None
 
     monkeypatch.setattr(export_folder, "_reopen", opened)
@@ -264,8 +264,8 @@ def test_merged_layer_by_layer_it_is_what_peft_merges_as_a_whole(tmp_path: Path,
     made = Run(tmp_path, adapter | {"rank": 4, "alpha": 8}, **config)
     with export_folder.find_checkpoint(made.folder, saved_step(made)) as checkpoint:
         export_folder.export(made.folder, checkpoint, reopened=False)
-    parts, logits = merged._merged_in_parts(made.base, made.folder / "export")
-    expected, expected_logits = merged._merged_whole(made.base, made.folder / "export")
+    parts, logits = merged._merge_in_parts(made.base, made.folder / "export")
+    expected, expected_logits = merged._merge_whole(made.base, made.folder / "export")
     assert parts.keys() == expected.keys()
     for dtype in (torch.float32, torch.bfloat16):
         assert all(torch.equal(parts[name].read(dtype), expected[name].read(dtype)) for name in expected)
@@ -341,7 +341,7 @@ def test_an_adapter_that_does_not_fit_its_settings_is_not_merged(lora: Run, here
         tensors["base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"] = torch.zeros(4, 32)
     save_file(tensors, path)
     with pytest.raises(RuntimeError, match="not in its file" if left == "settings" else "without a place"):
-        merged._merged_in_parts(lora.base, lora.folder / "export")
+        merged._merge_in_parts(lora.base, lora.folder / "export")
 
 
 MERGES = """
@@ -354,7 +354,7 @@ from cookbook.run.publish import merged
 tiny, base, adapter, out = map(Path, sys.argv[1:])
 merged.write_merged(tiny, tiny.parent, None)  # what is imported then counts for both
 print(json.dumps([grown_by(lambda: merged.write_merged(adapter, out, None)),
-                  grown_by(lambda: merged._merged_whole(base, adapter))]))
+                  grown_by(lambda: merged._merge_whole(base, adapter))]))
 """
 
 
@@ -648,7 +648,7 @@ def damage(made: Run) -> None:
 
 def another_format(made: Run) -> None:
     path = made.folder / "checkpoints" / "step-00000003" / "manifest.json"
-    path.write_text(folder.sealed({**json.loads(path.read_text()), "format": 99}))
+    path.write_text(folder.seal_manifest({**json.loads(path.read_text()), "format": 99}))
 
 
 def something_else_there(made: Run) -> None:
@@ -879,7 +879,7 @@ def test_missing_elements_are_seen_although_every_digest_is_right(run: Run, caps
     path = run.folder / "checkpoints" / "step-00000003" / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["files"]["pieces-00001-of-00002.safetensors"]
-    path.write_text(folder.sealed(manifest))
+    path.write_text(folder.seal_manifest(manifest))
     assert main(["checkpoint", str(run.folder)]) == 1
     assert "elements of" in capsys.readouterr().out
 

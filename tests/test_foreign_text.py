@@ -92,7 +92,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state |= {"recipe": recipe.model_dump(mode="json", exclude_none=True)}
     saver.save(2, [StagedPiece("w", "weight", 0, 0, torch.zeros(1, 4))], state)
     manifest = run / "checkpoints/step-00000002/manifest.json"
-    manifest.write_text(folder.sealed(json.loads(manifest.read_text()) | {"saved_at": EVIL}))
+    manifest.write_text(folder.seal_manifest(json.loads(manifest.read_text()) | {"saved_at": EVIL}))
     return run
 
 

@@ -29,7 +29,7 @@ from cookbook.config.recipe import LOCAL, Recipe, read_located
 from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.system import shipped
 from cookbook.system.files import PathText
-from cookbook.system.registry import Named
+from cookbook.system.registry import NamedSection
 from cookbook.system.shipped import located, own_folder
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes", "examples")
@@ -125,7 +125,9 @@ def test_every_key_with_a_path_is_sought_beside_the_recipe_but_for_what_a_run_wr
     sections = {}
     for name, field in Recipe.model_fields.items():
         models = [part for part in (field.annotation, *get_args(field.annotation)) if isinstance(part, type)]
-        sections[name] = [kind for model in models for kind in (model.kinds() if issubclass(model, Named) else [model])]
+        sections[name] = [
+            kind for model in models for kind in (model.kinds() if issubclass(model, NamedSection) else [model])
+        ]
     found = {
         (name, key)
         for name, models in sections.items()

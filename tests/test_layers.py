@@ -18,7 +18,7 @@ from conftest import ROOT, clean_environment
 import cookbook
 from cookbook.commands.cli import app
 from cookbook.config.recipe import Recipe
-from cookbook.system.registry import Named, Section
+from cookbook.system.registry import NamedSection, Section
 
 pytestmark = pytest.mark.core  # what holds the rooms apart, however long it takes
 
@@ -304,7 +304,7 @@ def fields(model=Recipe, path=()):
         yield (*path, name)
         for candidate in (info.annotation, *getattr(info.annotation, "__args__", ())):
             if isinstance(candidate, type) and issubclass(candidate, Section):
-                for kind in candidate.kinds() if issubclass(candidate, Named) else [candidate]:
+                for kind in candidate.kinds() if issubclass(candidate, NamedSection) else [candidate]:
                     yield from fields(kind, (*path, name))
 
 
@@ -338,7 +338,7 @@ def test_every_setting_is_read_somewhere():
 
 def unread_by_kind(kinds):
     """(kind, key) of keys that not all kinds have, and that neither the kind's own classes nor another room reads."""
-    base = next(parent for parent in kinds[0].__mro__ if Named in parent.__bases__)
+    base = next(parent for parent in kinds[0].__mro__ if NamedSection in parent.__bases__)
     folder = PACKAGE / "config" / base.__module__.split(".")[2]
     outside = attributes_read([path for path in SOURCES if not path.with_suffix("").is_relative_to(folder)])
     for kind in kinds:
@@ -355,7 +355,7 @@ def test_every_key_of_a_kind_is_read_for_that_kind():
     """By its own classes: dpo read `label_smoothing` while sft had no use for it."""
     families = [info.annotation for info in Recipe.model_fields.values()]
     families = [candidate for one in families for candidate in (one, *getattr(one, "__args__", ()))]
-    families = [one for one in families if isinstance(one, type) and issubclass(one, Named)]
+    families = [one for one in families if isinstance(one, type) and issubclass(one, NamedSection)]
     assert len(families) == 3
     assert [pair for family in families for pair in unread_by_kind(family.kinds())] == []
 

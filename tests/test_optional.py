@@ -61,7 +61,7 @@ def logits() -> torch.Tensor:
 
 def test_a_planted_package_changes_nothing_until_the_recipe_names_it(planted: Path):
     expected = logits()
-    assert optional.unused() == ["causal_conv1d"] and "causal_conv1d" not in sys.modules
+    assert optional.unused_packages() == ["causal_conv1d"] and "causal_conv1d" not in sys.modules
     optional.use(["causal_conv1d"])
     assert (logits() - expected).abs().max() > 1e-4, "the control: transformers takes a package that it finds"
     assert optional.problem() is None

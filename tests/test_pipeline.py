@@ -35,7 +35,7 @@ from cookbook.forecast.activations import ActivationTrace, Phase
 from cookbook.forecast.costs.inputs import sketch, stage_of
 from cookbook.training.data.batches import collate
 from cookbook.training.engine import Engine
-from cookbook.training.engine.pipeline import Pipeline, _Interleaved
+from cookbook.training.engine.pipeline import Pipeline, _InterleavedSchedule
 from cookbook.training.models.loss import add_loss
 from tests.curves import ADAMW, SGD, Lab, distance, with_stages
 from tests.test_engine_step import MICRO_BATCHES, losses_of, new_model, samples
@@ -105,7 +105,7 @@ def torchs(num_micro_batches: int, num_stages: int, chunks: int) -> dict[int, li
         named = {"num_stages": num_stages * chunks, "group_size": num_stages, "group_rank": stage}
         pieces = [SimpleNamespace(**named, stage_index=stage, has_backward=True) for _ in range(chunks)]
         if chunks > 1:
-            return _Interleaved(pieces, num_micro_batches, loss_fn=max).pipeline_order[stage]
+            return _InterleavedSchedule(pieces, num_micro_batches, loss_fn=max).pipeline_order[stage]
         kind = Schedule1F1B if num_micro_batches >= num_stages else ScheduleGPipe
         return kind(pieces[0], num_micro_batches, loss_fn=max)._get_pipeline_order()[stage]
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from cookbook.config.recipe import Recipe, dump_recipe, leaves, load_recipe, recipe_schema
 from cookbook.system.files import RecipeError
-from cookbook.system.registry import Named, Section
+from cookbook.system.registry import NamedSection, Section
 from cookbook.training.checkpoint.resume import rule_of
 
 RECIPE = Path(SMALL)
@@ -178,7 +178,7 @@ def test_the_schema_file_is_the_schema_of_the_recipe():
 
 def sections(model=Recipe):
     yield model
-    if issubclass(model, Named) and model.is_base():
+    if issubclass(model, NamedSection) and model.is_base():
         for kind in model.kinds():
             yield from sections(kind)
     for info in model.model_fields.values():
@@ -192,7 +192,7 @@ def test_the_schema_closes_every_section_and_knows_every_key():
     blocks = {**schema["$defs"], "Recipe": schema}
     names = {model.__name__: model for model in sections()}
     assert len(names) >= 9
-    for base in (model for model in names.values() if issubclass(model, Named) and model.is_base()):
+    for base in (model for model in names.values() if issubclass(model, NamedSection) and model.is_base()):
         kinds = {kind["title"]: kind for kind in blocks.pop(base.__name__)["anyOf"]}
         assert list(kinds) == [kind.__name__ for kind in base.kinds()]
         blocks |= kinds

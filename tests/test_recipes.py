@@ -20,7 +20,7 @@ from cookbook.config.strategy import find_strategy
 from cookbook.facts.packing import decide, known_config
 from cookbook.start.run_plan import find_runs_elsewhere, load_pair, make_plan
 from cookbook.system.hardware import GIB
-from cookbook.system.registry import Named
+from cookbook.system.registry import NamedSection
 
 QUICKSTART = "recipes/quickstart.yaml"
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -211,12 +211,12 @@ FAMILIES = {
     name: kind
     for name, info in Recipe.model_fields.items()
     for kind in (info.annotation, *get_args(info.annotation))
-    if isinstance(kind, type) and issubclass(kind, Named)
+    if isinstance(kind, type) and issubclass(kind, NamedSection)
 }
 """Sections whose keys depend on their name."""
 
 
-def of_kind(family: type[Named], values: dict[str, Any], key: str) -> str:
+def of_kind(family: type[NamedSection], values: dict[str, Any], key: str) -> str:
     """The name of the kind in parentheses, for a key that some kinds of a family have and others may have otherwise."""
     return "" if key in family.model_fields else f" ({values.get('name', family.default)})"
 
@@ -232,7 +232,7 @@ def choices(model=Recipe, key="", family=None):
             kind = kinds.pop()
             if get_origin(kind) is Literal:
                 words += [word for word in get_args(kind) if isinstance(word, str)]
-            elif isinstance(kind, type) and issubclass(kind, Named):
+            elif isinstance(kind, type) and issubclass(kind, NamedSection):
                 yield f"{own}.name"
                 for named in kind.kinds():
                     (word,) = get_args(named.model_fields["name"].annotation)

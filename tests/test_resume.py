@@ -310,7 +310,7 @@ def seal(saved: Path) -> None:
     for name in manifest["files"]:
         size = (saved / name).stat().st_size
         manifest["files"][name] = {"bytes": size, "digest": folder.digest_file(saved / name)}
-    (saved / "manifest.json").write_text(folder.sealed(manifest))
+    (saved / "manifest.json").write_text(folder.seal_manifest(manifest))
 
 
 def forge_header(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -46,7 +46,7 @@ else:
     if phase == "training, plain streams":
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     print("ready", flush=True)
-    asks = signals.requested if phase.startswith("training") else lambda: signals._received
+    asks = signals.requested_stop if phase.startswith("training") else lambda: signals._received
     for step in range(1000):
         time.sleep(0.02)
         (folder / "steps").write_text(str(step))
@@ -295,7 +295,7 @@ def test_an_exit_in_the_code_of_others_is_a_mistake_with_its_line(code: object):
         sys.exit(code)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("end", [signals.Ended(75), SystemExit(75)])
+@pytest.mark.parametrize("end", [signals.SignalExit(75), SystemExit(75)])
 def test_a_signal_still_ends_the_process(end: SystemExit):
     with pytest.raises(SystemExit) as raised, signals.no_exit():
         raise end

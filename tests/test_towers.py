@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from cookbook.facts.language_part import language_key, why_whole
 from cookbook.facts.model_types import TYPES
 from cookbook.run.publish.merged import write_merged
-from cookbook.run.publish.reopen import Wrong, reopen
+from cookbook.run.publish.reopen import ExportDifference, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.tensors import as_weight
 from cookbook.training.checkpoint.tower import Tower
@@ -87,7 +87,7 @@ def test_a_tower_is_kept_bit_for_bit_and_its_configuration_names_the_dtype_of_th
     for one in (base, run):
         (one / "config.json").write_text(json.dumps(values))
     Tower.of(base).keep(run)
-    tower, before = Tower.kept(run), tensors_of(base)
+    tower, before = Tower.read_kept(run), tensors_of(base)
     assert {name.partition(".")[0] for name in tower.tensors} == {"vision_tower", "multi_modal_projector"}
     for name, weight in tower.tensors.items():
         assert is_equal(weight.read(weight.own_dtype), before[name]), name
@@ -410,5 +410,5 @@ def test_an_export_whose_tower_has_changed_is_found(lab: Lab, pair, tmp_path: Pa
     name = next(name for name in found if name.startswith("vision_tower."))
     assert reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)
     save_file(found | {name: found[name] + 0.001}, path, metadata={"format": "pt"})
-    with pytest.raises(Wrong, match=f"{name}, which was not trained, has changed"):
+    with pytest.raises(ExportDifference, match=f"{name}, which was not trained, has changed"):
         reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)

@@ -142,7 +142,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def start(folder: Path, name: str, resumed: int | None = None, options: dict[str, Any] | None = None) -> RunLog:
     """The logs of a run with a tracker, as `services.start_services` opens them."""
     step = resumed or 0
-    repeated = {} if resumed is None else trackers.logged_after(folder / "metrics.jsonl", step)
+    repeated = {} if resumed is None else trackers.steps_logged_after(folder / "metrics.jsonl", step)
     log = RunLog(folder, is_main=True, max_steps=9, resumed_step=resumed, is_evaluated=False)
     log.write_record("run.json", {})
     tracker = trackers.Tracker(name, folder, CONFIG, options or {}, step=step, repeated=repeated, say=log.say)

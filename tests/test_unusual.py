@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cookbook.commands.cli import main
-from cookbook.training.engine.unusual import LEAST, MOST, TIMES, Unusual, Usual, layer_of
+from cookbook.training.engine.unusual import LEAST, MOST, TIMES, UnusualGradient, UsualNorms, layer_of
 from tests.curves import Lab
 
 SLOW = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_of_a_usual_run_nothing_is_said(lab: Lab, strategy: str):
 
 
 def begins(norms: list[float], *, overflows: bool = False) -> list[int]:
-    usual = Usual(overflows=overflows)
+    usual = UsualNorms(overflows=overflows)
     return [i for i, norm in enumerate(norms) if usual.begins(norm)]
 
 
@@ -93,22 +93,22 @@ def test_layers_are_distinguished_and_modules_outside_of_them():
     }
     assert {name: layer_of(name) for name in names} == names
     squares = dict.fromkeys(names, 1.0) | {"model.layers.11.self_attn.q_proj.weight": 2.0, "model.norm.weight": 0.01}
-    found = Unusual(norm=30.0, usual=2.0, squares=squares)
+    found = UnusualGradient(norm=30.0, usual=2.0, squares=squares)
     assert next(iter(found.shares)) == LAYER + "1" and found.shares[LAYER + "1"] == pytest.approx(3 / 7.01)
     assert sum(found.shares.values()) == pytest.approx(1) and "model.norm" not in found.details()["layers"]
     assert found.in_words().startswith("gradient norm 30, 15 times the usual 2; of its square 43% in model.layers.11,")
-    everywhere = Unusual(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
+    everywhere = UnusualGradient(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
     assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
 
 
 def test_what_is_recorded_of_a_gradient_by_hand():
     """Squares of 0.01, 3.24 and 0.75, of 4 in all, so that the norm is 2."""
     squares = {"model.layers.0.a": 0.01, "model.layers.1.a": 3.24, "model.layers.1.b": 0.0, "lm_head.weight": 0.75}
-    found = json.loads(json.dumps(Unusual(norm=2.0, usual=0.1, squares=squares).details()))
+    found = json.loads(json.dumps(UnusualGradient(norm=2.0, usual=0.1, squares=squares).details()))
     shares = {"model.layers.1": 0.81, "lm_head": 0.1875}
     assert found == {"norm": 2.0, "usual": 0.1, "layers": shares, "most_in": "model.layers.1.a"}
 
 
 def test_after_gradients_of_zero_none_is_unusual():
-    usual = Usual(overflows=False)
+    usual = UsualNorms(overflows=False)
     assert not any(usual.begins(0.0) for _ in range(LEAST)) and not usual.begins(1.0)

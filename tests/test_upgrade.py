@@ -137,13 +137,13 @@ def test_a_hook_that_the_first_step_does_not_call_ends_the_run(monkeypatch: pyte
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     called = []
     for parameter in (first, second):
-        parameter.register_post_accumulate_grad_hook(replaced.counted(called.append, "parameters"))
+        parameter.register_post_accumulate_grad_hook(replaced.count_calls(called.append, "parameters"))
     with pytest.raises(RecipeError, match=r"the first step called no hook on parameters; see docs/upgrade.md"):
         replaced.check_hooks()
     first.sum().backward()
     replaced.check_hooks()
     assert called == [first]
-    replaced.counted(called.append, "buckets")
+    replaced.count_calls(called.append, "buckets")
     with pytest.raises(RecipeError, match=r"no hook on buckets"):
         replaced.check_hooks()
     replaced.forget_hooks()

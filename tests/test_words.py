@@ -1,9 +1,11 @@
-"""Variables are named for what they hold; docstrings, and texts below an attribute, begin with a noun or a verb.
+"""Variables are named for what they hold; docstrings, and texts below an attribute, begin with a noun or a verb; and no
+function or type is named by a participle alone.
 
 python -m pytest -q tests/test_words.py
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cookbook", "simulated_gpus", "website", "examples")
 NAMES = {"one", "found", "those", "theirs", "them", "these"}
+ROOMS = ("config", "facts", "rows", "run", "start", "system", "training")
+"""Rooms of cookbook/ whose functions and types are verbs and nouns."""
+PARTICIPLE = re.compile(
+    r"(?!.*(seed|speed|feed|need|embed)$)[a-z]+ed|begun|held|kept|known|made|meant|seen|shown|taken|chosen|drawn|written|sent"
+)
+LEFT = {"coloured", "fitted", "installed", "known", "located", "masked", "replaced", "shown", "tested"}
+"""Functions that most rooms call, so that nine names are left of the rule. Add none."""
 BEGINNINGS = ("What ", "Whether ", "Those ", "The same ")
 
 
@@ -27,6 +36,18 @@ def words_of(code: str) -> list[str]:
     return words
 
 
+def participles_in(code: str) -> list[str]:
+    """The functions and types whose whole name is a participle. Properties may be, as `sent` bytes."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and PARTICIPLE.fullmatch(node.name.strip("_").lower())
+        and node.name not in LEFT
+        and not any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
+    ]
+
+
 @pytest.mark.core
 def test_no_word_says_nothing():
     paths = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
@@ -35,6 +56,20 @@ def test_no_word_says_nothing():
         str(path.relative_to(ROOT)): words for path in paths if (words := words_of(path.read_text(encoding="utf-8")))
     }
     assert not empty, f"files with words that say nothing to a reader: {empty}"
+
+
+@pytest.mark.core
+def test_no_function_or_type_is_a_participle():
+    paths = [path for room in ROOMS for path in sorted((ROOT / "cookbook" / room).rglob("*.py"))]
+    assert len(paths) > 150
+    names = {str(path.relative_to(ROOT)): kept for path in paths if (kept := participles_in(path.read_text("utf-8")))}
+    assert not names, f"functions that are no verbs, and types that are no nouns: {names}"
+
+
+def test_each_participle_is_noticed():
+    code = "class Kept:\n    def _asked(self): ...\n    @property\n    def sent(self): ...\ndef _drawn(): ...\n"
+    assert sorted(participles_in(code)) == ["Kept", "_asked", "_drawn"]
+    assert participles_in("class KeptTrace: ...\ndef seed(): ...\ndef ask(): ...\ndef known_rows(): ...\n") == []
 
 
 def test_each_kind_of_empty_word_is_noticed():

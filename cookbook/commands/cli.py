@@ -75,8 +75,8 @@ def _run(arguments: list[str] | None) -> int:
         try:
             with signals.end_command():
                 code = app(arguments, prog_name="cookbook")
-        except signals.Ended:
-            refused([f"{signals.requested()}: ended; write the command again"])
+        except signals.SignalExit:
+            refused([f"{signals.requested_stop()}: ended; write the command again"])
             return signals.EXIT_CODE
         except SystemExit as end:  # as typer always ends
             code = int(end.code or 0)

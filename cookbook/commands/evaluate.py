@@ -120,7 +120,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     from cookbook.commands.shared.generation import check_folder, record_of
     from cookbook.run import stages
-    from cookbook.run.publish.merged import as_trained
+    from cookbook.run.publish.merged import rebuild_base
     from cookbook.training.data import batches
     from cookbook.training.data.sets import tokenize_eval
     from cookbook.training.models import tokenizer_files
@@ -129,7 +129,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
     tokenizer = tokenizer_files.load_tokenizer(str(folder), recipe.data.chat_template)
     base, facts = check_folder(folder, tokenizer)
     if (record := record_of(folder)) is not None:
-        base = as_trained(base, folder, record)
+        base = rebuild_base(base, folder, record)
     sets, notes = tokenize_eval(
         rows, tokenizer, recipe.data, recipe.objective, cache=CACHE, num_embeddings=facts.num_embeddings
     )

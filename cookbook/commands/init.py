@@ -39,7 +39,7 @@ from cookbook.system.files import (
     RecipeError,
     dump_yaml,
     first_line,
-    gathered,
+    gather_mistakes,
     in_flow,
     make_folder,
     refuse,
@@ -148,10 +148,10 @@ def init(
     from cookbook.training.models.model_source import fetch_model, revision_of
 
     mistakes: list[str] = []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         folder = fetch_model(model, None, TOKENIZER_FILES)
         config = load_config(folder, 1)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         chosen, source, rows = _read(named, task)
     refuse(mistakes)
     request = Request(
@@ -202,14 +202,14 @@ def _check_arguments(
     """The machines, and the source with the columns that the options name."""
     mistakes = _lacks_of_name(out)
     machines = Machines(text="cpu")
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         machines = this_machine() if gpus is None else parse_machines(gpus)
         if gpus is not None and not machines.num_gpus:
             machines = replace(machines, host_gib=this_machine().host_gib)
     values = {"strategy": "single", "model": {"name_or_path": model}, "data": {"train": data}}
     values |= {"batch": {"global_batch_size": 1, "micro_batch_size": 1}, "optim": {"learning_rate": 1.0}}
     source = Source(path=data)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         given = {key: _yaml_of(key, text) for key, text in names.items() if text is not None}
         _recipe(values | {"run": {"num_epochs": 1}, "data": {"train": data} | given})
         source = Source(path=data, **given)
@@ -435,7 +435,7 @@ def _choose_holdout(rows: Rows, num_rows: int) -> tuple[float, str]:
         return 0.0, ""
     share = float(f"{min(HOLDOUT, MAX_HELD_OUT / num_rows):.1g}")
     held_out: list[Rows] = []
-    with gathered([]):
+    with gather_mistakes([]):
         _, held_out = hold_out([rows], share)
     taken = sum(len(part.rows) for part in held_out) / len(rows.rows)
     if not 0 < taken < 2 * share:

@@ -34,7 +34,7 @@ from cookbook.start.launchers import NOTE_FILE
 from cookbook.system import signals, status
 from cookbook.system.child import ACCELERATE_CLI, run_child, was_signalled
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.system.machine import num_cores, num_gpus
 from cookbook.training.checkpoint.resume import changed_settings
 from cookbook.training.data.rows import read_rows
@@ -115,7 +115,7 @@ def prepare(
     mistakes += lacks_checkpoint(recipe) + changed_settings(recipe)
     if simulate_gpus is None:
         mistakes += lacks_for_fp8(path, recipe, gpus)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
@@ -253,7 +253,7 @@ def run_and_restart(start: Start, run_child: RunChild, environment: dict[str, st
             _say(f"out of memory under {start.words}, and nothing is left to try. Next: {advice}.")
             return code
         if has_begun:
-            status.answered(folder, f"out of memory under {start.words}")
+            status.mark_stopped(folder, f"out of memory under {start.words}")
         steps = [*steps, {"from": start.words, "to": following.words, "reason": ran_out["reason"]}]
         _say(
             f"out of memory under {start.words}: starts again under {following.words}, from the newest checkpoint or"

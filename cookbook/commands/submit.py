@@ -18,7 +18,7 @@ from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile
 from cookbook.config.recipe import Recipe, read_recipe
 from cookbook.config.strategy import Strategy
 from cookbook.start.run_plan import default_num_processes, describe_batch, load_single, make_plan
-from cookbook.system.files import RecipeError, dump_yaml, flatten, gathered, refuse
+from cookbook.system.files import RecipeError, dump_yaml, flatten, gather_mistakes, refuse
 from cookbook.system.hardware import Machines, find_gpu, in_gib, parse_machines
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.shipped import IS_INSTALLED
@@ -357,11 +357,11 @@ def submit(
         path = Path(os.path.relpath(path))
         strategy = strategy and Path(os.path.relpath(strategy))
     mistakes = [IN_A_CLONE] if IS_INSTALLED else []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         machines = parse_machines(gpus, host_gib=host_gib, nvme_gib=nvme_gib)
         flags = {"--image": image, "--volume": volume, "--seconds-to-save": seconds_to_save}
         mistakes += _misfits(to, machines, path, flags)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         recipe, loaded = load_single(path, assignments, strategy)
         if to != "slurm":
             mistakes += [_outside(file) for file in _programs(recipe, loaded) if _is_outside(file)]
@@ -405,13 +405,13 @@ def slurm_array(path: Path, runs: Sequence[list[str]], gpus: str, strategy: Path
         RecipeError: all mistakes of all jobs.
     """
     mistakes = [IN_A_CLONE] if IS_INSTALLED else []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         machines = parse_machines(gpus, host_gib=None, nvme_gib=None)
     refuse(mistakes)
     facts: list[str] = []
     words = []
     for settings in runs:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             facts_of_run, count = _plan(*load_single(path, settings, strategy), machines, path)
             facts += facts_of_run
             words.append(_words(path, strategy, count, settings))

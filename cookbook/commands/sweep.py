@@ -27,12 +27,12 @@ from cookbook.commands.shared.named_file import write_named_file
 from cookbook.commands.submit import slurm_array
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.start import hosts
-from cookbook.start.own_folder import changed_since
+from cookbook.start.own_folder import paths_changed_since
 from cookbook.start.run_plan import load_pair, read_pair
 from cookbook.system import lock, signals
 from cookbook.system.child import was_signalled
 from cookbook.system.console import page, say, several
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.system.masking import masked
 from cookbook.training.checkpoint.resume import changed_settings, changes
 
@@ -110,7 +110,7 @@ def sweep(
     for number, run in enumerate(runs, start=1):
         if run.folder not in starts:
             say(f"RUN {number} of {len(runs)}: {run.folder} is finished", flush=True)
-            for text in changed_since(run.recipe, run.record):
+            for text in paths_changed_since(run.recipe, run.record):
                 again = "--set run.resume=never trains all runs again"
                 say(f"note: {text} was written since then; this run is of what it was ({again})", flush=True)
             continue
@@ -129,7 +129,7 @@ def _print_array(path: Path, runs: Sequence[Run], gpus: str, strategy: Path | No
     mistakes: list[str] = []
     left: list[Run] = []
     for run in runs:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             left += [] if run.is_over else [run]
     refuse([*dict.fromkeys(mistakes), *_changed([run for run in left if changed_settings(run.recipe)])])
     if left:
@@ -165,7 +165,7 @@ def _swept(words: Sequence[str], assignments: Sequence[str], strategy: Path | No
             for name in sorted(given)
             if f"{name}.".startswith(f"{key}.")
         ]
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             swept[key] = _split(key, text)
     refuse(mistakes)
     return swept
@@ -259,7 +259,7 @@ def _check(runs: Sequence[Run], processes: int | None, dry_run: bool) -> dict[Pa
     changed: list[Run] = []
     starts: dict[Path, Callable[[], int]] = {}
     for run in runs:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             if run.is_over and not dry_run:
                 continue
             settings = run.settings

@@ -182,7 +182,7 @@ def measure(path: Path, settings: Settings, recipe: Recipe, assignments: list[st
         record = status.read(Path(folder) / "run")
         is_stopped = code == signals.EXIT_CODE and (record is None or record.get("reason") in signals.REASONS)
         if is_stopped or was_signalled():  # and not after its steps
-            raise signals.Ended(signals.EXIT_CODE)
+            raise signals.SignalExit(signals.EXIT_CODE)
         if code not in (0, signals.EXIT_CODE):
             return None
         return _speed(Path(folder) / "run/metrics.jsonl")

@@ -42,13 +42,13 @@ from cookbook.system.files import (
     apply_overrides,
     closest,
     dump_yaml,
-    gathered,
+    gather_mistakes,
     path_problem,
     read_document,
     refuse,
 )
 from cookbook.system.imports import show_torchao
-from cookbook.system.registry import Named, Section
+from cookbook.system.registry import NamedSection, Section
 from cookbook.system.shipped import HOME, is_short, located
 from cookbook.system.validation import parts, validate
 
@@ -355,7 +355,7 @@ def _find_strategy(draft: Draft) -> Draft:
     name = draft.values.get("strategy")
     is_path = isinstance(name, str) and path_problem(name) is None
     named = strategy_path(name) if is_path and strategy_path(name).is_file() else None
-    with gathered(draft.strategy_mistakes):
+    with gather_mistakes(draft.strategy_mistakes):
         draft.strategy_file = draft.choose_strategy(named)
     if draft.strategy_file is not None:
         draft.values.setdefault("strategy", str(draft.strategy_file))
@@ -408,7 +408,7 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inner = next((kind for kind in sections if issubclass(kind, BaseModel)), None)
         yield prefix + name
         if inner is not None:
-            for kind in inner.kinds() if issubclass(inner, Named) else [inner]:
+            for kind in inner.kinds() if issubclass(inner, NamedSection) else [inner]:
                 yield from leaves(kind, f"{prefix}{name}.")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from cookbook.config.optim import Optimizer
-from cookbook.system.registry import Named, register
+from cookbook.system.registry import NamedSection, register
 
 
 def _steps_or_share(value: float) -> float:
@@ -15,7 +15,7 @@ def _steps_or_share(value: float) -> float:
     return int(value) if value >= 1 or value == 0 else value
 
 
-class Schedule(Named):
+class Schedule(NamedSection):
     """A recipe's `schedule`: a warm-up, then the shape of its kind."""
 
     family = "schedule"

@@ -31,7 +31,7 @@ from cookbook.system.files import (
     Document,
     RecipeError,
     find_file,
-    gathered,
+    gather_mistakes,
     nearest,
     path_problem,
     read_document,
@@ -272,7 +272,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
         if not missing:
-            with gathered(mistakes):
+            with gather_mistakes(mistakes):
                 source = as_deepspeed_reads(read_document(Path(deepspeed_name)))
                 source = replace(source, name=min(deepspeed_name, os.path.relpath(deepspeed_name), key=len))
     deepspeed = None

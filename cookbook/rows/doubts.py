@@ -125,14 +125,14 @@ class Doubts:
         """
         asked = self._about_answers() + self._about_tools() + self._about_roles()
         if marks := [name for name in self._rows.marks if name not in unseen]:
-            names = ", ".join(map(_named, marks))
+            names = ", ".join(map(_quote_name, marks))
             asked.append(
                 f"{names} {'differs' if len(marks) == 1 else 'differ'} from row to row and may say which rows are"
                 " trained on: leave those without loss out of the file, or pass it over with data.ignore:"
                 f" {in_flow(marks)}"
             )
         if marks := [f"{IN_MESSAGES}{name}" for name in self._answers.marks]:
-            names = ", ".join(map(_named, marks))
+            names = ", ".join(map(_quote_name, marks))
             asked.append(
                 f"{names} {'differs' if len(marks) == 1 else 'differ'} from one of the assistant's messages to another"
                 " and may say which are trained on: call it `train` (true or false) if so, or pass it over with"
@@ -155,8 +155,9 @@ class Doubts:
                     ways.append(reading.columns | {"reasoning_content": column})
                 named = " or ".join(f"data.columns: {in_flow(way)}" for way in ways)
                 asked.append(
-                    f"{_named(column)} is not read and longer than the answer that is, {_named(answer)}; if it is"
-                    f" (a part of) the answer, write {named}, else pass it over with data.ignore: {in_flow([column])}"
+                    f"{_quote_name(column)} is not read and longer than the answer that is, {_quote_name(answer)};"
+                    f" if it is (a part of) the answer, write {named}, else pass it over with data.ignore:"
+                    f" {in_flow([column])}"
                 )
         return asked
 
@@ -165,7 +166,7 @@ class Doubts:
         if reading is None or "tools" not in reading.kind.other_keys:
             return []
         return [
-            f"{_named(column)} holds tools that no chat is given; write data.columns:"
+            f"{_quote_name(column)} holds tools that no chat is given; write data.columns:"
             f" {in_flow(reading.columns | {'tools': column})}, or pass it over with data.ignore: {in_flow([column])}"
             for column in self._num_tools
         ]
@@ -176,7 +177,7 @@ class Doubts:
             return []
         columns = [column for column, roles in self._roles.items() if "" not in roles and len(roles) > 1]
         return [
-            f"{_named(column)} names the speaker of each row, so rows are messages of conversations; write each"
+            f"{_quote_name(column)} names the speaker of each row, so rows are messages of conversations; write each"
             " conversation as the `messages` of one row, or take each text on its own with data.columns:"
             f" {in_flow(reading.columns)}"
             for column in columns
@@ -198,5 +199,5 @@ def _is_tool(item: Mapping[str, Any]) -> bool:
     return isinstance(function, dict) and "name" in function and isinstance(function.get("parameters"), dict)
 
 
-def _named(name: str) -> str:
+def _quote_name(name: str) -> str:
     return f"`{name}`"

@@ -67,7 +67,7 @@ def find_misspelt(row: Row) -> tuple[str, str] | None:
     nearest = {column: closest(column, known, 0.6) for column in row if column not in known}
     for column, near in nearest.items():
         if near is not None and near not in row and [*nearest.values()].count(near) == 1:
-            renamed = _renamed(row, {column: near})
+            renamed = _rename_columns(row, {column: near})
             if any(_is_read(renamed, reading) for reading in readings(renamed.keys())):
                 return column, near
     return None
@@ -79,7 +79,7 @@ def _of_known_names(row: Row, names: Sequence[str]) -> list[dict[str, str]]:
     by_case = {column: column.lower() for column in row if column not in known and column.lower() in known - row.keys()}
     for changed in (by_case, dict([find_misspelt(row) or ("", "")])):
         originals = {name: column for column, name in changed.items()}
-        renamed = _renamed(row, changed)
+        renamed = _rename_columns(row, changed)
         ways = [
             {key: originals.get(column, column) for key, column in reading.columns.items()}
             for reading in (readings(renamed.keys(), names) if changed else ())
@@ -90,7 +90,7 @@ def _of_known_names(row: Row, names: Sequence[str]) -> list[dict[str, str]]:
     return []
 
 
-def _renamed(row: Row, changed: Mapping[str, str]) -> Row:
+def _rename_columns(row: Row, changed: Mapping[str, str]) -> Row:
     return {changed.get(column, column): value for column, value in row.items() if value is not None}
 
 

@@ -34,7 +34,7 @@ def choose(
     """
     keys, micro = autos(recipe), recipe.batch.micro_batch_size
     sizes = even(recipe.batch.global_batch_size // plan.data_parallel_size)
-    earlier = _earlier(recipe)
+    earlier = _earlier_settings(recipe)
     kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
     chosen = {key: (earlier[key], "as in the run that is resumed") for key in keys if earlier.get(key) in kept[key]}
     if MICRO_BATCH in keys and MICRO_BATCH not in chosen and plan.num_gpus and strategy.pp_size > 1:
@@ -171,7 +171,7 @@ def _words(time: Any) -> str:
     return f"{time.low:.2g} to {time.high:.2g} s"
 
 
-def _earlier(recipe: Recipe) -> dict[str, Any]:
+def _earlier_settings(recipe: Recipe) -> dict[str, Any]:
     """The values of the run in the folder that this run resumes."""
     written = Path(recipe.run.output_dir, "recipe.yaml")
     if recipe.run.resume == "never" or not written.is_file():

@@ -24,14 +24,15 @@ def values_of_set(run: "Run", name: str, stop_reason: Callable[[], str | None]) 
     """All values of an evaluation on a set of a run, or the reason to stop. Every rank must call."""
     of_answers = [metric for metric in run.metrics if metric.num_answers]
     of_logits = [metric for metric in run.metrics if not metric.num_answers]
-    means = run.engine.evaluate(measured(run.recipe.objective.compute, of_logits), run.eval_sets[name](), stop_reason)
+    compute = add_metrics(run.recipe.objective.compute, of_logits)
+    means = run.engine.evaluate(compute, run.eval_sets[name](), stop_reason)
     if isinstance(means, str):
         return means
     answered = values_of_answers(run, of_answers, run.inputs.data.eval[name], stop_reason)
     if isinstance(answered, str):
         return answered
     _refuse_taken(answered.keys() & means.keys())
-    return divided(means, of_logits) | answered
+    return divide_sums(means, of_logits) | answered
 
 
 def _refuse_taken(names: Collection[str]) -> None:
@@ -39,7 +40,7 @@ def _refuse_taken(names: Collection[str]) -> None:
         raise RecipeError(f"run.metrics: the objective reports {min(names)} itself; give the metric another name")
 
 
-def measured(loss: Loss, metrics: Sequence[Metric]) -> Loss:
+def add_metrics(loss: Loss, metrics: Sequence[Metric]) -> Loss:
     """The loss of an objective, with the two sums of each metric among what it reports.
 
     As sums they go the way of the loss: whatever divides tokens, samples or layers between processes, `Engine.evaluate`
@@ -55,7 +56,7 @@ def measured(loss: Loss, metrics: Sequence[Metric]) -> Loss:
     return compute if metrics else loss
 
 
-def divided(means: dict[str, float], metrics: Sequence[Metric]) -> dict[str, float]:
+def divide_sums(means: dict[str, float], metrics: Sequence[Metric]) -> dict[str, float]:
     """The values of an evaluation, in which each metric is the quotient of its sums; nan where nothing was counted."""
     values = dict(means)
     for metric in metrics:
@@ -72,7 +73,7 @@ class _Meter:
         self.sums: dict[str, torch.Tensor] = {}
 
     def __call__(self, *, function: FunctionOfLogits | None = None, **inputs: Any) -> Any:
-        joined = _Joined(function, inputs["targets"], self.metrics)
+        joined = _JoinedFunction(function, inputs["targets"], self.metrics)
         results = self.model(**inputs, function=joined)
         own = results[: joined.num_own]
         for name, values in zip(joined.names, results[joined.num_own :], strict=True):
@@ -80,7 +81,7 @@ class _Meter:
         return own[0] if function is None else own
 
 
-class _Joined:
+class _JoinedFunction:
     """A function of logits, or the likelihood of the labels, with the values of metrics behind its own."""
 
     def __init__(self, function: FunctionOfLogits | None, labels: torch.Tensor, metrics: Sequence[Metric]) -> None:

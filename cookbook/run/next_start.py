@@ -38,7 +38,7 @@ class Start:
             self.recipe_name, self.strategy, num_processes=count, assignments=self.assignments, logs=self.logs
         )
 
-    def changed(self, strategy: Strategy, batch: BatchSection, *, resumes: bool) -> "Start":
+    def change(self, strategy: Strategy, batch: BatchSection, *, resumes: bool) -> "Start":
         """Return the start of this run under another strategy or micro-batch."""
         run = self.recipe.run
         settings = {
@@ -68,14 +68,14 @@ def next_start(start: Start, first: Start, tried: set[str], *, resumes: bool) ->
     smaller = list(smaller_batches(recipe, start.plan.data_parallel_size))
     batch = forecasts.smaller_micro_batch(recipe, strategy, machines, name, smaller)
     if batch is not None:
-        return start.changed(strategy, batch, resumes=resumes)
+        return start.change(strategy, batch, resumes=resumes)
     if recipe.run.on_out_of_memory != "next_strategy" or not start.plan.num_gpus:
         return None
     counts = (None, start.plan.num_processes)
     others = [other for other in load_known() if other.path not in tried and other.num_processes in counts]
     sizes = [first.recipe.batch, *smaller_batches(first.recipe, first.plan.data_parallel_size)]
     change = forecasts.next_strategy(recipe, strategy, machines, name, others, sizes)
-    return start.changed(*change, resumes=resumes) if change is not None else None
+    return start.change(*change, resumes=resumes) if change is not None else None
 
 
 def smaller_batches(recipe: Recipe, data_parallel_size: int) -> Iterator[BatchSection]:

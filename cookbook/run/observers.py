@@ -15,7 +15,7 @@ import torch
 
 from cookbook.config.callbacks import Callback
 from cookbook.system.files import RecipeError, make_folder
-from cookbook.system.signals import Ended
+from cookbook.system.signals import SignalExit
 from cookbook.training.engine import Engine
 from cookbook.training.engine.agreement import digests
 from cookbook.training.engine.norm import local
@@ -50,7 +50,7 @@ class Observer:
         made: list[Any] = []
         try:
             self._compare("__init__", lambda: made.append(callback.kind(folder)))
-        except (RecipeError, Ended):
+        except (RecipeError, SignalExit):
             raise
         except (Exception, SystemExit) as error:
             raise RecipeError(f"run.callbacks: {self._name} cannot be made: {type(error).__name__}: {error}") from error
@@ -78,7 +78,7 @@ class Observer:
                 continue
             try:
                 self._compare(method, partial(function, line))
-            except (RecipeError, Ended):
+            except (RecipeError, SignalExit):
                 raise
             except (Exception, SystemExit) as error:  # sys.exit would end the run as if it had come to its end
                 self._is_off = True

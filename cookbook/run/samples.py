@@ -25,7 +25,7 @@ def continuations(run: "Run", stop_reason: Callable[[], str | None]) -> list[dic
     """The lines of samples.jsonl after this step, or the reason to stop. Every rank must call."""
     tokenizer = run.inputs.tokenizer
     prompts = beginnings(next(iter(run.inputs.data.eval.values())))
-    rows = _continued(run, prompts, run.recipe.run.sample_tokens or DEFAULT_TOKENS, stop_reason)
+    rows = _continue_prompts(run, prompts, run.recipe.run.sample_tokens or DEFAULT_TOKENS, stop_reason)
     if isinstance(rows, str):
         return rows
     return [
@@ -52,7 +52,7 @@ def values_of_answers(
         return {}
     tokenizer, most = run.inputs.tokenizer, max(metric.num_answers for metric in metrics)
     prompts, references = beginnings(tokens, most), endings(tokens, most)
-    rows = _continued(run, prompts, max(metric.num_tokens for metric in metrics), stop_reason)
+    rows = _continue_prompts(run, prompts, max(metric.num_tokens for metric in metrics), stop_reason)
     if isinstance(rows, str):
         return rows
     values = {}
@@ -74,7 +74,7 @@ def values_of_answers(
     return json.loads(run.engine.collectives.broadcast_text(json.dumps(values)))
 
 
-def _continued(
+def _continue_prompts(
     run: "Run", prompts: Sequence[Sequence[int]], most: int, stop_reason: Callable[[], str | None]
 ) -> list[list[int]] | str:
     """Prompts with what the model adds to them, or the reason to stop. Every rank must call.

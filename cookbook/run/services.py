@@ -122,7 +122,7 @@ def _open_log(
 ) -> tuple[metrics.RunLog, dict[str, Any], "Memory | None"]:
     """The log with what is known of the run in it, the content of run.json, and the forecast of a GPU's memory."""
     engine, step, is_own = run.engine, run.progress.step, _is_in_its_folder(run)
-    repeated = trackers.logged_after(run.output_dir / METRICS, step) if is_own else {}
+    repeated = trackers.steps_logged_after(run.output_dir / METRICS, step) if is_own else {}
     log = metrics.RunLog(
         run.output_dir,
         is_main=engine.is_main,
@@ -153,7 +153,7 @@ def _open_log(
         log.event("out_of_memory", step, **answered)
     started = {"strategy": engine.strategy.name, "processes": engine.plan.num_processes}
     log.event("start", step, **started, resumed_from=record["resumed_from"])
-    if unused := optional.unused():
+    if unused := optional.unused_packages():
         why = f"since {optional.KEY} does not name them"
         notes.append(f"installed, and not used, {why}: {', '.join(unused)}; the curve is that without them")
     for line in notes:
@@ -188,7 +188,7 @@ def _record(run: Run, expected: "Memory | None", shortages: list[dict[str, Any]]
     record = metrics.environment_record(engine.device)
     if run.recipe.plugins:
         record["plugins"] = plugins.record(run.recipe.plugins)
-    if untested := versions.untested():
+    if untested := versions.untested_libraries():
         record["untested"] = untested
     if kernels := optional.record():
         record["kernels"] = kernels
@@ -297,7 +297,7 @@ def _start_saver(run: Run, log: metrics.RunLog, watch: Watch, attempt: str) -> S
         on_save=partial(log.event, "save"),
         timeout_seconds=watch.timeout_seconds / 2,  # a save must be given up before it passes for a hang
         beat=lambda: watch.beat("save", engine.current_step),
-        stop_requested=lambda: signals.requested() is not None,
+        stop_requested=lambda: signals.requested_stop() is not None,
     )
     if run.checkpoint is not None:
         saver.start_from(run.checkpoint)

@@ -439,7 +439,7 @@ def prepare_model(recipe: Recipe, inputs: Inputs, engine: Engine) -> None:
 def has_draws(recipe: Recipe, config: PreTrainedConfig) -> bool:
     """Return whether something is drawn in training: by an adapter, for embeddings, or by the model's own code."""
     is_asked = recipe.model.neftune_alpha > 0 or (recipe.adapter is not None and recipe.adapter.dropout > 0)
-    return is_asked or bool(sample_draws.drawn_by_model(config))
+    return is_asked or bool(sample_draws.keys_drawn_by_model(config))
 
 
 def load_model(

@@ -109,7 +109,7 @@ def with_answers(
     )
     opened: list[Any] = []
 
-    def answered(tokens: TokenSet | Stream) -> TokenSet:
+    def ask_teacher(tokens: TokenSet | Stream) -> TokenSet:
         assert isinstance(tokens, TokenSet), "a teacher cannot be asked about a stream"
         name = hashlib.sha256(json.dumps([tokens.fingerprint, *key]).encode()).hexdigest()[:16]
         path, size = cache / f"teacher-{name}.safetensors", int(tokens.num_targets.sum())
@@ -125,8 +125,8 @@ def with_answers(
             assert answers is not None, f"{path} is not what was written"
         return replace(tokens, teacher_tokens=answers[0], teacher_logps=answers[1])
 
-    evals = {name: answered(tokens) for name, tokens in data.eval.items()}
-    answered_data = replace(data, train=answered(data.train), eval=evals)
+    evals = {name: ask_teacher(tokens) for name, tokens in data.eval.items()}
+    answered_data = replace(data, train=ask_teacher(data.train), eval=evals)
     if opened:
         opened.clear()
         gc.collect()

@@ -12,7 +12,7 @@ KEYS = {
 """Keys whose values need no translation, by section."""
 
 
-def owned(valid: Mapping[str, Any]) -> dict[str, Any]:
+def claimed_values(valid: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's values by the keys of claims, as far as its sections are valid. The plan has that of micro-batches,
     `~accumulation`.
 

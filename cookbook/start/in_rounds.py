@@ -22,7 +22,13 @@ def misfits(recipe: Recipe, strategy: Strategy) -> list[str]:
     """List what does not go with rounds, each beginning with its key; nothing of the run of one round."""
     if recipe.rounds is None or recipe.rounds.round is not None:
         return []
-    parts = (_of_sampler(recipe), _of_rewards(recipe), _of_weights(recipe, strategy), _of_rows(recipe), _of_run(recipe))
+    parts = (
+        _of_sampler(recipe),
+        _of_rewards(recipe),
+        _of_weights(recipe, strategy),
+        _of_rows(recipe),
+        _mistakes_of_run(recipe),
+    )
     return [mistake for part in parts for mistake in part]
 
 
@@ -75,7 +81,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
     if rounds.max_staleness and kind is not None and kind.values is None:
         what = f"{objective.name} has no ratio to the probability of who sampled, which older weights need"
         yield f"rounds.max_staleness is {rounds.max_staleness}, and {what}; write 0"
-    yield from _of_environment(recipe, kind)
+    yield from _mistakes_of_environment(recipe, kind)
     if objective.asks is not None and (ratio := getattr(objective, "kd_ratio", 1.0)) != 1:
         yield (
             f"objective.kd_ratio is {ratio:g}: the rest is the likelihood of the labels, which in rounds are the"
@@ -94,7 +100,7 @@ def _of_rewards(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _of_environment(recipe: Recipe, kind: RowKind | None) -> Iterator[str]:
+def _mistakes_of_environment(recipe: Recipe, kind: RowKind | None) -> Iterator[str]:
     rounds = recipe.rounds
     assert rounds is not None
     if (name := rounds.environment) is None:
@@ -145,7 +151,7 @@ def _of_rows(recipe: Recipe) -> Iterator[str]:
         yield "data.accept or data.on_bad_row: drop, which prompts do not heed; take it out"
 
 
-def _of_run(recipe: Recipe) -> Iterator[str]:
+def _mistakes_of_run(recipe: Recipe) -> Iterator[str]:
     run, rounds = recipe.run, recipe.rounds
     assert rounds is not None
     if run.resume not in ("never", "auto"):

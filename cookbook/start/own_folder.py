@@ -30,7 +30,7 @@ def reads_own_folder(recipe: Recipe) -> list[str]:
     ]
 
 
-def changed_since(recipe: Recipe, record: Path) -> list[str]:
+def paths_changed_since(recipe: Recipe, record: Path) -> list[str]:
     """Paths in a recipe at which a file was written later than the record that a run writes when it starts; of a folder
     its own files count. A path that cannot be looked at is left out.
     """

@@ -18,13 +18,13 @@ from cookbook.config.strategy_keys import Claim
 from cookbook.facts.meshes import buffer_problem, mesh_problem, units_problem
 from cookbook.facts.packing import known_config
 from cookbook.start import launchers
-from cookbook.start.claims import owned
+from cookbook.start.claims import claimed_values
 from cookbook.start.hosts import Hosts
 from cookbook.start.launchers import Launcher, World
 from cookbook.start.refusals import refusals
 from cookbook.system import machine, versions
 from cookbook.system.console import several
-from cookbook.system.files import gathered, refuse
+from cookbook.system.files import gather_mistakes, refuse
 from cookbook.system.machine import CPU_PROCESSES, num_cores
 from cookbook.system.shipped import program
 
@@ -105,10 +105,10 @@ def _read_strategy(pair: Pair) -> Pair:
     """Read the files of the strategy, and compare with the recipe what they claim of it."""
     mistakes = pair.mistakes + pair.strategy_mistakes
     if pair.strategy_file is not None:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             pair.strategy, pair.claims, of_strategy = read_strategy(pair.strategy_file)
             mistakes += of_strategy
-        contradictions = explain_contradictions(pair.strategy_file, pair.claims, owned(pair.valid))
+        contradictions = explain_contradictions(pair.strategy_file, pair.claims, claimed_values(pair.valid))
         mistakes = [*(mistake for mistake in mistakes if mistake not in contradictions), *contradictions]
     pair.mistakes = mistakes
     return pair
@@ -311,7 +311,7 @@ def try_plan(pair: Pair, *, num_processes: int, num_local: int, num_gpus: int) -
     plan: Plan | None = None
     mistakes: list[str] = []
     counts = {"num_processes": num_processes, "num_local": num_local, "num_gpus": num_gpus}
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         if pair.recipe is not None and pair.strategy is not None:
             plan = make_plan(pair.recipe, pair.strategy, **counts, recipe_name=pair.name)
         elif pair.strategy is not None:

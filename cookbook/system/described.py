@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, GetJsonSchemaHandler
 
 
-class Described(BaseModel):
+class DescribedModel(BaseModel):
     """Reads the texts when a schema is asked for: pydantic's `use_attribute_docstrings` reads the source of each class
     as it is made, which took a sixth of the time that every command needs to start.
     """
@@ -19,7 +19,7 @@ class Described(BaseModel):
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for base in cls.__mro__:
-            for name, text in texts_below_fields(base).items() if issubclass(base, Described) else ():
+            for name, text in texts_below_fields(base).items() if issubclass(base, DescribedModel) else ():
                 if name in properties:
                     properties[name].setdefault("description", text)
         return schema

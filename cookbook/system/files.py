@@ -65,7 +65,7 @@ def refuse(mistakes: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def gathered(mistakes: list[str]) -> Iterator[None]:
+def gather_mistakes(mistakes: list[str]) -> Iterator[None]:
     """Adds the mistakes that end a block to a list, so that they can be reported with others."""
     try:
         yield
@@ -111,7 +111,7 @@ class Document:
 
     def place(self, *path: str | int) -> str:
         """`file:line: section.key`, with the nearest known line when the key itself is missing."""
-        dotted = ".".join(shortened(str(part)) for part in path)
+        dotted = ".".join(shorten_text(str(part)) for part in path)
         for override in self.overrides:
             if path[: len(override)] == override:
                 return f"--set {dotted}"
@@ -475,10 +475,10 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "empty", True: "true", False: "false"}[value]
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a very large integer"
-    return shortened(text)
+    return shorten_text(text)
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 

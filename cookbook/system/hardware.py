@@ -295,7 +295,7 @@ class Machines:
         if self.gpus_each == 0:
             return "no forecast of time for a CPU"
         if self.gpu is None:
-            kinds = [gpu.name for gpu in GPUS if self.usable_gib == _usable(gpu.sold_gb)]
+            kinds = [gpu.name for gpu in GPUS if self.usable_gib == _usable_gib(gpu.sold_gb)]
             example = kinds[-1] if kinds else "H100"
             count = re.sub(r"[^x]+$", "", self.text)
             return f"{self.text} gives the memory and not the speed: name the GPU, as in {count}{example}"
@@ -304,7 +304,7 @@ class Machines:
         return None
 
 
-def _usable(sold_gb: float) -> float:
+def _usable_gib(sold_gb: float) -> float:
     """GiB that torch has of a GPU sold with so many GB: the least of those in the table, else a sixteenth for ECC."""
     same = [gpu.usable_gib for gpu in GPUS if gpu.sold_gb == sold_gb]
     return min(same) if same else sold_gb * 15 / 16 - DRIVER_RESERVE_GIB
@@ -405,7 +405,7 @@ def _gpu_or_size(text: str, kind: str) -> tuple[Gpu | None, float]:
         sold_gb = float(size[1])
         if not 4 <= sold_gb <= 300:
             raise RecipeError(f"--gpus {text}: no GPU has {size[1]} GB; write what one has, as in 8x80GB")
-        return None, _usable(sold_gb)
+        return None, _usable_gib(sold_gb)
     if counted := re.fullmatch(r"(?i)(\d{1,3})-?([a-z].*)|([a-z].*?)-?x-?(\d{1,3})", kind):
         number, name = counted[1] or counted[4], counted[2] or counted[3]
         if find_gpu(name) is not None and (counted[1] or find_gpu(kind) is None):

@@ -39,7 +39,7 @@ class _Finder:
         if spec is None or path is not None or name in _named:
             return spec
         way = _way_of_library()
-        if way is None or name in _required() or _is_demanded(name):
+        if way is None or name in _required_names() or _is_demanded(name):
             return spec
         if way == IMPORT:  # for functions that it would take
             _unused.add(name)
@@ -87,7 +87,7 @@ def problem() -> str | None:
     return None
 
 
-def unused() -> list[str]:
+def unused_packages() -> list[str]:
     """Installed packages whose functions transformers would have taken."""
     return sorted(_unused)
 
@@ -136,7 +136,7 @@ def _is_demanded(name: str) -> bool:
 
 
 @functools.cache
-def _required() -> frozenset[str]:
+def _required_names() -> frozenset[str]:
     """Names of what this project, torch and transformers require, as they are imported in most cases."""
     texts = [*requirements(), *(text for name in ("torch", LIBRARY) for text in metadata.requires(name) or ())]
     names = [re.split(r"[^\w.-]", text)[0] for text in texts if "extra ==" not in text]

@@ -75,7 +75,7 @@ class OfGpu(Form):
     rank: Count
 
 
-class Measured(Form):
+class Measurement(Form):
     """A line of monitor.jsonl."""
 
     time: Time

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
 
-from cookbook.system.described import Described
+from cookbook.system.described import DescribedModel
 
 Entry = TypeVar("Entry")
 
@@ -22,7 +22,7 @@ _plugin: dict[tuple[str, str], str] = {}
 _importing: str | None = None
 
 
-class Section(Described):
+class Section(DescribedModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -70,7 +70,7 @@ def plugin_files() -> list[str]:
 
 
 def _family_and_name(entry: Any) -> tuple[str, str]:
-    if isinstance(entry, type) and issubclass(entry, Named):
+    if isinstance(entry, type) and issubclass(entry, NamedSection):
         names = get_args(entry.model_fields["name"].annotation)
         if len(names) != 1:
             raise ValueError(f'{entry.__name__} needs a name of its own: name: Literal["..."]')
@@ -78,7 +78,7 @@ def _family_and_name(entry: Any) -> tuple[str, str]:
     return entry.family, entry.name
 
 
-class Named(Section):
+class NamedSection(Section):
     """A section whose `name` selects its keys: validating the family's base class returns an instance of that kind.
 
     A kind subclasses the family's base (a direct child of this class) with `name: Literal["its name"]`, its keys as
@@ -94,7 +94,7 @@ class Named(Section):
     @classmethod
     def is_base(cls) -> bool:
         """Return whether this is the base of a family rather than one of its kinds."""
-        return Named in cls.__bases__
+        return NamedSection in cls.__bases__
 
     @classmethod
     def of(cls, **values: Any) -> Self:
@@ -102,12 +102,12 @@ class Named(Section):
         return cls.model_validate(values)
 
     @classmethod
-    def kinds(cls) -> "list[type[Named]]":
+    def kinds(cls) -> "list[type[NamedSection]]":
         """All registered kinds of the family."""
         return list(known(cls.family).values())
 
     @classmethod
-    def kind_of(cls, values: Any) -> "type[Named]":
+    def kind_of(cls, values: Any) -> "type[NamedSection]":
         """The kind that a section's values name; this class itself if the name is not registered."""
         name = values.get("name", cls.default) if isinstance(values, dict) else cls.default
         return known(cls.family).get(name, cls) if isinstance(name, str) else cls
@@ -143,7 +143,7 @@ class Named(Section):
         return {"anyOf": [kind.__get_pydantic_json_schema__(kind.__pydantic_core_schema__, handler) for kind in kinds]}
 
 
-def _wrong_name(base: type[Named], values: dict[str, Any]) -> ValidationError:
+def _wrong_name(base: type[NamedSection], values: dict[str, Any]) -> ValidationError:
     if "name" not in values:
         problem: dict[str, Any] = {"type": "missing", "loc": ("name",), "input": values}
     elif not isinstance(values["name"], str):

@@ -67,7 +67,7 @@ def replaced(owner: Any, **functions: Any) -> Iterator[None]:
         yield
 
 
-def counted(hook: Callable[..., Any], place: str) -> Callable[..., Any]:
+def count_calls(hook: Callable[..., Any], place: str) -> Callable[..., Any]:
     """A hook that the first step of a run has to call, see `check_hooks`.
 
     Args:

@@ -29,13 +29,13 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # found before a fork, after
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when its parent ends."""
 REASONS = (None, *(number.name for number in HANDLED), PARENT_GONE)
-"""All results of `requested`; processes exchange the index."""
+"""All results of `requested_stop`; processes exchange the index."""
 
 AGAIN_SECONDS = 0.01
 """After which a signal comes again if Python dropped the exception that was to end the process."""
 
 
-class Ended(SystemExit):
+class SignalExit(SystemExit):
     """A signal ends this process."""
 
 
@@ -58,12 +58,12 @@ def install() -> None:
     for number in HANDLED:
         signal.signal(number, _handle)
     sys.unraisablehook = _end_again
-    sys.stdout, sys.stderr = cast(TextIO, _Lasting(sys.stdout)), cast(TextIO, _Lasting(sys.stderr))
+    sys.stdout, sys.stderr = cast(TextIO, _LastingStream(sys.stdout)), cast(TextIO, _LastingStream(sys.stderr))
 
 
 @contextlib.contextmanager
 def end_command() -> Iterator[None]:
-    """Has SIGTERM and SIGUSR1 end a command by `Ended`, so that what it has begun is removed or marked as stopped."""
+    """Have SIGTERM and SIGUSR1 end a command by `SignalExit`, so that what it began is removed or marked as stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,7 +89,7 @@ def no_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if isinstance(end, Ended) or end.code == EXIT_CODE:
+        if isinstance(end, SignalExit) or end.code == EXIT_CODE:
             raise
         *_, call = traceback.extract_tb(end.__traceback__)
         raise RecipeError(
@@ -129,7 +129,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise failure
 
 
-class _Lasting(MaskedStream):
+class _LastingStream(MaskedStream):
     """A stream that ignores write errors: after Ctrl-C in `cookbook launch | tee log`, on a closed terminal or a full
     disk the run must still save.
     """
@@ -145,7 +145,7 @@ class _Lasting(MaskedStream):
 
 
 def defer() -> None:
-    """Defers signals from here on: they are reported by `requested`.
+    """Defers signals from here on: they are reported by `requested_stop`.
 
     Raises:
         SystemExit: a signal came before and a library swallowed the handler's SystemExit.
@@ -177,7 +177,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         os._exit(1)
 
 
-def requested() -> str | None:
+def requested_stop() -> str | None:
     """Why this process should stop: the name of the first signal, or `PARENT_GONE`; None to continue. Not collective.
 
     `accelerate launch` does not forward signals to a single process, and a killed torchrun leaves its workers behind:
@@ -195,17 +195,17 @@ def _handle(number: int, frame: FrameType | None) -> None:
         return
     _is_ending = True
     _num_raised += 1
-    raise Ended(EXIT_CODE)  # not os._exit: finally blocks must remove worker processes and partial files
+    raise SignalExit(EXIT_CODE)  # not os._exit: finally blocks must remove worker processes and partial files
 
 
 def _end_again(dropped: "sys.UnraisableHookArgs") -> None:
-    """Send the signal again after an `Ended` that Python has dropped.
+    """Send the signal again after an `SignalExit` that Python has dropped.
 
     Exceptions in a weak reference's callback, in a `__del__` or at the interpreter's end are printed, and Python
     continues. A process that a signal should end, as where another refused the recipe, would show a traceback and stay.
     """
     global _is_ending
-    if not isinstance(dropped.exc_value, Ended):
+    if not isinstance(dropped.exc_value, SignalExit):
         sys.__unraisablehook__(dropped)
         return
     with contextlib.suppress(RuntimeError):  # no thread starts at the interpreter's end, which is what is asked for

@@ -242,7 +242,7 @@ def fail(folder: Path, error: BaseException, *, is_of_all: bool = False) -> None
         _replace(folder, record | {"state": "failed", "exit_code": 1, "reason": f"{type(error).__name__}: {error}"})
 
 
-def answered(folder: Path, reason: str) -> None:
+def mark_stopped(folder: Path, reason: str) -> None:
     """Marks a failed start as stopped: the next one is not the same, so it is none of `past_failures`."""
     record = read(folder)
     if record is not None and record["state"] in ("failed", "running"):

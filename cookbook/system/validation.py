@@ -311,7 +311,7 @@ def _fields(model: type[BaseModel], path: KeyPath, values: Any) -> dict[str, Fie
         if inner is None:
             return {}
         model = inner
-    # The keys of some sections depend on their name (`registry.Named`).
+    # The keys of some sections depend on their name (`registry.NamedSection`).
     return (model.kind_of(values) if hasattr(model, "kind_of") else model).model_fields
 
 

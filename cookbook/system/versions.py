@@ -10,7 +10,7 @@ from cookbook.system.shipped import HOME, requirements
 LIBRARIES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft")
 
 
-def untested() -> list[str]:
+def untested_libraries() -> list[str]:
     """The libraries whose installed version is none that was tested, each with both. A set of versions was tested as a
     whole: that of requirements.txt, and that with the group `oldest` of pyproject.toml in it."""
     here, sets = {name: installed(name) for name in LIBRARIES}, tested()
@@ -22,14 +22,14 @@ def untested() -> list[str]:
 
 def notes() -> list[str]:
     """The line for whoever starts something."""
-    if names := untested():
+    if names := untested_libraries():
         return [f"versions: untested: {', '.join(names)} (docs/upgrade.md)"]
     return []
 
 
 def mistakes() -> list[str]:
     """Mistakes of a recipe with run.strict_versions on this machine."""
-    if names := untested():
+    if names := untested_libraries():
         return [f"run.strict_versions is true, and not tested is {', '.join(names)}; install those, or write false"]
     return []
 

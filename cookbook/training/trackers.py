@@ -112,7 +112,7 @@ FAILS: dict[str, Callable[[GeneralTracker], None]] = {"wandb": _fail_wandb}
 """How a tracker that knows of it ends a run that has failed."""
 
 
-def logged_after(metrics: Path, step: int) -> dict[str, int]:
+def steps_logged_after(metrics: Path, step: int) -> dict[str, int]:
     """The lines of a metrics.jsonl from `step` on, which a run that resumes from it may repeat: their steps by `_key`.
 
     Call it before the log is opened, which removes them. Lines that cannot be read are passed over.
@@ -146,7 +146,7 @@ class Tracker(threading.Thread):
             config: settings by `section.key`.
             options: the recipe's for this tracker.
             step: the run resumes from here.
-            repeated: the result of `logged_after`.
+            repeated: the result of `steps_logged_after`.
             say: logs the one warning of a tracker that fails.
         """
         super().__init__(name=f"tracker {name}", daemon=True)  # one that hangs must not keep the process

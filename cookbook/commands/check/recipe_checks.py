@@ -21,7 +21,7 @@ from cookbook.start import run_plan
 from cookbook.start.in_rounds import KEY, sampler_hosts
 from cookbook.system import versions
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.shipped import short
 from cookbook.training.checkpoint.resume import changed_settings
@@ -45,14 +45,14 @@ def check(
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
     checked = Checked(recipes=[], strategies=[])
     for path in recipes:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             recipe, entry = _check_recipe(path, strategy, assignments, processes, is_named=bool(paths))
             checked.recipes.append(entry)
             for rows in read_all(recipe) if data else ():
                 say(short(rows.words))
                 entry.rows.append(rows.form)
     for path in () if paths else map(strategy_path, known_strategies()):
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             load_strategy(path)
             say(short(f"{path}: fine"))
             checked.strategies.append(str(path))
@@ -106,10 +106,10 @@ def _on_disk(path: Path, recipe: Recipe, claims: tuple[Claim, ...]) -> tuple[lis
     strategy's files name.
     """
     notes, mistakes = [], lacks_checkpoint(recipe)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         notes = check_model(recipe)
     mistakes = [f"{path}: {mistake}" for mistake in mistakes]
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         check_layer_classes(recipe, claims)
     return notes, mistakes
 

@@ -15,7 +15,7 @@ from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
 from cookbook.facts.packing import known_config
 from cookbook.rows.row_columns import drop_columns, kinds_of, rename
 from cookbook.rows.row_kinds import kinds
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.training.data.rows import Rows, read_rows
 from cookbook.training.data.sources import raw_rows
 
@@ -107,7 +107,7 @@ def read_all(recipe: Recipe) -> Iterator[SetRows]:
         return
     train: list[Rows] = []
     for key, source in recipe.data.sources:
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             rows = read_rows(source, recipe.data.on_bad_row, recipe.objective)
             train += [rows] * (key == "data.train")
             line = f"{key}: {source.path}: {len(rows.rows):,} rows of {kinds()[rows.kind].words}"

@@ -27,7 +27,7 @@ from cookbook.system.files import (
     Document,
     RecipeError,
     dump_yaml,
-    gathered,
+    gather_mistakes,
     make_folder,
     name_some,
     read_document,
@@ -104,7 +104,7 @@ def convert(
         say(f"strategy: {name}")
     idle = _report_rest(conversion, *compare_sizes(conversion.sizes, name, files_to_write))
     mistakes: list[str] = []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         if training is None:
             load_strategy(strategy_path(name))
         else:

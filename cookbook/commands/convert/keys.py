@@ -14,7 +14,7 @@ from cookbook.config.foreign import OPTIMIZERS, Project, meaning_of, tables
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import known_strategies
 from cookbook.system.files import MAX_CHOICES, Document, read_document, show
-from cookbook.system.registry import Named, Section
+from cookbook.system.registry import NamedSection, Section
 
 
 class Conversion(Collected):
@@ -781,7 +781,7 @@ def is_other(key: str, value: Any, recipe: dict[str, Any]) -> bool:
         return key == "mixed_precision" or info.get_default() != value
     kinds = (info.annotation, *get_args(info.annotation))
     model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
-    if issubclass(model, Named):
+    if issubclass(model, NamedSection):
         usual = getattr(info.get_default(), "name", None) or model.default
         if name == "name":
             return value != usual

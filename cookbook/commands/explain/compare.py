@@ -15,7 +15,7 @@ from cookbook.forecast.costs import per_parameter as costs
 from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.start.run_plan import load_pair
 from cookbook.system.console import Row, page, several
-from cookbook.system.files import RecipeError, gathered, read_document, refuse, show
+from cookbook.system.files import RecipeError, gather_mistakes, read_document, refuse, show
 from cookbook.system.shipped import is_short, located, short
 
 DEFAULT_PROCESSES = 8
@@ -69,7 +69,7 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     strategies: list[Strategy] = []
     mistakes: list[str] = []
     for path in (first, second):
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             strategies.append(load_strategy(path))
     refuse(mistakes)
     left, right = strategies
@@ -279,7 +279,7 @@ def compare(
     runs: list[Explanation] = []
     mistakes: list[str] = []
     for path, strategy in zip(recipes, strategies, strict=True):
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             _, loaded = load_pair(path, assignments, strategy)
             asked = processes if loaded.num_processes is None else None  # some strategies have a number of their own
             runs.append(explain(path, strategy_path=strategy, assignments=assignments, processes=asked))

@@ -29,10 +29,10 @@ from cookbook.start.own_folder import reads_own_folder
 from cookbook.system import lock, versions
 from cookbook.system.child import was_signalled
 from cookbook.system.console import say
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.system.machine import num_gpus
 from cookbook.system.record_files import ROUNDS, read_json, replace_file
-from cookbook.system.signals import EXIT_CODE, Ended
+from cookbook.system.signals import EXIT_CODE, SignalExit
 from cookbook.system.status import Status
 
 Only = Literal["sample", "train"]
@@ -190,7 +190,7 @@ class _Rounds:
         except RecipeError as error:
             self.status.end("failed", exit_code=2, reason=str(error))
             raise
-        except (Ended, KeyboardInterrupt):
+        except (SignalExit, KeyboardInterrupt):
             self.status.end("stopped", exit_code=EXIT_CODE, reason=where)
             raise
 
@@ -256,7 +256,7 @@ def _wait(sampler: sampled_ahead.Ahead, trained: Round, last: int, status: Statu
     """Wait for the samples of later rounds; the exit code of rounds that end without them, else 0."""
     try:
         code, waits = sampler.wait()
-    except (Ended, KeyboardInterrupt):
+    except (SignalExit, KeyboardInterrupt):
         status.end("stopped", exit_code=EXIT_CODE, reason=f"while round {last} was sampled")
         raise
     if code:
@@ -310,11 +310,11 @@ def check(
         raise RecipeError(f"{path}: {what}; see docs/recipes.md, Rounds")
     mistakes: list[str] = []
     count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, num_gpus())
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         run_plan.make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus(), recipe_name=str(path))
     mistakes = placed([*mistakes, *reads_own_folder(recipe)], path, assignments)
     asked: list[Prompt] = []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)
     refuse(mistakes)
     scoring.try_functions(recipe.rounds, asked[0])

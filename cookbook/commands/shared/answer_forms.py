@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from cookbook.system.described import Described
+from cookbook.system.described import DescribedModel
 
 
-class Form(Described, BaseModel):
+class Form(DescribedModel, BaseModel):
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 

@@ -173,9 +173,9 @@ def open_model(folder: Path) -> Generator:
         if is_scored(open_config(base)) or (record is not None and record.head is not None):
             raise RecipeError(f"{folder}: its head scores texts and writes none; see `cookbook evaluate`")
         if record is not None and record.new_tokens:
-            from cookbook.run.publish.merged import as_trained
+            from cookbook.run.publish.merged import rebuild_base
 
-            base = as_trained(base, folder, record)
+            base = rebuild_base(base, folder, record)
         model = _open(base)
         if has_adapter:
             from peft import PeftModel

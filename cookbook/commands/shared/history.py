@@ -14,7 +14,7 @@ from cookbook.system import status
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, flatten
 from cookbook.system.record_files import EVENTS, METRICS, RUN, SAMPLES
-from cookbook.system.record_forms import Event, Form, Line, Measured, Record, Sample, read_form, read_lines_of
+from cookbook.system.record_forms import Event, Form, Line, Measurement, Record, Sample, read_form, read_lines_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def read_history(folder: Path) -> History:
         notes.append(note)
         return lines
 
-    measured = [line for file in sorted(folder.glob("monitor*.jsonl")) for line in lines_of(file, Measured)]
+    measured = [line for file in sorted(folder.glob("monitor*.jsonl")) for line in lines_of(file, Measurement)]
     history = History(
         folder=folder,
         lines=lines_of(path, Line),

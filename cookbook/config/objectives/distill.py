@@ -61,9 +61,9 @@ class Distill(TokenLoss):
         """A function of the targets, whose `teacher_logps` are those of the rest and of `teacher_tokens`."""
         from cookbook.config.objectives.forward import OfTargets
 
-        return OfTargets(self._mixed, ("nll", "divergence"), batch)
+        return OfTargets(self._mix_losses, ("nll", "divergence"), batch)
 
-    def _mixed(self, logits: "Logits", batch: dict[str, Any]) -> "tuple[Tensor, ...]":
+    def _mix_losses(self, logits: "Logits", batch: dict[str, Any]) -> "tuple[Tensor, ...]":
         import torch
 
         nll, tokens = logits.nll(batch["targets"]), batch["teacher_tokens"].long()

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from cookbook.system.registry import Named
+from cookbook.system.registry import NamedSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -35,7 +35,7 @@ class Question(NamedTuple):
         return f"its {self.top_k:,} likeliest tokens, {size} ({self.bytes_per_target / 1e3:.3g} GB a million)"
 
 
-class Objective(Named):
+class Objective(NamedSection):
     """A recipe's `objective`."""
 
     family = "objective"

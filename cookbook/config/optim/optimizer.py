@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from cookbook.system.registry import Named
+from cookbook.system.registry import NamedSection
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Refusal:
     """The optimizer to use instead."""
 
 
-class Optimizer(Named):
+class Optimizer(NamedSection):
     """A recipe's `optim`."""
 
     family = "optim"

@@ -68,7 +68,7 @@ def find_checkpoint(run: Path, step: int | None) -> Iterator[Checkpoint]:
     path = there[0] if step is None else root / folder.folder_name(step)
     if path not in there:
         raise RecipeError(f"{run}: no checkpoint after step {step}; {steps_there(root)}")
-    with folder.held(path):
+    with folder.hold_checkpoint(path):
         try:
             checkpoint = folder.open_checkpoint(path)
             folder.verify(checkpoint)
@@ -80,7 +80,7 @@ def find_checkpoint(run: Path, step: int | None) -> Iterator[Checkpoint]:
 
 
 @contextlib.contextmanager
-def chosen(run: Path, last: Checkpoint, *, is_best: bool) -> Iterator[Checkpoint]:
+def choose_checkpoint(run: Path, last: Checkpoint, *, is_best: bool) -> Iterator[Checkpoint]:
     """The checkpoint that a run exports at its end: the last, which was just written, or the best of those kept.
 
     Raises:
@@ -134,7 +134,7 @@ def export(
         if recipe.adapter is None:
             buffers = load_file(model_files / BUFFERS) if (model_files / BUFFERS).is_file() else {}
             weights |= {name: as_weight(buffer) for name, buffer in buffers.items()}
-            write_model(weights, part, config=config, dtype=stored, tower=Tower.kept(model_files))
+            write_model(weights, part, config=config, dtype=stored, tower=Tower.read_kept(model_files))
         else:
             trained = {name: weight.read(stored) for name, weight in weights.items()}
             adapter_files.write_adapter(
@@ -241,7 +241,7 @@ def _reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtyp
     # In another working folder, as whoever uses the export.
     done = subprocess.run(command, env=kept, cwd="/", capture_output=True, text=True, errors="replace")
     if done.returncode:
-        if not checkpoint.is_dir():  # a file system without locks; see `folder.held`
+        if not checkpoint.is_dir():  # a file system without locks; see `folder.hold_checkpoint`
             raise RecipeError(f"{checkpoint}: was removed while it was exported, by its run; export a copy of it")
         lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
         raise BrokenExport(f"the export of {checkpoint} was removed: reopened, {lines[-1]}")

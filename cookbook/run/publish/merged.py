@@ -58,11 +58,11 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     _map_large_tensors()
     config = open_config(base_folder)
     check_folder(base_folder, config, place=str(base_folder))
-    base_folder = Path(as_trained(str(base_folder), folder, base))
+    base_folder = Path(rebuild_base(str(base_folder), folder, base))
     config = open_config(base_folder)
     check_fits(folder, config, read=WRITTEN)
     stored: torch.dtype = dtype or config.dtype or torch.float32
-    weights, expected = _merged_in_parts(base_folder, folder) or _merged_whole(base_folder, folder)
+    weights, expected = _merge_in_parts(base_folder, folder) or _merge_whole(base_folder, folder)
     write_model(weights, build, config=config, dtype=stored, tower=Tower.of(base_folder))
     copy_processors(base_folder, build)
     del weights  # before it is opened again
@@ -76,7 +76,7 @@ def write_merged(folder: Path, build: Path, dtype: torch.dtype | None) -> str:
     return f"{str(stored).removeprefix('torch.')}; reopened, its logits are within {error:.0e} of the adapter's"
 
 
-def as_trained(base: str, adapter: Path, record: Base, *, cache: Path = Path(".cache")) -> str:
+def rebuild_base(base: str, adapter: Path, record: Base, *, cache: Path = Path(".cache")) -> str:
     """The folder of an adapter's base with rows for the tokens that its run added, and with the head that it trained,
     whose weights are in the adapter."""
     if record.new_tokens:
@@ -90,7 +90,7 @@ def as_trained(base: str, adapter: Path, record: Base, *, cache: Path = Path(".c
     return base
 
 
-def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
+def _merge_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor] | None:
     """The weights, each merged when it is read, and the logits of adapter and base; None if it cannot be streamed.
 
     Raises:
@@ -126,28 +126,28 @@ def _merged_in_parts(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight
                 weights[of_rows] = weights[of_rows]._replace(parts=partial(_merged_layer, streamed, module, "weight"))
         elif isinstance(module, ModulesToSaveWrapper):
             for key, parameter in module.modules_to_save[ADAPTER_NAME].named_parameters():
-                weights[f"{name}.{key}"] = _as_weight(parameter.detach())
+                weights[f"{name}.{key}"] = _to_weight(parameter.detach())
     return weights, streamed.probe_logits()
 
 
 @torch.no_grad()
 def _merged_layer(streamed: StreamedModel, layer: Any, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """A tensor of a layer with the adapter in it."""
-    with streamed.filled(layer):
+    with streamed.keep_filled(layer):
         layer.merge(safe_merge=True)
-        yield from _as_weight(getattr(layer.get_base_layer(), key).detach()).parts(dtype)
+        yield from _to_weight(getattr(layer.get_base_layer(), key).detach()).parts(dtype)
     layer.merged_adapters.clear()
 
 
-def _merged_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor]:
-    """Return the result of `_merged_in_parts`, with the whole model in memory."""
+def _merge_whole(base_folder: Path, adapter: Path) -> tuple[dict[str, Weight], torch.Tensor]:
+    """Return the result of `_merge_in_parts`, with the whole model in memory."""
     from peft import PeftModel
 
     with in_language_names(adapter) as named:
         model = PeftModel.from_pretrained(_open_in_float32(base_folder), str(named))
     expected = probe_logits(model)
     merged: PreTrainedModel = model.merge_and_unload(safe_merge=True)
-    weights = {name: _as_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
+    weights = {name: _to_weight(parameter.detach()) for name, parameter in merged.named_parameters()}
     return weights | {name: as_weight(buffer) for name, buffer in saved_buffers(merged).items()}, expected
 
 
@@ -176,5 +176,5 @@ def _open_in_float32(folder: Path) -> PreTrainedModel:
     return open_language_model(folder, dtype=torch.float32)
 
 
-def _as_weight(tensor: torch.Tensor) -> Weight:
+def _to_weight(tensor: torch.Tensor) -> Weight:
     return Weight(list(tensor.shape), lambda dtype: (part.to(dtype) for part in tensor.reshape(-1).split(CHUNK)))

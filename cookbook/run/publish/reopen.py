@@ -50,11 +50,11 @@ TOLERANCE = 1e-5
 OPEN: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True}
 
 
-class Wrong(Exception):
+class ExportDifference(Exception):
     """A difference between export and checkpoint."""
 
 
-class Expected:
+class ExpectedWeights:
     """The checkpoint's weights in the exported dtype."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
@@ -69,19 +69,19 @@ class Expected:
     def compare(self, name: str, tensor: torch.Tensor, key: str) -> None:
         """Raise the first difference of a tensor, reading the checkpoint in parts."""
         if list(tensor.shape) != self.shapes[name]:
-            raise Wrong(f"{key} has the shape {list(tensor.shape)}, and {self.shapes[name]} was trained")
+            raise ExportDifference(f"{key} has the shape {list(tensor.shape)}, and {self.shapes[name]} was trained")
         if tensor.is_meta:  # the model was not opened; its files were compared
             return
         for part, expected in zip(tensor.detach().reshape(-1).split(CHUNK), self.parts(name), strict=True):
             if not torch.equal(part.float(), expected.float()):
-                raise Wrong(f"{key} is not what the checkpoint holds")
+                raise ExportDifference(f"{key} is not what the checkpoint holds")
 
     @torch.no_grad()
     def fill(self, model: torch.nn.Module) -> None:
         """Copy the checkpoint into the trained parameters of a model."""
         parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if different := sorted(parameters.keys() ^ self.shapes.keys()):
-            raise Wrong(f"the model has other parameters than the checkpoint: {different}")
+            raise ExportDifference(f"the model has other parameters than the checkpoint: {different}")
         for name, parameter in parameters.items():
             at = 0
             for part in self.parts(name):
@@ -95,14 +95,14 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
     Raises:
         Wrong: the export differs from what was trained.
     """
-    expected = Expected(checkpoint, dtype)
+    expected = ExpectedWeights(checkpoint, dtype)
     settings = expected.state["recipe"].get("adapter")
     config = open_config(model_files)
     tokenizer = AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     if tokenizer.get_vocab() != AutoTokenizer.from_pretrained(model_files, trust_remote_code=False).get_vocab():
-        raise Wrong("the tokenizer has another vocabulary")
+        raise ExportDifference("the tokenizer has another vocabulary")
     if tokenizer.is_fast and (text := other_tokens(tokenizer, rules_of_file(export), PROBES)) is not None:
-        raise Wrong(f"transformers makes other tokens of {text!a} than tokenizer.json")
+        raise ExportDifference(f"transformers makes other tokens of {text!a} than tokenizer.json")
     if not is_scored(config):
         GenerationConfig.from_pretrained(export)
     too_large = _too_large(config)
@@ -114,10 +114,10 @@ def reopen(export: Path, model_files: Path, checkpoint: Path, dtype: torch.dtype
 
 
 def _check_model(
-    export: Path, config: PreTrainedConfig, expected: Expected, too_large: str | None, model_files: Path
+    export: Path, config: PreTrainedConfig, expected: ExpectedWeights, too_large: str | None, model_files: Path
 ) -> tuple[str, str]:
     same = {name: name for name in expected.shapes}
-    tower = Tower.kept(model_files)
+    tower = Tower.read_kept(model_files)
     in_files = same if tower is None else {tower.key(name): name for name in same}
     names = _check_tensor_files(export, expected, in_files, strict=False)
     where = {"device_map": "meta"} if too_large else {}
@@ -126,7 +126,8 @@ def _check_model(
         info["unexpected_keys"] = {*info["unexpected_keys"]} - _check_tower(export, tower)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(what):
-            raise Wrong(f"transformers finds {what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])[:5]))}")
+            keys = ", ".join(map(str, sorted(info[what])[:5]))
+            raise ExportDifference(f"transformers finds {what.replace('_', ' ')}: {keys}")
     count = f"{len(same)} tensors equal to the checkpoint's"
     if too_large:
         if len(names) < len(same):
@@ -150,9 +151,9 @@ def _check_tower(export: Path, tower: Tower) -> set[str]:
     for key, weight in tower.tensors.items():
         dtype = weight.own_dtype or torch.float32
         if key not in written.tensors or written.tensors[key].own_dtype != dtype:
-            raise Wrong(f"{key}, which was not trained, is missing or of another dtype")
+            raise ExportDifference(f"{key}, which was not trained, is missing or of another dtype")
         if not torch.equal(_bytes(written.tensors[key], dtype), _bytes(weight, dtype)):
-            raise Wrong(f"{key}, which was not trained, has changed")
+            raise ExportDifference(f"{key}, which was not trained, has changed")
     return {*tower.tensors}
 
 
@@ -163,7 +164,7 @@ def _bytes(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def _check_adapter(
     export: Path,
     config: PreTrainedConfig,
-    expected: Expected,
+    expected: ExpectedWeights,
     too_large: str | None,
     settings: dict[str, Any],
     model_files: Path,
@@ -232,7 +233,7 @@ def _open_base(folder: Path | None, config: PreTrainedConfig, tokens: int) -> An
     return model
 
 
-def _check_tensor_files(export: Path, expected: Expected, names: dict[str, str], *, strict: bool) -> list[str]:
+def _check_tensor_files(export: Path, expected: ExpectedWeights, names: dict[str, str], *, strict: bool) -> list[str]:
     """Compare every tensor in the files; returns the keys that the checkpoint has.
 
     Args:
@@ -245,26 +246,28 @@ def _check_tensor_files(export: Path, expected: Expected, names: dict[str, str],
             for key in file.keys():  # noqa: SIM118 - not a mapping
                 tensor = file.get_tensor(key)  # memory-mapped
                 if not tensor.numel():
-                    raise Wrong(f"{key} is empty")
+                    raise ExportDifference(f"{key} is empty")
                 if not all(part.isfinite().all() for part in tensor.reshape(-1).split(CHUNK)):
-                    raise Wrong(f"{key} has values that are not finite")
+                    raise ExportDifference(f"{key} has values that are not finite")
                 if key in names:
                     if tensor.dtype != expected.dtype:
-                        raise Wrong(f"{key} is {tensor.dtype}, and {expected.dtype} was asked for")
+                        raise ExportDifference(f"{key} is {tensor.dtype}, and {expected.dtype} was asked for")
                     expected.compare(names[key], tensor, key)
                 keys.append(key)
     if not keys:
-        raise Wrong("there are no weights in it")
+        raise ExportDifference("there are no weights in it")
     ours = [key for key in keys if key in names]
     if strict and (len(ours) < len(keys) or len(ours) < len(names)):
-        raise Wrong(f"its tensors are not those that were trained: {sorted(set(keys) ^ names.keys())[:5]}")
+        raise ExportDifference(f"its tensors are not those that were trained: {sorted(set(keys) ^ names.keys())[:5]}")
     return ours
 
 
-def _compare_all(opened: dict[str, torch.nn.Parameter], names: dict[str, str], expected: Expected) -> None:
+def _compare_all(opened: dict[str, torch.nn.Parameter], names: dict[str, str], expected: ExpectedWeights) -> None:
     """Compare the parameters of an opened model with the checkpoint."""
     if opened.keys() != names.keys():
-        raise Wrong(f"opened, it has other parameters than were trained: {sorted(opened.keys() ^ names.keys())[:5]}")
+        raise ExportDifference(
+            f"opened, it has other parameters than were trained: {sorted(opened.keys() ^ names.keys())[:5]}"
+        )
     for key, parameter in opened.items():
         expected.compare(names[key], parameter, key)
 
@@ -291,7 +294,7 @@ def _sample_logits(model: Any) -> torch.Tensor:
 def _compare_logits(logits: torch.Tensor, reference: torch.Tensor) -> str:
     error = (logits - reference).abs().max().item() / max(1.0, reference.abs().max().item())
     if not error <= TOLERANCE:
-        raise Wrong(f"its logits are {error:.1e} from those of the checkpoint")
+        raise ExportDifference(f"its logits are {error:.1e} from those of the checkpoint")
     return f"logits equal to those of the checkpoint within {error:.0e}"
 
 
@@ -302,7 +305,7 @@ def main() -> int:
     export, model_files, checkpoint, dtype = sys.argv[1:]
     try:
         record = reopen(Path(export), Path(model_files), Path(checkpoint), getattr(torch, dtype))
-    except (Wrong, RecipeError) as error:
+    except (ExportDifference, RecipeError) as error:
         say(error, file=sys.stderr)
         return 1
     print(json.dumps(record))

@@ -38,12 +38,12 @@ def lora_config(
     Args:
         model: without an adapter.
         new_rows: rows of embedding and head that are trained too.
-        for_file: as peft itself must read it; see `_renamed`.
+        for_file: as peft itself must read it; see `_renamed_layers`.
     """
     from peft import LoraConfig
 
     modules, parameters = _modules_and_parameters(model, settings.targets)
-    if for_file and (renamed := _renamed(model, modules)):
+    if for_file and (renamed := _renamed_layers(model, modules)):
         modules = [name for name in modules if name not in renamed]
         parameters = [*parameters, *(f"{name}.weight" for name in renamed)]
     rows = None
@@ -157,7 +157,7 @@ def experts_in_4_bits(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     ]
 
 
-def _renamed(model: PreTrainedModel, names: str | Collection[str] | None) -> list[str]:
+def _renamed_layers(model: PreTrainedModel, names: str | Collection[str] | None) -> list[str]:
     """Linear layers whose names peft 0.21.2 takes for those of experts in transformers 4, where the model has such
     experts, and adapts these instead (utils/transformers_weight_conversion.py, _convert_peft_config_moe): as
     parameters it leaves their names as they are.
@@ -206,7 +206,7 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
                 f"adapter.targets has {target!r}, the output head, which computes the loss as a whole; to train it,"
                 f" write adapter.modules_to_save: [{target}]"
             )
-        elif target != ALL_LINEAR and (passed := _passed_by(model, target)):
+        elif target != ALL_LINEAR and (passed := _skipped_layers(model, target)):
             mistakes.append(
                 f"adapter.targets has {target!r}, but the code of {model.config.model_type} reads"
                 f" {', '.join(passed)} by itself, past an adapter; leave it out"
@@ -232,7 +232,7 @@ def examine(model: PreTrainedModel, settings: AdapterSection) -> list[str]:
     return _note_on_experts(model, settings, stacked)
 
 
-def _passed_by(model: PreTrainedModel, target: str) -> list[str]:
+def _skipped_layers(model: PreTrainedModel, target: str) -> list[str]:
     outside = look_up(model.config.model_type).reads_weights
     return [name for name in last_parts(_matching(_linear_names(model), target)) if name in outside]
 
@@ -296,7 +296,7 @@ def check_parameters(model: PreTrainedModel, settings: AdapterSection, config: "
     experts = stacked_experts(model)
     targets = config.target_parameters or ()
     targeted = list(dict.fromkeys(name for target in targets for name in _matching(experts, target)))
-    what = last_parts(targeted, 2) or _renamed(model, config.target_modules)
+    what = last_parts(targeted, 2) or _renamed_layers(model, config.target_modules)
     mistakes = []
     if others := last_parts((name for name in targeted if not _is_multiplied(model, name)), 2):
         mistakes.append(

@@ -80,7 +80,7 @@ def _compute_rows_apart(model: PreTrainedModel, config: Any) -> None:
 
 @contextlib.contextmanager
 def _names_as_written() -> Iterator[None]:
-    """Have peft adapt the layers that are named; see `_renamed`."""
+    """Have peft adapt the layers that are named; see `_renamed_layers`."""
     from peft.utils import transformers_weight_conversion as conversion
 
     mapping = conversion.get_model_conversion_mapping

@@ -49,7 +49,7 @@ def differences_from_recipe(saved: Mapping[str, Any], settings: AdapterSection) 
     for key, value in _differences(saved, ours):
         own = KEYS.get(key)
         if own is None:
-            yield f"whose adapter_config.json has {_not_read(key, value)}"
+            yield f"whose adapter_config.json has {_explain_unread_key(key, value)}"
         elif own == "name":
             yield f"whose {key} is {value}, and adapter.name is {settings.name}; write adapter.name: " + (
                 "dora" if value else "lora"
@@ -65,7 +65,7 @@ def differences_from_layers(saved: Mapping[str, Any], read: Collection[str]) -> 
         read: keys that it follows: `WRITTEN` or `OPENED`.
     """
     return [
-        _not_read(key, value)
+        _explain_unread_key(key, value)
         for key, value in _differences(saved, {})
         if key not in read or (key == "init_lora_weights" and value not in TAKEN_AGAIN)
     ]
@@ -85,7 +85,7 @@ def _differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
             yield key, saved[key]
 
 
-def _not_read(key: str, value: Any) -> str:
+def _explain_unread_key(key: str, value: Any) -> str:
     import peft
     from peft import LoraConfig
 

@@ -165,7 +165,7 @@ def commit(build: Path, root: Path, manifest: dict[str, Any]) -> Checkpoint:
     for path in build.glob("receipt-*.json"):
         path.unlink()
     faults.at("save.before_manifest", step)
-    replace_file(build / MANIFEST, sealed({"format": FORMAT, **manifest}), flush=True)
+    replace_file(build / MANIFEST, seal_manifest({"format": FORMAT, **manifest}), flush=True)
     flush_folder(build)
     faults.at("save.before_rename", step)
     final = root / folder_name(step)
@@ -198,13 +198,13 @@ def name_latest(root: Path, checkpoint: Checkpoint) -> None:
     faults.at("save.after_latest", checkpoint.step)
 
 
-def sealed(manifest: dict[str, Any]) -> str:
+def seal_manifest(manifest: dict[str, Any]) -> str:
     """The manifest as JSON, with its own digest as `seal`."""
     return json.dumps({**manifest, "seal": seal_of(manifest)}, indent=1) + "\n"
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def hold_checkpoint(path: Path) -> Iterator[None]:
     """While it lasts, no run removes this checkpoint to make room for newer ones: a shared lock of the kernel, which
     `prune` respects. Does nothing on a file system without locks, or if there is no such folder.
     """

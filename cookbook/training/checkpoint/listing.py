@@ -129,12 +129,12 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
     """
     descriptions = []
     for place in find_folders(path):
-        with folder.held(place):
+        with folder.hold_checkpoint(place):
             descriptions.append(describe(place))
     root = Path(descriptions[0]["path"]).parent
     complete = folder.whole_checkpoints(root)
     best = next(iter(folder.best_first(complete)), None)
-    sources = {Path(name).name for name in _resumed_from(root, descriptions)}
+    sources = {Path(name).name for name in _resume_sources(root, descriptions)}
     for description in descriptions:
         name = Path(description["path"]).name
         marks = {
@@ -146,7 +146,7 @@ def list_checkpoints(path: Path) -> list[dict[str, Any]]:
     return descriptions
 
 
-def _resumed_from(root: Path, descriptions: list[dict[str, Any]]) -> list[str]:
+def _resume_sources(root: Path, descriptions: list[dict[str, Any]]) -> list[str]:
     """Checkpoints of this run that it was resumed from, according to later ones and run.json."""
     names = [description["resumed_from"] for description in descriptions if description.get("resumed_from")]
     names.append(read_json(root.parent / RUN).get("resumed_from") or "")

@@ -74,12 +74,12 @@ class StreamedModel:
         """Names of the parameters that a module itself has in the files."""
         return [key for key, parameter in module.named_parameters(recurse=False) if id(parameter) in self._names]
 
-    def filled(self, *modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    def keep_filled(self, *modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """The parameters of these modules, and of all in them, in memory."""
-        return self._filled(module for root in modules for module in root.modules())
+        return self._keep_filled(module for root in modules for module in root.modules())
 
     @contextlib.contextmanager
-    def _filled(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def _keep_filled(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         empty = [
             (module, key, parameter)
             for module in modules
@@ -115,14 +115,14 @@ class StreamedModel:
         outside = [module for module in self.model.modules() if id(module) not in inside]
         with contextlib.ExitStack() as stack:
             for layer in layers:
-                stack.enter_context(self._filled_in_forward(layer))
-            stack.enter_context(self._filled(outside))
+                stack.enter_context(self._fill_in_forward(layer))
+            stack.enter_context(self._keep_filled(outside))
             return probe_logits(self.model)
 
     @contextlib.contextmanager
-    def _filled_in_forward(self, layer: torch.nn.Module) -> Iterator[None]:
+    def _fill_in_forward(self, layer: torch.nn.Module) -> Iterator[None]:
         filled = contextlib.ExitStack()
-        before = layer.register_forward_pre_hook(lambda *_: filled.enter_context(self.filled(layer)))
+        before = layer.register_forward_pre_hook(lambda *_: filled.enter_context(self.keep_filled(layer)))
         after = layer.register_forward_hook(lambda *_: filled.close())
         try:
             yield

@@ -51,7 +51,7 @@ class Tower(NamedTuple):
         return cls(tensors, roots, _values(folder))
 
     @classmethod
-    def kept(cls, model_files: Path) -> "Tower | None":
+    def read_kept(cls, model_files: Path) -> "Tower | None":
         """The tower that `keep` has written."""
         path = model_files / TOWER
         if not path.is_file():

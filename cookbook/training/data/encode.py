@@ -150,7 +150,7 @@ def _encode_plain_rows(
     assert kind.texts is not None
     tokenizer = pieces.tokenizer
     start, end = _start_and_end(tokenizer, rows.place)
-    bare = _bare(tokenizer, start)
+    bare = _make_stripper(tokenizer, start)
     prompt_label, as_text = int(train_on == "all"), keys.special_tokens == "text"
     options = {"split_special_tokens": True} if as_text else {}
     is_ended = kind.has_end or tokenizer("a")["input_ids"][-1:] == [end]
@@ -202,7 +202,7 @@ def _is_compared(num_seen: int) -> bool:
     return num_seen <= NUM_COMPARED or num_seen % COMPARED_EVERY == 0
 
 
-def _bare(tokenizer: "PreTrainedTokenizerBase", start: list[int]) -> Callable[[str], str]:
+def _make_stripper(tokenizer: "PreTrainedTokenizerBase", start: list[int]) -> Callable[[str], str]:
     """Takes out of a text the tokens that may be added around it."""
     added = [*filter(None, (tokenizer.bos_token, tokenizer.eos_token)), *tokenizer.convert_ids_to_tokens(start)]
     pattern = re.compile("|".join(map(re.escape, added)))

@@ -135,7 +135,7 @@ def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | No
     def part(facts: dict[str, Any], name: str | None, i: int) -> Rows:
         num_rows, fingerprint = int(facts["num_rows"]), str(facts["fingerprint"])
 
-        def checked() -> Rows:
+        def read_checked() -> Rows:
             rows = (read().train if name is None else read().eval[name])[i]
             if rows.fingerprint != fingerprint:
                 raise RecipeError(f"{rows.place}: its files were changed since this run began to read; try again")
@@ -143,8 +143,8 @@ def _load(record: Path, data: DataSection, objective: Objective) -> RowSets | No
 
         known = Rows(
             **{key: facts[key] for key in KEPT if key != "fingerprint"},
-            rows=LazySequence(num_rows, lambda: checked().rows),
-            numbers=LazySequence(num_rows, lambda: checked().numbers or range(1, num_rows + 1)),
+            rows=LazySequence(num_rows, lambda: read_checked().rows),
+            numbers=LazySequence(num_rows, lambda: read_checked().numbers or range(1, num_rows + 1)),
         )
         vars(known)["fingerprint"] = fingerprint  # what the cached property would compute from the rows
         return known

@@ -45,7 +45,7 @@ class Passes:
             RecipeError: as `read_rows`, when the block with the bad row is full or the pass ends; a file that has
                 changed since the first pass began.
         """
-        blocks = self._mixed(bad_rows) if self._data.is_streamed_mixture else self._in_order(bad_rows)
+        blocks = self._mix_sources(bad_rows) if self._data.is_streamed_mixture else self._in_order(bad_rows)
         for parts in blocks:
             self._compare_files()
             bad_rows.stop_if(self._data.on_bad_row)
@@ -74,7 +74,7 @@ class Passes:
                     parts, room = [], self._data.shuffle_rows
         yield parts
 
-    def _mixed(self, bad_rows: BadRows) -> Iterator[list[Rows]]:
+    def _mix_sources(self, bad_rows: BadRows) -> Iterator[list[Rows]]:
         counts = [source.rows_per_epoch or 0 for source in self._data.train]
         total, size = sum(counts), self._data.shuffle_rows
         for start in range(0, total, size):

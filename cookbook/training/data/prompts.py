@@ -13,15 +13,15 @@ def beginnings(tokens: TokenSet, most: int = NUM_PROMPTS) -> list[list[int]]:
     """The tokens of each of the first samples before the first that carries loss; where all carry it, as in a text, the
     first half. Of a pair, that of the chosen sequence.
     """
-    return [prompt for prompt, _ in _divided(tokens, most)]
+    return [prompt for prompt, _ in _divide_samples(tokens, most)]
 
 
 def endings(tokens: TokenSet, most: int) -> list[list[int]]:
     """The tokens with loss that follow each of these beginnings, up to the next without."""
-    return [ending for _, ending in _divided(tokens, most)]
+    return [ending for _, ending in _divide_samples(tokens, most)]
 
 
-def _divided(tokens: TokenSet, most: int) -> Iterator[tuple[list[int], list[int]]]:
+def _divide_samples(tokens: TokenSet, most: int) -> Iterator[tuple[list[int], list[int]]]:
     for sample in range(min(most, len(tokens))):
         first = sample * tokens.group_size
         part = slice(*tokens.offsets[first : first + 2])

@@ -42,7 +42,7 @@ from cookbook.rows.row_columns import (
 )
 from cookbook.rows.row_kinds import RowKind, TextGenerator, kinds, shapes
 from cookbook.rows.suggestions import find_misspelt, is_prose, suggestions
-from cookbook.system.files import RecipeError, closest, dump_yaml, gathered, in_flow, kind_in_words, refuse
+from cookbook.system.files import RecipeError, closest, dump_yaml, gather_mistakes, in_flow, kind_in_words, refuse
 from cookbook.system.registry import known
 from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
@@ -151,9 +151,9 @@ def read_rows(source: Source, on_bad_row: OnBadRow, objective: Objective, *, pla
     bad_rows, reader = BadRows(), Reader(source, objective)
     rows = list(good_rows(reader, bad_rows))
     mistakes: list[str] = []
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         bad_rows.stop_if(on_bad_row)
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         reader.ask()
     refuse(mistakes)
     if not rows:
@@ -422,10 +422,10 @@ class Reader:
         """The problem with the row's own columns in the place of the kind's keys."""
         names = {key: self._columns.get(column, column) for key, column in reading.columns.items()}
 
-        def renamed(text: str) -> str:
+        def rename_keys(text: str) -> str:
             return re.sub(r"`(\w+)`", lambda match: f"`{names.get(match[1], match[1])}`", text)
 
-        return BadRow(renamed(bad.reason), renamed(bad.seen))
+        return BadRow(rename_keys(bad.reason), rename_keys(bad.seen))
 
     def remedy(self, raw: Any, bad: BadRow) -> str:
         """The lines of a recipe that may make a bad row a good one; empty if its columns are not the problem."""

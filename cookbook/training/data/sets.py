@@ -15,7 +15,7 @@ import numpy as np
 
 from cookbook.config.objectives import Objective, TooLong
 from cookbook.config.sections import BUILTIN_SOURCE, DataSection, Source, eval_key
-from cookbook.system.files import RecipeError, gathered, refuse
+from cookbook.system.files import RecipeError, gather_mistakes, refuse
 from cookbook.training.data.passes import Passes
 from cookbook.training.data.rows import BadRows, Rows, place_of, read_rows, row_bytes, texts
 from cookbook.training.data.sources import unread_note
@@ -92,7 +92,7 @@ def read_data(data: DataSection, objective: Objective) -> RowSets:
     def read(source: Source, place: str) -> list[Rows]:
         if mistakes and source.path == BUILTIN_SOURCE:
             return []  # takes seconds, and can have no mistake
-        with gathered(mistakes):
+        with gather_mistakes(mistakes):
             return [read_rows(source, data.on_bad_row, objective, place=place)]
         return []
 
@@ -192,7 +192,7 @@ def tokenize_data(
             train = replace(train, weights=weights)
         if len(weights) > 1 or train.weights:
             notes.append(f"data.train: {_shares_note(train, data)}")
-    with gathered(mistakes):
+    with gather_mistakes(mistakes):
         evals, eval_notes = tokenize_eval(
             rows.eval, tokenizer, data, objective, cache=cache, num_embeddings=num_embeddings
         )

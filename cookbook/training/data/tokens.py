@@ -319,7 +319,7 @@ def _cut_rows(
                 yield encoded
                 continue
             count = len(encoded.sequences)
-            masked = _truncated(kind, row, ends) if objective.masks_truncated else [False] * count
+            masked = _truncation_flags(kind, row, ends) if objective.masks_truncated else [False] * count
             sequences = [
                 (ids, [0] * len(labels) if is_masked else labels)
                 for (ids, labels), is_masked in zip(encoded.sequences, masked, strict=True)
@@ -348,7 +348,7 @@ def _end_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     return {*ends, *([] if tokenizer.pad_token_id is None else [tokenizer.pad_token_id])}
 
 
-def _truncated(kind: RowKind, row: Row, ends: Container[int]) -> list[bool]:
+def _truncation_flags(kind: RowKind, row: Row, ends: Container[int]) -> list[bool]:
     """Return for each answer whether it was cut off: as the row says, else by its last token. A conversation whose last
     words are not the policy's had no room for its next turn."""
     answers = kind.tokens(row)[1] if kind.tokens is not None else []

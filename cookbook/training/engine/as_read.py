@@ -22,7 +22,7 @@ def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], to
 
     is_called = False
 
-    def registered(module: torch.nn.Module, name: str, weight: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+    def register(module: torch.nn.Module, name: str, weight: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
         nonlocal is_called
         # Transformers reads into weights without data; others are of a model that is made meanwhile, to try packing on.
         before = module._parameters.get(name)
@@ -35,7 +35,7 @@ def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], to
     warm_up = modeling_utils.caching_allocator_warmup
     modeling_utils.caching_allocator_warmup = lambda *arguments: None
     # Its annotation lacks the parameter that a hook may return (torch/nn/modules/module.py, register_parameter).
-    handle = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
+    handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
     try:
         yield
     finally:

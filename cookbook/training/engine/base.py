@@ -37,7 +37,7 @@ from cookbook.training.engine.findings import Comparison, as_json, describe_opti
 from cookbook.training.engine.loss_scale import LossScale, grad_scaler
 from cookbook.training.engine.norm import clip, square_sum, squares
 from cookbook.training.engine.start import limits_of_collectives, prepare_process
-from cookbook.training.engine.unusual import Unusual, Usual
+from cookbook.training.engine.unusual import UnusualGradient, UsualNorms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EVALUATION_BATCHES = 8
@@ -57,7 +57,7 @@ class StepResult:
     """Before clipping. If it is not finite, the weights were not updated."""
     maxima: list[float]
     """Maximum over the ranks of each value passed to `Engine.step`."""
-    unusual: Unusual | None = None
+    unusual: UnusualGradient | None = None
     """If with this step the norm has left what was usual."""
 
 
@@ -103,7 +103,7 @@ class Engine:
         self._losses: list[torch.Tensor] = []
         self._are_reached = False
         # Empty at each start: all ranks must decide alike, and only rank 0 has the log of the norms before.
-        self._usual = Usual(overflows=self.mixed_precision == "fp16")
+        self._usual = UsualNorms(overflows=self.mixed_precision == "fp16")
         self.beat: Callable[[str, int], None] = lambda doing, step: None
         """Heartbeat for the watchdog: called with the work that begins, and its step."""
         # Any: DDP, FSDP and DeepSpeed each wrap the model in a class of their own.
@@ -241,7 +241,7 @@ class Engine:
     def _findings(self) -> Iterator[Comparison]:
         """Findings of the family; these are common to all that train in plain torch."""
         yield "precision", self.mixed_precision, self.accelerator.mixed_precision
-        trained = self._trained()
+        trained = self._trained_tensors()
         yield "dtype of the trained weights", {torch.float32}, {parameter.dtype for parameter in trained}
         owned = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         yield "trained parameters or others in the optimizer alone", 0, len(owned ^ {id(p) for p in trained})
@@ -310,7 +310,7 @@ class Engine:
         """Indices of this rank's micro-batches of the last step whose loss is not finite."""
         return [i for i, loss in enumerate(self._losses) if not torch.isfinite(loss)]
 
-    def unreached(self) -> list[str]:
+    def unreached_parameters(self) -> list[str]:
         """Trained parameters that no rank's loss depends on, so that they would not learn. Only the first call looks.
 
         To be called after the first step's `gradients`.
@@ -404,11 +404,11 @@ class Engine:
         """Give weights that this step's loss does not depend on their gradient, zero: torch's optimizers would leave
         them out, with their decay and moments, and DeepSpeed, whose tensors are flat, does not.
         """
-        for parameter in self._trained():
+        for parameter in self._trained_tensors():
             if parameter.grad is None and parameter.numel():  # FSDP1 has weights of which a process holds nothing
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _unusual(self, norm: float) -> Unusual | None:
+    def _unusual(self, norm: float) -> UnusualGradient | None:
         """Find where the gradients are large, if their norm is unusual. Called while they are there."""
         usual = self._usual.median
         if not self._usual.begins(norm):
@@ -419,7 +419,7 @@ class Engine:
         for name, square in self._squares():
             squares[places[name]] = square
         means = self.collectives.all_reduce_mean(squares).tolist()
-        return Unusual(norm=norm, usual=usual, squares=dict(zip(names, means, strict=True)))
+        return UnusualGradient(norm=norm, usual=usual, squares=dict(zip(names, means, strict=True)))
 
     def _squares(self) -> Iterator[tuple[str, torch.Tensor | float]]:
         """Yield, by parameter of this rank, numbers whose mean over the ranks is the square of its gradient's norm."""
@@ -528,10 +528,10 @@ class Engine:
         Raises:
             RuntimeError: see `agreement.check`.
         """
-        digests = agreement.digests(self._replicated())
+        digests = agreement.digests(self._replicated_tensors())
         agreement.check({**position, **digests}, self.collectives, self.current_step)
 
-    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that several ranks hold alike, by a name that is the same on these."""
         for piece in self.held_pieces():
             if piece.copies > 1:
@@ -610,7 +610,7 @@ class Engine:
         """torch's optimizer inside its wrappers."""
         return self.optimizer.optimizer
 
-    def _trained(self) -> list[torch.nn.Parameter]:
+    def _trained_tensors(self) -> list[torch.nn.Parameter]:
         return [parameter for _, parameter in self.trained_parameters()]
 
     def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -10,7 +10,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from cookbook.system.files import RecipeError
-from cookbook.system.replaced import counted
+from cookbook.system.replaced import count_calls
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, in_words, is_sharded
 from cookbook.training.engine.start import start_processes
@@ -23,7 +23,7 @@ class Single(Engine):
     def _findings(self) -> Iterator[Comparison]:
         yield from super()._findings()
         yield "wrapper", False, isinstance(self.model, DistributedDataParallel)
-        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained_tensors())
 
 
 class Ddp(Engine):
@@ -45,7 +45,7 @@ class Ddp(Engine):
         if self.gradient_dtype is not None and isinstance(wrapped, DistributedDataParallel):
             # No PowerSGD: its error depends on gradients, step and rank of its factors, so no band can be stated; and
             # its state differs on each process, so no other strategy or number of processes could resume it.
-            wrapped.register_comm_hook(self.gradient_dtype, counted(_exchange, "the buckets of DDP"))
+            wrapped.register_comm_hook(self.gradient_dtype, count_calls(_exchange, "the buckets of DDP"))
         return wrapped, optimizer
 
     @property
@@ -55,11 +55,11 @@ class Ddp(Engine):
     def _synchronise(self, last: bool) -> contextlib.AbstractContextManager:
         return self.model.no_sync() if self._is_wrapped and not last else contextlib.nullcontext()
 
-    def unreached(self) -> list[str]:
+    def unreached_parameters(self) -> list[str]:
         """DDP reduces a bucket when all its gradients have come. Those beside a parameter that gets none stay as each
         rank has them, and torch raises only in the next step, without names.
         """
-        names = super().unreached()
+        names = super().unreached_parameters()
         if names and self._is_wrapped:
             self.close()
             what = f"{len(names)} trained parameters got no gradient in the first step, and DDP waits for them"
@@ -76,7 +76,7 @@ class Ddp(Engine):
         yield from super()._findings()
         # With one process there is nothing to synchronize, wrapped or not.
         yield "wrapper", self._is_wrapped or self.plan.num_processes > 1, self._is_wrapped
-        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained())
+        yield "sharded parameters", 0, sum(is_sharded(parameter) for parameter in self._trained_tensors())
         if self._is_wrapped:
             effects = {name: getattr(self.model, name, None) for name in self._options}
             effects["bucket_cap_mb"] = self.model.bucket_bytes_cap // 2**20

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from cookbook.system.replaced import counted, replace_function
+from cookbook.system.replaced import count_calls, replace_function
 from cookbook.training.engine.as_read import Shards, each_weight
 from cookbook.training.engine.base import Engine
 from cookbook.training.engine.findings import Comparison, is_sharded
@@ -331,7 +331,7 @@ def _cast_between_units(model: torch.nn.Module, low: torch.dtype) -> None:
     inside = {module for unit in units for module in unit.modules()}
     for module in model.modules():
         if module not in inside and type(module).__module__.startswith("torch.nn.modules") and module._parameters:
-            module.register_forward_pre_hook(counted(partial(_cast_inputs, low), "modules between FSDP2's units"))
+            module.register_forward_pre_hook(count_calls(partial(_cast_inputs, low), "modules between FSDP2's units"))
 
 
 def _cast_inputs(low: torch.dtype, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

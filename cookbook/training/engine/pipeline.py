@@ -117,7 +117,7 @@ class Pipeline(Copies):
             of_batch = function if chunk == chunks - 1 else negative_log_likelihood
             is_last = index == num_stages * chunks - 1
             stages.append(_Stage(self, chunk, of_batch, batches, begin, message, is_last=is_last))
-            stage = _Schedulable(
+            stage = _ScheduledStage(
                 self,
                 stages[-1],
                 index,
@@ -136,7 +136,9 @@ class Pipeline(Copies):
         # scale_grads would divide by the number of micro-batches, after `gradients` has divided by that of targets.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
         schedule: Any = (
-            _Interleaved(piped, len(batches), **options) if chunks > 1 else of_one(piped[0], len(batches), **options)
+            _InterleavedSchedule(piped, len(batches), **options)
+            if chunks > 1
+            else of_one(piped[0], len(batches), **options)
         )
         # torch splits tensors into equal parts, which ragged and packed rows do not have; numbers of batches do.
         numbers = torch.arange(len(batches))
@@ -186,7 +188,7 @@ class ShardedPipeline(Pipeline, Fsdp2WhileRead):
         return Engine._forward(self, function, batch)  # without autocast: FSDP2 casts
 
 
-class _Schedulable(PipelineStage):
+class _ScheduledStage(PipelineStage):
     """A stage for torch's schedules, with something of the engine's around each backward."""
 
     def __init__(self, engine: Pipeline, *arguments: Any, **options: Any) -> None:
@@ -220,7 +222,7 @@ class _AllForwardsFirst(_VotesOnce, ScheduleGPipe):
     pass
 
 
-class _Interleaved(_VotesOnce, ScheduleInterleaved1F1B):
+class _InterleavedSchedule(_VotesOnce, ScheduleInterleaved1F1B):
     """torch's schedule for any number of micro-batches: that for `num_planned`, without those that there are not."""
 
     def __init__(self, stages: list[Any], count: int, **options: Any) -> None:

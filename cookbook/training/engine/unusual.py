@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(.*?\b(?:layers|h|blocks)\.\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unusual:
+class UnusualGradient:
     """An unusual gradient, the same on every rank."""
 
     norm: float
@@ -48,7 +48,7 @@ class Unusual:
         if not math.isfinite(self.norm):
             bad = self.not_finite
             return {"norm": None, "not_finite": bad[:MOST_NAMED], "parameters": f"{len(bad)} of {len(self.squares)}"}
-        largest = {layer: round(share, 4) for layer, share in self._named()}
+        largest = {layer: round(share, 4) for layer, share in self._large_shares()}
         return {"norm": self.norm, "usual": self.usual, "layers": largest, "most_in": self._largest()}
 
     def in_words(self) -> str:
@@ -56,18 +56,18 @@ class Unusual:
         if not math.isfinite(self.norm):
             names = f": {in_words(bad)}" if len(bad) < all_of else ""
             return f"the gradient is not finite in {len(bad)} of {all_of} trained parameters{names}"
-        where = ", ".join(f"{share:.0%} in {layer}" for layer, share in self._named())
+        where = ", ".join(f"{share:.0%} in {layer}" for layer, share in self._large_shares())
         times = f"{self.norm / self.usual:.0f} times the usual {self.usual:.3g}"
         return f"gradient norm {self.norm:.3g}, {times}; of its square {where}; most in {self._largest()}"
 
-    def _named(self) -> list[tuple[str, float]]:
+    def _large_shares(self) -> list[tuple[str, float]]:
         return [(layer, share) for layer, share in self.shares.items() if share >= WORTH][:MOST_LAYERS]
 
     def _largest(self) -> str:
         return max(self.squares, key=lambda name: self.squares[name])
 
 
-class Usual:
+class UsualNorms:
     """The norms of the steps so far. Only what is the same on every rank decides, so that all decide alike."""
 
     def __init__(self, *, overflows: bool) -> None:

@@ -26,7 +26,7 @@ from cookbook.start.ds_config import deepspeed_config, separate_swap
 from cookbook.system import lock
 from cookbook.system.files import RecipeError
 from cookbook.system.imports import imports
-from cookbook.system.replaced import check_function, counted
+from cookbook.system.replaced import check_function, count_calls
 from cookbook.training.engine import state
 from cookbook.training.engine.as_read import each_weight
 from cookbook.training.engine.base import DTYPES, Engine, StepResult
@@ -183,7 +183,7 @@ class Zero(Engine):
         self._with_gradient: set[torch.Tensor] = set()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(
-                counted(self._with_gradient.add, "the gradients of parameters")
+                count_calls(self._with_gradient.add, "the gradients of parameters")
             )
             for parameter in model.parameters()
             if parameter.requires_grad
@@ -240,8 +240,8 @@ class Zero(Engine):
                 norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in held]
             yield from ((names[id(parameter)], parts * norm**2) for parameter, norm in zip(group, norms, strict=True))
 
-    def unreached(self) -> list[str]:
-        names = super().unreached()
+    def unreached_parameters(self) -> list[str]:
+        names = super().unreached_parameters()
         while self._hooks:
             self._hooks.pop().remove()
         return names
@@ -314,7 +314,7 @@ class Zero(Engine):
     def held_pieces(self, create: state.KindsOf | None = None) -> Iterator[state.Piece]:
         return self._sub_group_pieces(create) if self._is_stage3 else self._partition_pieces(create)
 
-    def _replicated(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights that ranks hold whole: in stages 1 and 2 all of the forward's; in stage 3 the smallest."""
         for name, parameter in self.trained_parameters():
             if not self._is_stage3 or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]

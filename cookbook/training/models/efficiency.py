@@ -29,7 +29,7 @@ from cookbook.config.sections import ModelSection
 from cookbook.facts.packing import why_split
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.models import sample_draws
-from cookbook.training.models.mixers import is_kept_apart, replayed
+from cookbook.training.models.mixers import is_kept_apart, replay_context
 
 MOST_COMPILATIONS = 64
 """Limit for all layers of a model, which share one function of transformers' GradientCheckpointingLayer: for each kind
@@ -54,9 +54,9 @@ def save_activations(
     options: dict[str, Any] = {"use_reentrant": False}
     context: Any = _selective if selective else noop_context_fn
     if is_kept_apart(model):
-        context = partial(replayed, context)
+        context = partial(replay_context, context)
     if has_draws:
-        context = partial(sample_draws.replayed, context)
+        context = partial(sample_draws.replay_context, context)
     if context is not noop_context_fn:
         options["context_fn"] = context
     # transformers 5.23 renamed the method, which can offload since then.
@@ -95,7 +95,7 @@ class _CopyBeforeChange(_CachingTorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and not torch.compiler.is_compiling():
-            changed = {_memory(tensor) for tensor in _changed_by(func, args, kwargs or {})}
+            changed = {_memory(tensor) for tensor in _written_tensors(func, args, kwargs or {})}
             for kept in tree_leaves(self.storage):
                 if isinstance(kept, _VersionWrapper) and torch.is_tensor(kept.val) and _memory(kept.val) in changed:
                     kept.val = kept.val.clone()
@@ -103,7 +103,7 @@ class _CopyBeforeChange(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _changed_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operation writes to."""
     for i, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -254,12 +254,12 @@ def _no_fractions(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> li
     """Names of tensors that are integers, complex or booleans in the files, and fractions in the model."""
     # transformers would convert them without a word.
     keys, state = [key for key, tensor in stored.items() if "F" not in tensor.dtype], model.state_dict()
-    names = renamed(model, keys) if keys else {}
+    names = renamed_keys(model, keys) if keys else {}
     return sorted(key for key, name in names.items() if name in state and state[name].is_floating_point())
 
 
 def _compare_tied(model: PreTrainedModel, stored: dict[str, StoredTensor], tied: set[str]) -> list[str]:
-    keys = [key for key, name in renamed(model, stored).items() if name in tied]
+    keys = [key for key, name in renamed_keys(model, stored).items() if name in tied]
     if _are_equal([(key, stored[key]) for key in keys]):
         return []
     return [
@@ -280,7 +280,7 @@ def _are_equal(tensors: list[tuple[str, StoredTensor]]) -> bool:
     return all(torch.equal(first[span].float(), other[span].float()) for other in others for span in spans)
 
 
-def renamed(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
+def renamed_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """The name in a model of each tensor of its files, as transformers renames them."""
     rules, state = get_model_conversion_mapping(model), model.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

@@ -26,7 +26,7 @@ from cookbook.facts.language_part import has_tower, language_key, whole_config, 
 from cookbook.facts.model_files import read_config
 from cookbook.system import lock
 from cookbook.system.files import RecipeError, make_folder
-from cookbook.training.models.folder_facts import ROWS_AT_ONCE, read_headers, renamed
+from cookbook.training.models.folder_facts import ROWS_AT_ONCE, read_headers, renamed_keys
 from cookbook.training.models.new_tokens import ROWS_MULTIPLE, grown_rows
 
 FORMAT = 1
@@ -86,7 +86,7 @@ def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, tor
     model, names = _matrices(config)
     own = {language_key(key): key for key in stored} if whole_config(folder) else {key: key for key in stored}
     rows = {}
-    for own_name, name in renamed(model, own).items():
+    for own_name, name in renamed_keys(model, own).items():
         if name in names:
             key = own[own_name]
             with safe_open(stored[key].path, framework="pt") as file:
@@ -97,7 +97,7 @@ def first_rows(folder: str, config: PreTrainedConfig, row: int) -> dict[str, tor
 def _build(base: Path, config: PreTrainedConfig, growth: Growth, build: Path) -> None:
     stored, _ = read_headers(base)
     model, names = _matrices(config)
-    keys = {key for key, name in renamed(model, stored).items() if name in names}
+    keys = {key for key, name in renamed_keys(model, stored).items() if name in names}
     for path in {tensor.path for tensor in stored.values()}:
         if any(stored[key].path == path for key in keys):
             _rewrite(path, build / path.name, keys, growth)

@@ -93,11 +93,11 @@ class HeadLogits:
 
     def at(self, tokens: torch.Tensor) -> torch.Tensor:
         columns, is_here = self.reading.part.columns(tokens, self.products.shape[1])
-        values = transformed(self.products.gather(1, columns), self.reading.transform).float()
+        values = transform_logits(self.products.gather(1, columns), self.reading.transform).float()
         return self.reading.part.of_all(values * is_here).sum(0)
 
     def argmax(self) -> torch.Tensor:
-        part, logits = self.reading.part, transformed(self.products.detach(), self.reading.transform)
+        part, logits = self.reading.part, transform_logits(self.products.detach(), self.reading.transform)
         if part.group is None:
             return logits.argmax(1)
         logits = F.pad(logits.double(), (0, 1), value=-torch.inf)  # the last ranks may have no column
@@ -107,14 +107,14 @@ class HeadLogits:
         return of_all[:, 1].gather(0, of_all[:, 0].argmax(0, keepdim=True)).squeeze(0).long()
 
     def rank(self, tokens: torch.Tensor) -> torch.Tensor:
-        part, logits = self.reading.part, transformed(self.products.detach(), self.reading.transform).float()
+        part, logits = self.reading.part, transform_logits(self.products.detach(), self.reading.transform).float()
         columns, is_here = part.columns(tokens.unsqueeze(1), logits.shape[1])
         own = part.of_all(logits.gather(1, columns) * is_here).sum(0)
         return part.of_all((logits > own).sum(1, dtype=torch.float32)).sum(0)
 
     def mean(self) -> torch.Tensor:
         part = self.reading.part
-        total = part.of_all(transformed(self.products, self.reading.transform).sum(1, dtype=torch.float32)).sum(0)
+        total = part.of_all(transform_logits(self.products, self.reading.transform).sum(1, dtype=torch.float32)).sum(0)
         return total / (part.num_tokens or self.products.shape[1])
 
     def logsumexp(self, *, temperature: float = 1.0, without: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,7 +123,7 @@ class HeadLogits:
         if without is not None:
             columns, is_here = part.columns(without, width)
             columns = columns.where(is_here, width)
-        logits = transformed(self.products, self.reading.transform)
+        logits = transform_logits(self.products, self.reading.transform)
         return part.of_all(_LogSumExp.apply(logits, temperature, columns)).logsumexp(0)
 
     def whole(self) -> torch.Tensor:
@@ -132,7 +132,7 @@ class HeadLogits:
                 "whole() of logits: each process has a part of the vocabulary under tensor parallel; use argmax, rank,"
                 " at, mean, nll or logsumexp, or a strategy without tensor parallel"
             )
-        return transformed(self.products, self.reading.transform).to(torch.float32, copy=True)
+        return transform_logits(self.products, self.reading.transform).to(torch.float32, copy=True)
 
 
 class _OfAllParts(torch.autograd.Function):
@@ -202,7 +202,7 @@ def losses_of(products: torch.Tensor, tokens: torch.Tensor, reading: Reading) ->
     if part.group is None:
         return reading.kernels.nll(products, tokens, transform).unsqueeze(0)
     columns, is_here = part.columns(tokens, products.shape[1])
-    wide = transformed(products, transform).float()
+    wide = transform_logits(products, transform).float()
     terms = torch.stack([wide.logsumexp(1), wide.gather(1, columns.unsqueeze(1)).squeeze(1) * is_here])
     of_all = part.of_all(terms)
     sums = of_all[:, 0].logsumexp(0)
@@ -221,7 +221,7 @@ def gradient_of_losses(
     return reading.kernels.gradient(products, tokens, known[0], sums, part, reading.transform)
 
 
-def transformed(logits: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
+def transform_logits(logits: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
     """The logits of a model, in float32 if it changes those of its head."""
     if transform is None:
         return logits
@@ -230,7 +230,7 @@ def transformed(logits: torch.Tensor, transform: LogitTransform | None) -> torch
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor, transform: LogitTransform | None) -> torch.Tensor:
-    return F.cross_entropy(transformed(logits, transform).float(), targets, reduction="none")
+    return F.cross_entropy(transform_logits(logits, transform).float(), targets, reduction="none")
 
 
 def _gradient_of_logits(
@@ -250,7 +250,7 @@ def _gradient_of_logits(
         sums: of a part of the vocabulary, the log-sum-exp over the whole.
     """
     if transform is not None:
-        wide = transformed(logits, transform)
+        wide = transform_logits(logits, transform)
         gradient = _gradient_of_logits(wide, targets, nll, sums, part)
         if transform.cap is not None:
             gradient *= wide.div_(transform.cap).square_().neg_().add_(1)  # tanh' = 1 - tanh^2, in the place of tanh
@@ -294,7 +294,7 @@ def other_logits(model: PreTrainedModel) -> str | None:
         backbone.forward, head.forward = lambda *_, **__: _HiddenAlone(last_hidden_state=hidden), products
         with torch.no_grad():
             logits = type(model).forward(model, input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
-        ours = transformed(products(hidden), logit_transform(model.config))
+        ours = transform_logits(products(hidden), logit_transform(model.config))
         if logits.shape == ours.shape and torch.allclose(logits.float(), ours.float(), rtol=1e-4, atol=1e-4):
             return None
         what = f"{kind} changes the logits after its head in a way that is not known, so that the loss would be another"

@@ -29,7 +29,7 @@ from cookbook.training.models.logits import (
     gradient_of_losses,
     in_turn,
     losses_of,
-    transformed,
+    transform_logits,
 )
 from cookbook.training.models.mixers import packed_row
 from cookbook.training.models.sample_draws import drawn_row
@@ -212,14 +212,14 @@ class _LossOfHead(torch.autograd.Function):
         with_gradient = has_backward and (is_frozen or len(chunks) == 1)
         finishes = with_gradient and is_frozen
 
-        def evaluated(rows: slice) -> _Evaluated:
+        def evaluate_rows(rows: slice) -> _Evaluation:
             part = _evaluate(function, _logits(hidden[rows], cast, bias), rows, reading, with_gradient=with_gradient)
             if finishes:
                 assert part.gradient is not None
                 return part._replace(known=[], gradient=part.gradient @ cast)
             return part
 
-        parts: list[_Evaluated] = reading.in_chunks(evaluated, chunks)
+        parts: list[_Evaluation] = reading.in_chunks(evaluate_rows, chunks)
         results = tuple(map(torch.cat, zip(*(part.results for part in parts), strict=True)))
         ctx.function, ctx.reading = function, reading
         ctx.mark_non_differentiable(*results[1:])
@@ -288,7 +288,7 @@ def _chunks(count: int, width: int, budget: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, max(count, 1), rows)]
 
 
-class _Evaluated(NamedTuple):
+class _Evaluation(NamedTuple):
     """A function of some rows of the logits."""
 
     results: tuple[torch.Tensor, ...]
@@ -305,7 +305,7 @@ def _evaluate(
     known: Sequence[torch.Tensor] = (),
     *,
     with_gradient: bool,
-) -> _Evaluated:
+) -> _Evaluation:
     """A function's results, and the gradient of the sum of the first by the products of the head.
 
     Args:
@@ -319,12 +319,12 @@ def _evaluate(
         targets = function.targets[rows]
         losses = known[0] if known else losses_of(products, targets, reading)
         gradient = gradient_of_losses(products, targets, losses, reading) if with_gradient else None
-        return _Evaluated((losses[0],), [losses], gradient)
+        return _Evaluation((losses[0],), [losses], gradient)
     with torch.set_grad_enabled(with_gradient):
         logits = HeadLogits(products.requires_grad_(with_gradient), reading, known)
         results = function(logits, rows)
         gradient = torch.autograd.grad(results[0].sum(), products)[0] if with_gradient else None
-    return _Evaluated(tuple(values.detach() for values in results), logits.known, gradient)
+    return _Evaluation(tuple(values.detach() for values in results), logits.known, gradient)
 
 
 def _of_all_parts(parts: list[torch.Tensor], part: VocabularyPart) -> torch.Tensor | None:
@@ -433,7 +433,7 @@ def _forward(
     hidden = hidden.flatten(0, 1).index_select(0, target_positions)
     if targets is None and function is None:
         head = self.get_output_embeddings()
-        return transformed(head(hidden.to(head.weight.dtype)), self.logit_transform).argmax(-1)
+        return transform_logits(head(hidden.to(head.weight.dtype)), self.logit_transform).argmax(-1)
     return loss_of_targets(self, hidden, targets, function)
 
 

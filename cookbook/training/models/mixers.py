@@ -32,7 +32,7 @@ def has_several() -> bool:
     return len(_LENGTHS.get()) > 1
 
 
-def replayed(
+def replay_context(
     context: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a checkpointed layer, with the row of its forward around its recomputation too, which comes after

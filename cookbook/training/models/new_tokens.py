@@ -44,10 +44,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> dic
 def grown_rows(rows: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of an embedding of `rows` rows for all tokens of a tokenizer."""
     needed = max(tokenizer.get_vocab().values()) + 1
-    return rows if needed <= rows else padded(needed)
+    return rows if needed <= rows else pad_rows(needed)
 
 
-def padded(rows: int) -> int:
+def pad_rows(rows: int) -> int:
     """The next multiple of `ROWS_MULTIPLE`."""
     return math.ceil(rows / ROWS_MULTIPLE) * ROWS_MULTIPLE
 

@@ -16,7 +16,7 @@ from cookbook.config.draws import DRAWS, dropout_mask, feature_words, name_word,
 from cookbook.system.files import RecipeError
 
 
-class _Now(NamedTuple):
+class _CurrentDraw(NamedTuple):
     tokens: torch.Tensor | None = None
     """Words of the micro-batch, (B, T); None outside of a training forward."""
     lengths: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class _Place:
 
 
 # Not a ContextVar: a compiled layer reads them, and a GPU's backward recomputes layers in a thread of its own.
-_NOW = _Now()
+_NOW = _CurrentDraw()
 _PLACE = _Place()
 
 
@@ -48,7 +48,7 @@ def drawn_row(
         layer, count: the next call of dropout is this one in this layer; default: the first, in none.
     """
     global _NOW
-    before, _NOW = _NOW, _Now(tokens, lengths)
+    before, _NOW = _NOW, _CurrentDraw(tokens, lengths)
     _PLACE.layer, _PLACE.count = layer, count
     try:
         yield
@@ -65,7 +65,7 @@ def rows_of_parts(lengths: tuple[int, ...]) -> list[AbstractContextManager[None]
     return [drawn_row(part, None, *here) for part in _NOW.tokens.split(lengths, 1)]
 
 
-def replayed(
+def replay_context(
     context: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a checkpointed layer, with the row of its forward around its recomputation too, which comes after
@@ -132,7 +132,7 @@ def draw_for_tokens(model: PreTrainedModel, neftune_alpha: float, shard: int, te
         shard: the rank in the tensor-parallel group of `tensor_size`.
     """
     _draw_for_adapter(model, shard)
-    if drawn_by_model(model.config):
+    if keys_drawn_by_model(model.config):
         _draw_for_model(model, tensor_size)
     if neftune_alpha:
         _add_noise(model, neftune_alpha)
@@ -223,22 +223,22 @@ def drawn_parts(config: PreTrainedConfig) -> dict[str, float]:
     }
 
 
-def _drawn_elsewhere(config: PreTrainedConfig) -> dict[str, float]:
+def _keys_drawn_elsewhere(config: PreTrainedConfig) -> dict[str, float]:
     """The keys of `drawn_parts` that cannot be drawn for tokens: dropout of attention's probabilities, which its kernel
     draws, whole layers, and the noise of a router."""
     kinds = ("layerdrop", "jitter_noise")
     return {key: value for key, value in drawn_parts(config).items() if "att" in key or key.endswith(kinds)}
 
 
-def drawn_by_model(config: PreTrainedConfig) -> dict[str, float]:
+def keys_drawn_by_model(config: PreTrainedConfig) -> dict[str, float]:
     """The keys of `drawn_parts` that are drawn for the tokens."""
-    elsewhere = _drawn_elsewhere(config)
+    elsewhere = _keys_drawn_elsewhere(config)
     return {key: value for key, value in drawn_parts(config).items() if key not in elsewhere}
 
 
 def set_to_zero(config: PreTrainedConfig) -> bool:
     """Set what cannot be drawn for tokens to 0, in place. Returns whether there was something."""
-    keys = _drawn_elsewhere(config)
+    keys = _keys_drawn_elsewhere(config)
     for key in keys:
         setattr(config, key, 0.0)
     return bool(keys)
@@ -250,18 +250,18 @@ def notes(config: PreTrainedConfig, *, is_compiled: bool) -> list[str]:
     Raises:
         RecipeError: compiled layers, and a model whose own code draws.
     """
-    if is_compiled and (keys := drawn_by_model(config)):
+    if is_compiled and (keys := keys_drawn_by_model(config)):
         raise RecipeError(
-            f"model.compile is true, and the code of {config.model_type} drops values ({_listed(keys)}), which is drawn"
-            " for each call of a layer by itself; write model.compile: false"
+            f"model.compile is true, and the code of {config.model_type} drops values ({_list_keys(keys)}), which is"
+            " drawn for each call of a layer by itself; write model.compile: false"
         )
-    if keys := _drawn_elsewhere(config):
+    if keys := _keys_drawn_elsewhere(config):
         return [
-            f"{config.model_type} has {_listed(keys)}: off in this run, since it is drawn by kernels or for whole"
+            f"{config.model_type} has {_list_keys(keys)}: off in this run, since it is drawn by kernels or for whole"
             " layers, and would depend on processes and micro-batches"
         ]
     return []
 
 
-def _listed(keys: dict[str, float]) -> str:
+def _list_keys(keys: dict[str, float]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in keys.items())

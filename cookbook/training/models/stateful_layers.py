@@ -79,7 +79,7 @@ def check_padded(config: PreTrainedConfig) -> None:
     if look_up(config.model_type).transformers == importlib.metadata.version("transformers"):
         return
     is_ours = packing_problem(config) is None and short_window(config) is None  # as `load_model` decides
-    with contextlib.suppress(_Untried):
+    with contextlib.suppress(_TrialFailure):
         _refuse_other_losses(config, _on_small_model(config, partial(_padded_distance, is_ours=is_ours)))
 
 
@@ -105,11 +105,11 @@ def try_two_samples(config: PreTrainedConfig, *, with_losses: bool = False) -> T
     """
     try:
         return _on_small_model(config, partial(_two_samples, with_losses=with_losses))
-    except _Untried as error:
+    except _TrialFailure as error:
         return Trial(frozenset(), f"no small model of it can be tried: {error}")
 
 
-class _Untried(Exception):
+class _TrialFailure(Exception):
     """No small model of a configuration can be made or run."""
 
 
@@ -126,7 +126,7 @@ def _on_small_model(config: PreTrainedConfig, result_of: Callable[[PreTrainedMod
                 why = why or f"{type(error).__name__}: {first_line(error)}"
             finally:
                 gc.collect()  # its hooks hold it in circles, beside the weights that are trained
-    raise _Untried(why)
+    raise _TrialFailure(why)
 
 
 def _two_samples(model: PreTrainedModel, *, with_losses: bool) -> Trial:
@@ -195,7 +195,7 @@ def _mixing_layers(model: PreTrainedModel) -> frozenset[type[torch.nn.Module]]:
     mixing, attending = set[torch.nn.Module](), set[torch.nn.Module]()
     is_repeating = False
 
-    def watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def attend_watched(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         attending.add(module)
         return attend(module, *args, **kwargs)
 
@@ -215,7 +215,7 @@ def _mixing_layers(model: PreTrainedModel) -> frozenset[type[torch.nn.Module]]:
         if not all(map(_agree, same, other)):
             mixing.add(module)
 
-    AttentionInterface.register(WATCHED, watched)
+    AttentionInterface.register(WATCHED, attend_watched)
     model.set_attn_implementation(WATCHED)
     hooks = [module.register_forward_hook(compare, with_kwargs=True) for module in model.modules()]
     _results(model, LENGTHS)

@@ -25,7 +25,7 @@ from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import hub_answers, known_model, nearest_models
 from cookbook.facts.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
-from cookbook.training.models.new_tokens import grown_rows, padded
+from cookbook.training.models.new_tokens import grown_rows, pad_rows
 
 FROM_MODEL = "its own configuration"
 OFFLINE_FACTS = "recipes/offline_facts.json"
@@ -77,7 +77,7 @@ def _rows_with(model: ModelSection, rows: int) -> int:
     try:
         tokenizer = read_tokenizer(model.name_or_path or "", **hub_options(model))
     except (OSError, ValueError):  # a new one too, whose size is the largest that it may have
-        return padded(rows + len(model.new_tokens))
+        return pad_rows(rows + len(model.new_tokens))
     tokenizer.add_tokens(model.new_tokens, special_tokens=True)
     return grown_rows(rows, tokenizer)
 
