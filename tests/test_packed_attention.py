@@ -318,10 +318,14 @@ def test_a_model_that_loses_a_part_of_its_attention_or_logits_does_not_start(mod
 
 
 def test_padded_rows_are_tried_under_a_version_that_the_type_was_not_measured_with(monkeypatch: pytest.MonkeyPatch):
+    def measured_with(version: str) -> None:
+        monkeypatch.setattr(stateful, "look_up", lambda name: replace(TYPES[name], transformers=version))
+
     config = config_of("cohere")
     with lost(monkeypatch, "SCALES"):
+        measured_with(metadata.version("transformers"))
         check_padded(config)
-        monkeypatch.setattr(stateful, "look_up", lambda name: replace(TYPES[name], transformers="5.1"))
+        measured_with("5.1")
         with pytest.raises(RecipeError, match=r"not the model's; install transformers 5.1, with which it was measured"):
             check_padded(config)
         check_padded(config_of("llama"))
