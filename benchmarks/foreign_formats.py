@@ -373,7 +373,7 @@ def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
     """What a run would make of the example row."""
     from pydantic import ValidationError
 
-    from cookbook.commands.preview.sample_page import MARK, marked
+    from cookbook.commands.preview.sample_page import MARK, mark_text
     from cookbook.config.objectives import Objective
     from cookbook.config.sections import DataSection
     from cookbook.system.files import RecipeError
@@ -391,7 +391,7 @@ def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
         return Outcome(refused=str(error).replace(str(path), path.name).replace(str(ROOT) + "/", ""))
     tokens = sets.train
     assert isinstance(tokens, TokenSet)
-    texts = [marked(tokens, i, tokenizer, MARK.format) for i in range(tokens.group_size)]
+    texts = [mark_text(tokens, i, tokenizer, MARK.format) for i in range(tokens.group_size)]
     return Outcome(kind=rows.train[0].kind, texts=texts, notes=[note.partition(": ")[2] for note in sets.notes])
 
 

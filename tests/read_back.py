@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from cookbook.commands.preview.sample_page import marked
+from cookbook.commands.preview.sample_page import mark_text
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection
 from cookbook.system.files import RecipeError
@@ -53,7 +53,7 @@ def read_back(
     count = len(tokens.offsets) - 1
     ends = [slice(tokens.offsets[i], tokens.offsets[i + 1]) for i in range(count)]
     return Outcome(
-        texts=[marked(tokens, i, tokenizer, "[[{}]]".format) for i in range(count)],
+        texts=[mark_text(tokens, i, tokenizer, "[[{}]]".format) for i in range(count)],
         samples=[list(zip(tokens.ids[one].tolist(), map(bool, tokens.is_label[one]), strict=True)) for one in ends],
         notes="\n".join(sets.notes),
     )

@@ -30,7 +30,7 @@ from cookbook.forecast.costs.inputs import CostInputs, Skeleton, Weight, micro_b
 from cookbook.forecast.costs.states import ResidentBytes, States, heaviest
 from cookbook.forecast.layer_kinds import FOUND
 from cookbook.forecast.memory import CONTEXT, GIB, Memory, Stage, peak
-from cookbook.forecast.mesh_sizes import better_sizes, changed_sizes, resized
+from cookbook.forecast.mesh_sizes import better_sizes, changed_sizes, resize
 from cookbook.forecast.mesh_sizes import in_words as sizes_in_words
 from cookbook.forecast.order import in_order, rank
 from cookbook.forecast.other_machines import larger_gpus, more_gpus
@@ -399,7 +399,7 @@ def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faste
 def test_all_gpus_of_a_machine_may_share_the_experts():
     """The file has two groups of experts, so that 8 of them would need 16 GPUs."""
     strategy = load_strategy(Path("accelerate_configs/fsdp2_ep.yaml"))
-    tried = {sizes["ep_size"]: one for sizes, one in resized(strategy, parse_machines("8xH100"))}
+    tried = {sizes["ep_size"]: one for sizes, one in resize(strategy, parse_machines("8xH100"))}
     assert tried[8].written_mesh.num_processes == 8
     assert tried[4] == replace(strategy, ep_size=4)
     assert sizes_in_words(changed_sizes([strategy], tried[8])) == "ep_size 8 and dp_shard_size 1", "to be written both"
@@ -408,10 +408,10 @@ def test_all_gpus_of_a_machine_may_share_the_experts():
 
 def test_two_sizes_of_a_mesh_are_varied_together():
     strategy = load_strategy(Path("accelerate_configs/pp_tp.yaml"))
-    tried = [tuple(sizes.values()) for sizes, _ in resized(strategy, parse_machines("2x8xH100"))]
+    tried = [tuple(sizes.values()) for sizes, _ in resize(strategy, parse_machines("2x8xH100"))]
     assert set(tried) == {(4, 4), (2, 2), (2, 4), (4, 2), (2, 8), (8, 2)}, "tensor and stages, up to 16 GPUs"
-    assert [size for size, one in resized(strategy, parse_machines("1xH100"))] == [{"tp_size": 2, "pp_size": 2}]
-    assert resized(load_strategy(Path("accelerate_configs/zero3.yaml")), parse_machines("8xH100")) == []
+    assert [size for size, one in resize(strategy, parse_machines("1xH100"))] == [{"tp_size": 2, "pp_size": 2}]
+    assert resize(load_strategy(Path("accelerate_configs/zero3.yaml")), parse_machines("8xH100")) == []
 
 
 def test_another_strategy_comes_before_another_recipe(llama):

@@ -20,7 +20,7 @@ from cookbook.forecast.costs.flops import ModelSizes, Recompute, Step, TrainedWe
 from cookbook.forecast.costs.traffic import Transfer, checkpoint_traffic, host_traffic, transfers
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.skeleton import skeleton
-from cookbook.forecast.step_time import Portion, combined, no_forecast, step_seconds
+from cookbook.forecast.step_time import Portion, combine, no_forecast, step_seconds
 from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import find_config
 from tests.curves import processes_of, with_stages
@@ -606,13 +606,13 @@ def test_the_fast_end_overlaps_and_the_slow_end_adds_up():
         Portion(name="c", low=0.5, high=1, overlaps=False),
         Portion(name="none", low=0, high=0),
     ]
-    found = combined(parts)
+    found = combine(parts)
     assert (found.low, found.high, found.bottleneck) == (3.5, 8, "b")
     assert [part.name for part in found.parts] == ["a", "b", "c"]
 
 
 def test_hours_and_price():
-    found = combined([Portion(name="compute", low=1.8, high=3.6)])
+    found = combine([Portion(name="compute", low=1.8, high=3.6)])
     assert found.hours(1000) == (0.5, 1.0)
     assert found.price(1000, per_gpu_hour=2.5, num_gpus=8) == (10.0, 20.0)
     assert found.tokens_per_second(28800, 8) == (1000.0, 2000.0)
@@ -1132,9 +1132,9 @@ def test_steps_measured_on_an_h100_lie_in_their_range(row):
 def test_launches_run_beside_the_gpu():
     launches = Portion(name="kernel launches", low=2, high=4)
     compute, update = Portion(name="compute", low=1, high=3), Portion(name="update", low=0.5, high=1, overlaps=False)
-    assert combined([launches, compute, update]).low == 2.5 and combined([launches, compute, update]).high == 5
+    assert combine([launches, compute, update]).low == 2.5 and combine([launches, compute, update]).high == 5
     long = replace(compute, low=10, high=30)
-    assert combined([launches, long, update]).low == 10.5 and combined([launches, long, update]).high == 31
+    assert combine([launches, long, update]).low == 10.5 and combine([launches, long, update]).high == 31
 
 
 def test_of_experts_the_time_has_a_caveat():

@@ -27,7 +27,7 @@ from cookbook.forecast import repeated, second_process, verdict
 from cookbook.forecast import trace as tracing
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.autocast import autocast_of_cuda
-from cookbook.forecast.four_bits import _Packed, _Product
+from cookbook.forecast.four_bits import _PackedExperts, _Product
 from cookbook.forecast.layer_kinds import ShortModel, few_layers
 from cookbook.forecast.ledger import Ledger
 from cookbook.forecast.ranking import forecast_all
@@ -678,7 +678,7 @@ def test_an_operation_is_run_again_for_what_it_tells_apart():
 
 def test_experts_of_a_forecast_answer_as_those_of_a_run_do():
     methods = {name for name, value in vars(Dequantizer).items() if callable(value) and not name.startswith("_")}
-    assert methods and methods <= vars(_Packed).keys()
+    assert methods and methods <= vars(_PackedExperts).keys()
 
 
 def test_a_product_in_4_bits_has_the_weight_and_its_scales_for_a_moment():

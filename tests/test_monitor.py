@@ -18,7 +18,7 @@ from conftest import ROOT, clean_environment
 
 from cookbook.commands.cli import main
 from cookbook.commands.report import hardware_problems
-from cookbook.commands.shared.charts import MOST_POINTS, thinned
+from cookbook.commands.shared.charts import MOST_POINTS, thin
 from cookbook.commands.shared.history import History, read_history
 from cookbook.system import monitor
 from tests.curves import Lab
@@ -224,6 +224,6 @@ def test_the_report_draws_what_was_measured(tmp_path):
 def test_a_long_curve_is_thinned_without_losing_a_spike():
     points = [(float(i), 0.0) for i in range(100_000)]
     points[54_321], points[77_777] = (54_321.0, 9.0), (77_777.0, -9.0)
-    found = thinned(points)
+    found = thin(points)
     assert len(found) <= MOST_POINTS and {points[54_321], points[77_777]} <= set(found)
-    assert found == sorted(found) and thinned(points[:MOST_POINTS]) == points[:MOST_POINTS]
+    assert found == sorted(found) and thin(points[:MOST_POINTS]) == points[:MOST_POINTS]

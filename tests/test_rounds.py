@@ -38,7 +38,7 @@ from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import loop, prompt_rows, scoring, served
 from cookbook.commands.rounds.rounds_folder import Round
-from cookbook.commands.rounds.served import Client, Served, Servers
+from cookbook.commands.rounds.served import Client, ServedModel, Servers
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import load_recipe
 from cookbook.config.schedule import learning_rate
@@ -620,15 +620,17 @@ def test_a_server_that_fails_is_told_in_a_line(model, server, message, spoil):
     server.serve(str(model))
     section = RoundsSection(num_rounds=1, prompts_per_round=1, max_completion_length=8, generation_batch_size=2)
     server.spoil = lambda found: spoil(found) if len(server.asked) > 3 else found
-    one = Served(model, section, Client(server.address, server.address), 1)
+    one = ServedModel(model, section, Client(server.address, server.address), 1)
     with pytest.raises(RecipeError, match=re.escape(message)) as raised:
         Servers([one]).answers([[5, 6, 7]], seed=1)
     assert str(raised.value).startswith(f"rounds.sampler is {server.address}, and it") and "\n" not in str(raised.value)
     server.spoil = lambda found: found
-    (group,) = Servers([Served(model, section, Client(f"{server.address}/v1/", ""), 1)]).answers([[5, 6, 7]], seed=1)
+    (group,) = Servers([ServedModel(model, section, Client(f"{server.address}/v1/", ""), 1)]).answers(
+        [[5, 6, 7]], seed=1
+    )
     assert [answer.has_ended for answer in group] == [answer.ids[-1] in one.ends for answer in group]
     server.spoil = lambda found: {"choices": [found["choices"][0] | {"logprobs": None}]}
-    (again,) = Servers([Served(model, section, Client(server.address, ""), 1)]).answers([[5, 6, 7]], seed=1)
+    (again,) = Servers([ServedModel(model, section, Client(server.address, ""), 1)]).answers([[5, 6, 7]], seed=1)
     assert again == [answer._replace(logps=None) for answer in group]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarpe
 
 from cookbook.commands.cli import main
 from cookbook.commands.rounds import loop, proof, rounds_folder, sampler_divergence
-from cookbook.commands.rounds.drawing import logps, truncated
+from cookbook.commands.rounds.drawing import logps, truncate
 from cookbook.commands.rounds.round_samples import Sampling, _lines
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.rounds.sampling import Answer, OpenFile, Sampler
@@ -77,7 +77,7 @@ def drawn_by_hand(logits: list[float], keys: dict[str, Any]) -> dict[int, float]
 def test_tokens_are_drawn_from_what_the_settings_leave(keys):
     """Tokens and probabilities by the definitions; and the tokens those of transformers for one setting alone."""
     logits = 2 * torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
-    found = truncated(logits, rounds_of(**keys)).softmax(-1)
+    found = truncate(logits, rounds_of(**keys)).softmax(-1)
     for row, expected in zip(found, (drawn_by_hand(row, keys) for row in logits.tolist()), strict=True):
         assert {token: row[token].item() for token in row.nonzero().flatten().tolist()} == pytest.approx(
             expected, rel=1e-4
@@ -90,9 +90,9 @@ def test_tokens_are_drawn_from_what_the_settings_leave(keys):
 
 def test_a_token_that_was_drawn_has_a_probability_where_rounding_left_it_out():
     logits, keys = torch.tensor([[3.0, 2.0, 1.0]]), rounds_of(top_k=1)
-    assert logps(truncated(logits, keys), torch.tensor([1])).item() == -math.inf
+    assert logps(truncate(logits, keys), torch.tensor([1])).item() == -math.inf
     both = math.exp(3) + math.exp(2)
-    found = logps(truncated(logits, keys, torch.tensor([1])), torch.tensor([1])).item()
+    found = logps(truncate(logits, keys, torch.tensor([1])), torch.tensor([1])).item()
     assert found == pytest.approx(math.log(math.exp(2) / both))
 
 

@@ -20,7 +20,7 @@ from conftest import ROOT
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from cookbook.commands.rounds.served import Client, Served
+from cookbook.commands.rounds.served import Client, ServedModel
 from cookbook.config.recipe import load_recipe
 from cookbook.config.sections import RoundsSection
 from cookbook.system.files import RecipeError
@@ -201,10 +201,10 @@ def test_a_server_with_a_setting_that_is_not_known_is_refused(name, model, serve
     """vLLM fills in what a model's folder proposes, for names that it chooses."""
     server, section = servers[0], RoundsSection(num_rounds=1, prompts_per_round=1)
     for server.fields in (None, {}, PENALTIES | OTHERS | {name: {"default": 1}}):
-        Served(model, section, Client(server.address, ""), 1)
+        ServedModel(model, section, Client(server.address, ""), 1)
     server.fields = PENALTIES | OTHERS | {name: {"anyOf": []}}
     with pytest.raises(RecipeError, match=f"has requests with {name}, which"):
-        Served(model, section, Client(server.address, ""), 1)
+        ServedModel(model, section, Client(server.address, ""), 1)
 
 
 def program_of(tmp_path: Path) -> Path:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from cookbook.commands.shared.answer_forms import Listed
+from cookbook.commands.shared.answer_forms import CheckpointAnswer
 from cookbook.commands.shared.arguments import AsJson, run_folder
 from cookbook.commands.shared.for_programs import answer
 from cookbook.system.console import say
@@ -16,7 +16,7 @@ def checkpoint(
     """List checkpoints and how to resume; 1 if one is broken."""
     checkpoints = list_checkpoints(path)
     if as_json:
-        answer(Listed(checkpoints=checkpoints))
+        answer(CheckpointAnswer(checkpoints=checkpoints))
     else:
         say(in_words(checkpoints))
     return 1 if any(checkpoint["broken"] for checkpoint in checkpoints) else 0

@@ -38,7 +38,7 @@ from cookbook.commands.rehearse.rehearsal import rehearse
 from cookbook.commands.report import report
 from cookbook.commands.rounds.loop import rounds
 from cookbook.commands.schema import schema
-from cookbook.commands.shared.for_programs import answered, refused
+from cookbook.commands.shared.for_programs import answer_program, report_mistakes
 from cookbook.commands.shared.former_names import ANSWERS
 from cookbook.commands.submit import submit
 from cookbook.commands.sweep import sweep
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     show_all_letters()
     try:
-        with answered(sys.argv[1:] if arguments is None else arguments):
+        with answer_program(sys.argv[1:] if arguments is None else arguments):
             return _run(arguments)
     except BrokenPipeError:  # whoever reads JSON has seen enough
         _close_stdout()
@@ -76,7 +76,7 @@ def _run(arguments: list[str] | None) -> int:
             with signals.end_command():
                 code = app(arguments, prog_name="cookbook")
         except signals.SignalExit:
-            refused([f"{signals.requested_stop()}: ended; write the command again"])
+            report_mistakes([f"{signals.requested_stop()}: ended; write the command again"])
             return signals.EXIT_CODE
         except SystemExit as end:  # as typer always ends
             code = int(end.code or 0)
@@ -86,11 +86,11 @@ def _run(arguments: list[str] | None) -> int:
             raise
         if error.filename is None:  # as of a write to a file that is open
             what = "a file" if _takes_output() else "the output"
-            refused([cannot_write(what, error, "make room, or write it to another disk")])
+            report_mistakes([cannot_write(what, error, "make room, or write it to another disk")])
         elif os.path.exists(error.filename) and not os.access(error.filename, os.R_OK):
-            refused([f"{error.filename}: cannot be read ({error.strerror})"])
+            report_mistakes([f"{error.filename}: cannot be read ({error.strerror})"])
         else:
-            refused([cannot_write(error.filename, error)])
+            report_mistakes([cannot_write(error.filename, error)])
         return 2
     return code
 
@@ -135,10 +135,10 @@ class _Commands(TyperGroup):
                 code = super().invoke(ctx)
             ctx.exit(code)
         except RecipeError as error:
-            refused([shown(short(mistake)) for mistake in error.mistakes])
+            report_mistakes([shown(short(mistake)) for mistake in error.mistakes])
             ctx.exit(2)
         except TyperException as error:
-            refused(list(map(shown, _in_lines(error))))
+            report_mistakes(list(map(shown, _in_lines(error))))
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()

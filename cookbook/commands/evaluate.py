@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from cookbook.commands.shared.answer_forms import Evaluated
+from cookbook.commands.shared.answer_forms import EvaluateAnswer
 from cookbook.commands.shared.arguments import MODEL, AsJson, Assignments, run_folder
 from cookbook.commands.shared.find_model import CACHE, find_model, find_run, is_adapter, recipe_of_run
 from cookbook.commands.shared.for_programs import answer
@@ -43,7 +43,7 @@ def evaluate(
     recipe = _recipe_for(folder, model, data, assignments)
     lines = evaluate_model(model, recipe)
     if as_json:
-        answer(Evaluated(model=str(model), sets=lines))
+        answer(EvaluateAnswer(model=str(model), sets=lines))
     names = list(dict.fromkeys(name for line in lines for name in line))
     rows = [
         [f"{value:.4f}" if isinstance(value, float) else str(value) for value in map(line.get, names)] for line in lines

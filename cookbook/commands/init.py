@@ -21,7 +21,7 @@ from typer import Argument, Option
 from cookbook.commands.check.recipe_checks import check
 from cookbook.commands.shared.arguments import locate
 from cookbook.commands.shared.labels import read_label
-from cookbook.commands.shared.named_file import taken, write_named_file
+from cookbook.commands.shared.named_file import problem_of_name, write_named_file
 from cookbook.commands.shared.whole_recipe import whole_text
 from cookbook.config.chat_templates import template_path
 from cookbook.config.objectives import Objective
@@ -191,7 +191,7 @@ def _copy(path: Path, out: Path) -> int:
 
 def _lacks_of_name(out: Path) -> list[str]:
     """The mistake of a file's name for a new recipe, if it has one."""
-    if in_the_way := taken(out):
+    if in_the_way := problem_of_name(out):
         return in_the_way
     return [] if out.suffix == ".yaml" else [f"--out is {out}; a recipe ends in .yaml"]
 
@@ -329,7 +329,7 @@ class Choice:
     """GB of host memory that the strategy needs; 0 where it offloads nothing."""
 
 
-class Tokenized(NamedTuple):
+class TokenizedRows(NamedTuple):
     """The rows as tokens, under a chat template that can be trained with."""
 
     tokens: "TokenSet"
@@ -437,13 +437,13 @@ def _choose_holdout(rows: Rows, num_rows: int) -> tuple[float, str]:
     held_out: list[Rows] = []
     with gather_mistakes([]):
         _, held_out = hold_out([rows], share)
-    taken = sum(len(part.rows) for part in held_out) / len(rows.rows)
-    if not 0 < taken < 2 * share:
+    problem_of_name = sum(len(part.rows) for part in held_out) / len(rows.rows)
+    if not 0 < problem_of_name < 2 * share:
         return 0.0, f"no held-out rows: equal rows stay together, so {share:.0%} of these cannot be taken"
     return share, f"some {num_rows * share:.0f} rows, for evaluation"
 
 
-def _tokenize(request: Request, folder: str) -> Tokenized:
+def _tokenize(request: Request, folder: str) -> TokenizedRows:
     """Tokenize the rows under the first chat template that can be trained with.
 
     Raises:
@@ -486,7 +486,7 @@ def _tokenize(request: Request, folder: str) -> Tokenized:
             what = "prompt and answer are joined as they are written, without the tokenizer's chat template"
             notes["data"] = f"{what}, which is for messages"
         num_bad = request.rows.num_dropped | dict(bad_rows.num_by_reason)
-        return Tokenized(tokens, objective, num_bad, template, notes)
+        return TokenizedRows(tokens, objective, num_bad, template, notes)
     raise RecipeError(problems)
 
 

@@ -23,7 +23,7 @@ from cookbook.commands.shared.arguments import (
 )
 from cookbook.commands.shared.find_model import CACHE
 from cookbook.commands.shared.labels import gpus_needed, read_label, what_it_takes
-from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.commands.shared.mistakes import lacks_checkpoint, lacks_for_fp8, place_mistakes
 from cookbook.commands.shared.simulation import as_mistakes
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
@@ -119,7 +119,7 @@ def prepare(
         planned = run_plan.make_plan(
             recipe, loaded, num_processes=count, num_local=num_local, num_gpus=gpus, recipe_name=str(path)
         )
-    refuse(placed(mistakes, path, assignments))
+    refuse(place_mistakes(mistakes, path, assignments))
     if simulate_gpus is not None:  # after the checks: the first use compiles
         environment |= _simulate(simulate_gpus, path, recipe)
     folder = Path(recipe.run.output_dir)
@@ -194,7 +194,7 @@ def _load_pair(
         mistakes += _no_address(run_hosts, pair.strategy)
         count, num_local = _processes(pair.strategy, processes, gpus, run_hosts.count)
         mistakes += run_plan.try_plan(pair, num_processes=count, num_local=num_local, num_gpus=gpus)[1]
-    raise RecipeError([*pair.mistakes, *placed(mistakes, path, assignments)])
+    raise RecipeError([*pair.mistakes, *place_mistakes(mistakes, path, assignments)])
 
 
 def _interfaces(run_hosts: hosts.Hosts, strategy: Strategy, count: int, environment: dict[str, str]) -> list[str]:

@@ -37,25 +37,25 @@ def library(
         return write_page(PAGE, library_page)
     if copy:
         return _copy_here(copy)
-    for path in sorted(_shipped(RECIPES, "yaml")):
+    for path in sorted(_list_shipped(RECIPES, "yaml")):
         label = read_label(HOME / path)
         say(f"{path!s:36} {label.get('Needs', '').split('. ')[0].rstrip('.')}")
-    say("strategies:", ", ".join(sorted(path.stem for path in _shipped(STRATEGIES, "yaml"))))
-    say("chat templates:", ", ".join(sorted(path.stem for path in _shipped(TEMPLATES, "jinja"))))
-    say("programs:", ", ".join(sorted(path.stem for path in _shipped(EXAMPLES, "py"))))
+    say("strategies:", ", ".join(sorted(path.stem for path in _list_shipped(STRATEGIES, "yaml"))))
+    say("chat templates:", ", ".join(sorted(path.stem for path in _list_shipped(TEMPLATES, "jinja"))))
+    say("programs:", ", ".join(sorted(path.stem for path in _list_shipped(EXAMPLES, "py"))))
     say("cookbook library --copy NAME puts one into this folder, where it is used in the place of the shipped one")
     return 0
 
 
-def _shipped(folder: Path, suffix: str) -> list[Path]:
+def _list_shipped(folder: Path, suffix: str) -> list[Path]:
     """Files below a shipped folder, as paths from `HOME`."""
     return [path.relative_to(HOME) for path in (HOME / folder).rglob(f"*.{suffix}")]
 
 
 def names_of_copies() -> dict[str, Path]:
     """The names and paths that --copy takes, each with its file."""
-    shipped = [*_shipped(RECIPES, "yaml"), *_shipped(STRATEGIES, "yaml"), *_shipped(TEMPLATES, "jinja")]
-    shipped += _shipped(EXAMPLES, "py")
+    shipped = [*_list_shipped(RECIPES, "yaml"), *_list_shipped(STRATEGIES, "yaml"), *_list_shipped(TEMPLATES, "jinja")]
+    shipped += _list_shipped(EXAMPLES, "py")
     short = {path.stem: path for path in shipped if path.parent in (RECIPES, STRATEGIES, TEMPLATES, EXAMPLES)}
     of_recipes = {str(path.relative_to(RECIPES).with_suffix("")): path for path in shipped if RECIPES in path.parents}
     return of_recipes | short | {str(path): path for path in shipped}

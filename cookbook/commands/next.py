@@ -82,7 +82,7 @@ def _verdict(folder: Path) -> tuple[Verdict, str]:
         case "running" | "exporting" as name:
             return name, f"process {(status.read(folder) or {}).get('pid')} is at work"
         case "stopped":
-            return "stopped", f"{reason or 'asked to'}; {_saved(folder)}"
+            return "stopped", f"{reason or 'asked to'}; {_describe_saved(folder)}"
         case "finished":
             return "finished", reason or "its last step is done, and the model is exported"
     if reason.startswith(FloatingPointError.__name__):
@@ -100,7 +100,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return record if damage(copy, Record) else copy
 
 
-def _saved(folder: Path) -> str:
+def _describe_saved(folder: Path) -> str:
     """Tell what a stopped run has saved."""
     checkpoint, broken = newest(folder / "checkpoints")
     if checkpoint is None and not (folder / ROUNDS).is_file():

@@ -131,7 +131,7 @@ def _print_array(path: Path, runs: Sequence[Run], gpus: str, strategy: Path | No
     for run in runs:
         with gather_mistakes(mistakes):
             left += [] if run.is_over else [run]
-    refuse([*dict.fromkeys(mistakes), *_changed([run for run in left if changed_settings(run.recipe)])])
+    refuse([*dict.fromkeys(mistakes), *_changed_settings([run for run in left if changed_settings(run.recipe)])])
     if left:
         print(slurm_array(path, [run.settings for run in left], gpus, strategy, left[0].folder.parent.name), end="")
     else:
@@ -269,7 +269,7 @@ def _check(runs: Sequence[Run], processes: int | None, dry_run: bool) -> dict[Pa
             starts[run.folder] = prepare(
                 run.path, strategy=run.strategy, processes=processes, assignments=settings, dry_run=dry_run
             )
-    mistakes += _changed(changed)
+    mistakes += _changed_settings(changed)
     for key in {assignment.partition("=")[0]: None for run in runs for assignment in run.values}:
         mistakes = [re.sub(rf"^--set {re.escape(key)}\b", key, mistake) for mistake in mistakes]
         if any(mistake.startswith(f"{key} ") and mistake.endswith("must be a list") for mistake in mistakes):
@@ -278,7 +278,7 @@ def _check(runs: Sequence[Run], processes: int | None, dry_run: bool) -> dict[Pa
     return starts
 
 
-def _changed(runs: Sequence[Run]) -> list[str]:
+def _changed_settings(runs: Sequence[Run]) -> list[str]:
     """The mistake of settings with which runs that have begun cannot go on, by the first of them."""
     if not runs:
         return []

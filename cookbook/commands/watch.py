@@ -13,7 +13,7 @@ from typer import Option
 
 from cookbook.commands.rounds.rounds_folder import Round, read_answers, summary_of
 from cookbook.commands.rounds.shown import answer_words, prompt_words, three_answers
-from cookbook.commands.shared.answer_forms import ShownAnswer, Watched, WatchedRound, WatchedRun
+from cookbook.commands.shared.answer_forms import ShownAnswer, WatchAnswer, WatchedRound, WatchedRun
 from cookbook.commands.shared.arguments import positive, run_folder, runs_in, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
@@ -45,7 +45,7 @@ def watch(
     if of_others := [folder for folder in folders if state_of(folder).name == "starting" and runs_in(folder)]:
         raise RecipeError([f"{folder}: no run's folder; {which_run(folder)}" for folder in of_others])
     if as_json:
-        answer(Watched(runs=[look(folder) for folder in folders]))
+        answer(WatchAnswer(runs=[look(folder) for folder in folders]))
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # ends the watching, not the run
         (_watch_live if console().is_terminal else _watch_plain)(folders, every)

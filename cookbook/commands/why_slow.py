@@ -49,7 +49,7 @@ def why_slow(folder: Annotated[Path, run_folder()], *, as_json: AsJson = False) 
     if "step_seconds" not in steps[0]:
         raise RecipeError(f"{folder}: ran on simulated GPUs, whose times mean nothing")
     times = _times(steps)
-    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(times), *_compiled(run)))
+    say(page(f"TIME of {folder}, {len(steps)} steps", *_rows(times), *_compilation_rows(run)))
     profiles = read_ranks(folder / "profile", OfRank)
     for record in profiles:
         title = f"PROFILE of steps {record['first_step']} to {record['last_step']}, rank {record['rank']}"
@@ -118,7 +118,7 @@ def _rows(times: _Times) -> Iterator[tuple[str, ...]]:
         yield "MFU", f"{times.mfu:.1%}", "of the steps alone"
 
 
-def _compiled(run: History) -> Iterator[tuple[str, ...]]:
+def _compilation_rows(run: History) -> Iterator[tuple[str, ...]]:
     """Yield rows on what torch's compiler made of the layers, after the first steps of the last start."""
     for event in _compilations(run):
         counts = {key: event.get(key) for key in ("graphs", "graph_breaks", "given_up", "recompilations")}

@@ -25,7 +25,7 @@ def autocast_of_cuda() -> Iterator[None]:
         for name in (*FLOAT32, *INTO_FLOAT32):
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, partial(_cast if name in FLOAT32 else _returned, operation), KEY)
+            library.impl(name, partial(_cast if name in FLOAT32 else _call, operation), KEY)
         yield
 
 
@@ -37,7 +37,7 @@ def _cast(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     return _below(operation, *map(cast, arguments), **options)
 
 
-def _returned(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _call(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     has_type = any(isinstance(value, torch.dtype) for value in (*arguments, *options.values()))
     if arguments[0].is_floating_point() and arguments[0].dtype != torch.float64 and not has_type:
         options["dtype"] = torch.float32

@@ -39,7 +39,7 @@ def in_words(
         order = "by price:" if report.cards[0].price(None) else "the least first:"
         lines.append(page((f"YES: the least is {least.machines.text}, {least.gpu.sold_gb} GB each; {order}",)))
         header = ("GPUs", "strategy", "GiB a GPU", "step", f"price of {amount_of(report, num_samples)}")
-        lines.append(page(*_filled([header, *(_row(card, num_samples) for card in report.cards)])))
+        lines.append(page(*_drop_empty_columns([header, *(_row(card, num_samples) for card in report.cards)])))
     notes = [*filter(None, [report.why_any])]
     notes += [f"not {', '.join(names)}: {reason}" for reason, names in report.refused.items()]
     notes += [*overridden(report.recipe, num_samples), *_larger_steps(report)]
@@ -88,7 +88,7 @@ def _larger_steps(report: CardReport) -> list[str]:
     return [f"a step on {', '.join(names)} has {size:,} samples" for size, names in sizes.items() if size != usual]
 
 
-def _filled(rows: list[tuple[str, ...]]) -> list[Row]:
+def _drop_empty_columns(rows: list[tuple[str, ...]]) -> list[Row]:
     """The rows, of which the first is the header, without columns in which all others have nothing."""
     kept = [i for i in range(len(rows[0])) if any(row[i] != NOTHING for row in rows[1:])]
     return [[row[i] for i in kept] for row in rows]

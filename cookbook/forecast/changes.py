@@ -12,7 +12,7 @@ from cookbook.config.sections import AdapterSection, BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy
 from cookbook.forecast.costs.inputs import micro_batch_of
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resized, sizes_of_mesh
+from cookbook.forecast.mesh_sizes import changed_sizes, in_words, resize, sizes_of_mesh
 from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import fewer_gpus, larger_gpus, more_and_larger_gpus, more_gpus
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast
@@ -208,7 +208,7 @@ def _with(recipe: Recipe, separator: str, settings: dict[str, dict[str, Any]]) -
 
 
 def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
-    pairs = [(written, other) for written in strategies for _, other in resized(written, machines)]
+    pairs = [(written, other) for written in strategies for _, other in resize(written, machines)]
     return [other for written, other in pairs if other != written]
 
 

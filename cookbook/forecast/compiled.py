@@ -79,9 +79,9 @@ class _Fusing:
             with self._uncounted():
                 others = [torch.empty_like(tensor) for tensor in inputs]  # a graph keeps what it was traced with
                 graph = make_fx(partial(self._call, arguments), decomposition_table=select_decomp_table())(*others)
-            self._graphs[key] = graph, set(_written(graph))
+            self._graphs[key] = graph, set(_written_nodes(graph))
         graph, written = self._graphs[key]
-        return _Fused(graph, written, self._uncounted).run(*inputs)
+        return _FusedGraph(graph, written, self._uncounted).run(*inputs)
 
     def _call(self, arguments: Sequence[Any], *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
@@ -134,10 +134,10 @@ class _Forward:
             self._layer.forward = self  # type: ignore[assignment]
 
     def _runner(self, gm: GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
-        written = set(_written(gm))
+        written = set(_written_nodes(gm))
 
         def run(arguments: list[Any]) -> Any:
-            return _Fused(gm, written, self._uncounted).boxed_run(arguments)
+            return _FusedGraph(gm, written, self._uncounted).boxed_run(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -160,7 +160,7 @@ def _mark(joint: GraphModule, kept: Kept) -> None:
         node.meta["ac_graph_id"] = 0
 
 
-def _written(graph: GraphModule) -> Iterator[Node]:
+def _written_nodes(graph: GraphModule) -> Iterator[Node]:
     """The nodes whose results a kernel writes to memory."""
     kinds = get_default_op_list()
 
@@ -177,13 +177,13 @@ def _written(graph: GraphModule) -> Iterator[Node]:
             yield node
 
 
-class _Fused(Interpreter):
+class _FusedGraph(Interpreter):
     """Runs a graph by operation and counts only results that a kernel writes."""
 
     def __init__(self, graph: GraphModule, written: set[Node], uncounted: Uncounted) -> None:
         super().__init__(graph)
-        self._written, self._uncounted = written, uncounted
+        self._written_nodes, self._uncounted = written, uncounted
 
     def run_node(self, node: Node) -> Any:
-        with nullcontext() if node in self._written else self._uncounted():
+        with nullcontext() if node in self._written_nodes else self._uncounted():
             return super().run_node(node)

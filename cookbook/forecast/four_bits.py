@@ -13,7 +13,7 @@ BLOCK = 64
 """Weights per scale (bitsandbytes 0.50.2, nn/modules.py, Params4bit)."""
 
 
-def _dequantized(packed: torch.Tensor, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _dequantize_stored(packed: torch.Tensor, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """The weight of so many rows, and the float32 scales of its blocks, dequantized from 8 bits."""
     scales = packed.new_empty(-(-2 * packed.numel() // BLOCK), dtype=torch.float32)
     return [packed.new_empty(rows, 2 * packed.numel() // rows, dtype=dtype), scales]
@@ -25,8 +25,8 @@ def _product_makes(hidden: torch.Tensor, whole: torch.Tensor, bias: torch.Tensor
 
 # Custom operations, as the ledger has what each of them launches. Selective checkpointing sees no product inside that
 # it would keep, nor in bitsandbytes' one operation of both.
-_dequantize_4bit = torch.library.custom_op("cookbook::dequantize_4bit", _dequantized, mutates_args=())
-_dequantize_4bit.register_fake(_dequantized)
+_dequantize_4bit = torch.library.custom_op("cookbook::dequantize_4bit", _dequantize_stored, mutates_args=())
+_dequantize_4bit.register_fake(_dequantize_stored)
 _gemm_4bit = torch.library.custom_op("cookbook::gemm_4bit", _product_makes, mutates_args=())
 _gemm_4bit.register_fake(_product_makes)
 
@@ -68,7 +68,7 @@ def _product(self: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return _Product.apply(hidden.to(dtype), self.weight, bias).to(hidden.dtype)  # type: ignore[no-untyped-call]
 
 
-class _Packed:
+class _PackedExperts:
     """See `training.adapters.four_bit_experts.Dequantizer`; here the experts lie whole in the dtype of the product."""
 
     def dequantize(self, stored: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _pack_experts(model: PreTrainedModel) -> None:
 
             use_own_forward(module)
             experts: Any = module
-            experts.packed |= dict.fromkeys(names, _Packed())
+            experts.packed |= dict.fromkeys(names, _PackedExperts())
 
 
 def multiply_in_4_bits(model: PreTrainedModel) -> None:

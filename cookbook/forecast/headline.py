@@ -111,7 +111,7 @@ def in_words(
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
         rows.append(("or", f"{'on the GPUs alone ' * (best.verdict in MAY_RUN)}{_first(report.suggestion)}"))
     is_short = run.forecast.verdict == "tight" and report.suggestion is not None
-    options = [*_unchanged(asked, run.options), *run.options] if is_recipe else []
+    options = [*_pairs_left(asked, run.options), *run.options] if is_recipe else []
     rows.append(("next", str(_first(report.suggestion)) if is_short else command([*next_step, *options])))
     if asked and not is_recipe and not is_short:
         keys = ", ".join(_as_keys(asked))
@@ -138,14 +138,14 @@ def _run(report: PlanReport, settings: Sequence[ByAuto]) -> _Run | None:
         assert memory is not None
         words = f"{setting.strategy.name}, micro-batch {fitting.batch.micro_batch_size}, checkpointing"
         words += f" {str(fitting.checkpointing).lower()}"
-        options = [] if setting.strategy.path == own else _named(setting.strategy)
+        options = [] if setting.strategy.path == own else _option_for(setting.strategy)
         for key in [] if autos(report.recipe) else [MICRO_BATCH, CHECKPOINTING]:
             options += ["--set", f"{key}=auto"]
         return _Run(fitting.forecast, memory, fitting.time, setting.compiled, words, options)
     best = report.forecasts[0]
     if best.memory is None:
         return None
-    options = [] if best.strategy.path == own else _named(best.strategy)
+    options = [] if best.strategy.path == own else _option_for(best.strategy)
     return _Run(best, best.memory, best.time, None, f"{best.strategy.name} with the recipe's own settings", options)
 
 
@@ -216,7 +216,7 @@ def _first(suggestion: str | None) -> str | None:
     return suggestion and suggestion.split("; or ")[0]
 
 
-def _named(strategy: Strategy) -> list[str]:
+def _option_for(strategy: Strategy) -> list[str]:
     """The option for a strategy: a shipped one by its name, another by its path."""
     is_shipped = str(strategy_path(strategy.name)) == strategy.path
     return ["--strategy", strategy.name if is_shipped else strategy.path]
@@ -232,7 +232,7 @@ def _as_keys(asked: Sequence[str]) -> Iterator[str]:
             yield f"{key}: {value}"
 
 
-def _unchanged(asked: Sequence[str], options: Sequence[str]) -> list[str]:
+def _pairs_left(asked: Sequence[str], options: Sequence[str]) -> list[str]:
     """Pairs of `--set` and an assignment, without those of keys that the options set, or that exclude one of them."""
     changed = {word.partition("=")[0] for word in options}
     if MICRO_BATCH in changed:

@@ -139,7 +139,7 @@ def _waits(phases: Sequence[Phase], few: ShortModel) -> tuple[list[int], list[in
     return [0, *(after - before for before, after in pairwise(held))], held
 
 
-def lengthened(phases: Sequence[Phase], few: ShortModel, *, has_copies: bool) -> Iterator[Phase]:
+def lengthen(phases: Sequence[Phase], few: ShortModel, *, has_copies: bool) -> Iterator[Phase]:
     """The phases of the whole model, from those of a shorter one: each layer's are those of the layer that tells of it,
     above what the other layers hold then.
 
@@ -160,17 +160,17 @@ def lengthened(phases: Sequence[Phase], few: ShortModel, *, has_copies: bool) ->
     below = [*accumulate(waits[place] for place in few.sources)]
     yield alone["embed"]
     for layer, place in enumerate(few.sources):
-        yield from _raised(groups[place, True], layer, before[layer] - forward[place])
-    yield from _raised([alone["head"]], None, before[-1] - forward[-1])
+        yield from _raise(groups[place, True], layer, before[layer] - forward[place])
+    yield from _raise([alone["head"]], None, before[-1] - forward[-1])
     # What waits for the backward is what the forward kept; without the copies, it is what the backward frees.
     more = below[-1] - sum(waits) if has_copies else before[-1] - forward[-1]
-    yield from _raised([alone["head backward"]], None, more)
+    yield from _raise([alone["head backward"]], None, more)
     top = backward[-1] + more - below[-1]
     for layer, place in reversed(list(enumerate(few.sources))):
-        yield from _raised(groups.get((place, False), []), layer, top + below[layer] - backward[place])
-    yield from _raised([alone["end"]] if "end" in alone else [], None, top - backward[0])
+        yield from _raise(groups.get((place, False), []), layer, top + below[layer] - backward[place])
+    yield from _raise([alone["end"]] if "end" in alone else [], None, top - backward[0])
 
 
-def _raised(phases: list[Phase], layer: int | None, by: int) -> Iterator[Phase]:
+def _raise(phases: list[Phase], layer: int | None, by: int) -> Iterator[Phase]:
     for phase in phases:
         yield replace(phase, layer=layer, held=phase.held + by, peak=phase.peak + by)

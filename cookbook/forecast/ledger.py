@@ -77,7 +77,7 @@ def _as_large(value: Any, storages: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-class _Held(weakref.ref[Any]):
+class _HeldStorage(weakref.ref[Any]):
     """A storage that is counted until it is gone."""
 
     __slots__ = ("identity", "size")
@@ -97,7 +97,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self._run = run if is_light else _run_by_fake_mode
         self.restart()
-        self._known: dict[int, _Held] = {}
+        self._known: dict[int, _HeldStorage] = {}
         """By the identity of storages, while they live."""
         for tensor in known:
             self._hold(tensor.untyped_storage(), 0)
@@ -253,10 +253,10 @@ class Ledger(TorchDispatchMode):
         self.peak_with_made = max(self.peak_with_made, live + self.made)
 
     def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
-        held = self._known[id(storage)] = _Held(storage, self._gone)
+        held = self._known[id(storage)] = _HeldStorage(storage, self._gone)
         held.identity, held.size = id(storage), size
 
-    def _gone(self, held: "_Held") -> None:
+    def _gone(self, held: "_HeldStorage") -> None:
         del self._known[held.identity]
         self.live -= held.size
 

@@ -51,7 +51,7 @@ def better_sizes(recipe: Recipe, strategies: list[Strategy], machines: Machines,
     varied = []
     for strategy in strategies:
         if written := sizes_of_mesh(strategy):
-            tried = resized(strategy, machines)
+            tried = resize(strategy, machines)
             forecasts = [(sizes, forecast(traces, other, machines, limits=False)) for sizes, other in tried]
             varied.append(Sizes(name=strategy.name, written=written, forecasts=forecasts))
     return [sizes for sizes in varied if sizes.best.verdict in MAY_RUN and sizes.best is not sizes.as_written]
@@ -63,14 +63,14 @@ def sizes_of_mesh(strategy: Strategy) -> dict[str, int]:
     return {key: getattr(strategy, key) for key in keys if getattr(strategy, key) > 1}
 
 
-def resized(strategy: Strategy, machines: Machines) -> list[tuple[dict[str, int], Strategy]]:
+def resize(strategy: Strategy, machines: Machines) -> list[tuple[dict[str, int], Strategy]]:
     """The strategy with other sizes, and as it is; of two keys those that the GPUs suffice for."""
     written = sizes_of_mesh(strategy)
     strategies = []
     for values in product(*(_powers(key, size, machines) for key, size in written.items())):
         sizes = dict(zip(written, values, strict=True))
         if len(sizes) == 1 or sizes == written or math.prod(values) <= machines.num_gpus:
-            strategies.append((sizes, _resized(strategy, sizes, machines.num_gpus)))
+            strategies.append((sizes, _resize(strategy, sizes, machines.num_gpus)))
     return strategies if written else []
 
 
@@ -79,7 +79,7 @@ def _powers(key: str, written: int, machines: Machines) -> Sequence[int]:
     return sorted({2**power for power in range(1, most.bit_length())} | {written})
 
 
-def _resized(strategy: Strategy, sizes: dict[str, int], num_gpus: int) -> Strategy:
+def _resize(strategy: Strategy, sizes: dict[str, int], num_gpus: int) -> Strategy:
     """The strategy with other sizes; of experts without further shards where both are more than the GPUs."""
     values: dict[str, Any] = dict(sizes)
     changed = replace(strategy, **values)

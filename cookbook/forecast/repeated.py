@@ -22,7 +22,7 @@ class LightTensor(FakeTensor):
     """See `KINDS`."""
 
 
-class _Made(NamedTuple):
+class _MadeTensor(NamedTuple):
     """A tensor that an operation returned."""
 
     dtype: torch.dtype
@@ -72,7 +72,7 @@ def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tup
     if torch.Tag.inplace_view in getattr(function, "tags", ()) and type(args[0]) is LightTensor:
         with torch._C._DisableTorchDispatch():
             function(*args, **kwargs)
-        args[0].kind = _made(args[0], args[0].device).kind
+        args[0].kind = _describe_tensor(args[0], args[0].device).kind
         return args[0], None
     below = _on_meta(given)
     if (
@@ -83,7 +83,7 @@ def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tup
     ):
         with torch._C._DisableTorchDispatch(), suppress(NotImplementedError, RuntimeError):
             result = _call(function, args, kwargs, given, below)
-            if (made := _described(result, below, given)) is not None:
+            if (made := _describe(result, below, given)) is not None:
                 return _remade(made, given, given[0].fake_mode), made
     below = [
         FakeTensor(tensor.fake_mode, meta, CPU) if type(tensor) is LightTensor else tensor
@@ -95,7 +95,7 @@ def _run_plainly(function: Any, args: Any, kwargs: Any, given: list[Any]) -> tup
             raise NotImplementedError(f"{function} changes the shape of what it is given")
         if meta is result:  # changed in place
             return tensor, None
-    made = _described(result, below, given)
+    made = _describe(result, below, given)
     return (result if made is None else _remade(made, given, tensors_in([result])[0].fake_mode)), made
 
 
@@ -189,9 +189,9 @@ KINDS: dict[Hashable, int] = {}
 """Numbers of all that tells two light tensors apart."""
 
 
-def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
+def _describe(result: Any, plain: list[Any], given: list[Any]) -> Any:
     if isinstance(result, (list, tuple)):
-        parts = [_described(part, plain, given) for part in result]
+        parts = [_describe(part, plain, given) for part in result]
         return None if None in parts else parts
     if not isinstance(result, torch.Tensor) or getattr(result, "constant", None) is not None:
         return None
@@ -205,11 +205,11 @@ def _described(result: Any, plain: list[Any], given: list[Any]) -> Any:
         offset -= plain[of].storage_offset()
     elif offset or storage.nbytes() != result.nbytes:
         return None
-    return _made(result, result._fake_device if isinstance(result, FakeTensor) else CPU, offset, of)
+    return _describe_tensor(result, result._fake_device if isinstance(result, FakeTensor) else CPU, offset, of)
 
 
 def _remade(made: Any, given: list[Any], mode: FakeTensorMode) -> Any:
-    if not isinstance(made, _Made):
+    if not isinstance(made, _MadeTensor):
         return [_remade(part, given, mode) for part in made]
     tensor: Any = torch.Tensor._make_wrapper_subclass(
         LightTensor, made.shape, made.stride, dtype=made.dtype, device=made.device
@@ -225,12 +225,12 @@ def _remade(made: Any, given: list[Any], mode: FakeTensorMode) -> Any:
 
 def light(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:
     """A tensor of the CPU that is like another, with memory of its own."""
-    return _remade(_made(tensor, CPU), [], mode)
+    return _remade(_describe_tensor(tensor, CPU), [], mode)
 
 
-def _made(tensor: torch.Tensor, device: torch.device, offset: Any = 0, of: int | None = None) -> _Made:
+def _describe_tensor(tensor: torch.Tensor, device: torch.device, offset: Any = 0, of: int | None = None) -> _MadeTensor:
     described = tensor.dtype, tensor.shape, tensor.stride()
-    return _Made(*described, offset, device, of, KINDS.setdefault((*described, device), len(KINDS)))
+    return _MadeTensor(*described, offset, device, of, KINDS.setdefault((*described, device), len(KINDS)))
 
 
 @lru_cache(maxsize=1)

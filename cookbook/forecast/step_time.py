@@ -249,13 +249,13 @@ def step_seconds(
         # activation_checkpointing_enable).
         _over("activations to the host", (copied, copied), gpu.host_link, HOST_SHARE, is_kernel=True),
     ]
-    return combined(parts)
+    return combine(parts)
 
 
 OF_HOST = "kernel launches"
 
 
-def combined(parts: Iterable[Portion]) -> Range:
+def combine(parts: Iterable[Portion]) -> Range:
     """The time of all parts. Fast end: the GPU's kernels or the longest part that overlaps with them, then all others.
     Slow end: the sum of all but the launches, or of launches and non-overlapping parts if that is more, as the GPU
     computes while the host launches."""

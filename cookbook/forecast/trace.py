@@ -29,7 +29,7 @@ from cookbook.facts.served_code import served_code
 from cookbook.forecast.activations import ActivationTrace, TooLong, Untraceable
 from cookbook.forecast.autocast import autocast_of_cuda
 from cookbook.forecast.four_bits import multiply_in_4_bits
-from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthened, whole
+from cookbook.forecast.layer_kinds import decoder_layers, few_layers, first_reached, grows_backward, lengthen, whole
 from cookbook.forecast.ledger import Ledger, MarkedLayer, Unit, experts_of
 from cookbook.forecast.repeated import CPU, light
 from cookbook.forecast.skeleton import new_rows
@@ -142,7 +142,7 @@ def trace(
     if ledger.copies and grows_backward(ledger.phases, few):
         few = whole(config, len(few.sources))
         ledger = run_first_that_works(_share_of(few.config, tp_size))
-    phases = tuple(lengthened(ledger.phases, few, has_copies=ledger.copies > 0))
+    phases = tuple(lengthen(ledger.phases, few, has_copies=ledger.copies > 0))
     return ActivationTrace(phases=phases, keeps_inputs=ledger.keeps_inputs)
 
 
@@ -311,12 +311,12 @@ def _traced_exchange(
     size = sum(samples.lengths.values) // query.shape[2]
     if (repeats := size // key.shape[1]) > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    all_tokens = [_exchanged(tensor.to(computed_in(query)), size) for tensor in (query, key, value)]
+    all_tokens = [_exchange(tensor.to(computed_in(query)), size) for tensor in (query, key, value)]
     out, _ = _traced_attention(samples, module, all_tokens[0], all_tokens[1], all_tokens[2], attention_mask, **kind)
     return out.reshape(query.shape[0], query.shape[2], query.shape[1], -1).clone(), None
 
 
-def _exchanged(local: torch.Tensor, size: int) -> torch.Tensor:
+def _exchange(local: torch.Tensor, size: int) -> torch.Tensor:
     rows, heads, length, width = local.shape
     return local.clone().reshape(rows, heads // size, length * size, width)
 
@@ -390,10 +390,10 @@ def _share_experts(model: PreTrainedModel, size: int) -> None:
             experts._parameters[name] = torch.nn.Parameter(own, requires_grad=weight.requires_grad)
         experts.num_experts //= size
         experts._is_expert_parallel = True
-        experts.forward = partial(_dispatched, experts.forward)
+        experts.forward = partial(_dispatch, experts.forward)
 
 
-def _dispatched(
+def _dispatch(
     compute: Callable[..., torch.Tensor], hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts' output for each token.

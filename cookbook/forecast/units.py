@@ -90,13 +90,13 @@ class Moment:
 def moments(states: States, phases: Sequence[Phase]) -> Iterator[Moment]:
     """All moments that can be the peak."""
     is_divided = any(phase.name == "experts forward" for phase in phases)
-    units = _Units(states if is_divided else replace(states, units=tuple(_joined(states.units))))
+    units = _Units(states if is_divided else replace(states, units=tuple(_join(states.units))))
     for phase, following in pairwise((*phases, None)):
         assert phase is not None
         yield from units.of_phase(phase, 0 if following is None else following.held)
 
 
-def _joined(units: Sequence[Unit]) -> Iterator[Unit]:
+def _join(units: Sequence[Unit]) -> Iterator[Unit]:
     """Experts counted with the rest of their layer: an upper bound, for phases of whole layers."""
     experts = {unit.layer: unit for unit in units if unit.is_experts}
     for unit in units:
@@ -168,8 +168,8 @@ class _Units:
             "buffer_before": self._buffer([*self.first, *self._with_experts(before[-1:])]),
             "layer_copied": self._buffer([unit for unit in units["layer"] if not unit.stays]),
             "experts_copied": 0 if phase.layer in self.computed_again else amounts["experts_buffer"],
-            "experts_reduced": self._reduced(units["experts"]),
-            "reduced_before": self._reduced(after[:1] or self.tail),
+            "experts_reduced": self._reduction_buffer(units["experts"]),
+            "reduced_before": self._reduction_buffer(after[:1] or self.tail),
             "later": _total([*self.tail, *self._with_experts(after)], "gradients_left"),
             "own": _total(units["experts"], "gradients_left"),
         }
@@ -185,7 +185,7 @@ class _Units:
         """The gather buffer of the last unit, after its weights have been copied out."""
         return 0 if self.is_flat or not units else units[-1].weights
 
-    def _reduced(self, units: Sequence[Unit]) -> int:
+    def _reduction_buffer(self, units: Sequence[Unit]) -> int:
         """The buffer of the last reduction of gradients."""
         return 0 if self.is_flat else max((unit.gradients for unit in units), default=0)
 

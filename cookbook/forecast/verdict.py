@@ -192,7 +192,7 @@ class TraceCache:
     def _two_traces(self, options: list[dict[str, Any]]) -> list[ActivationTrace]:
         """The second in another process meanwhile, if there is one."""
         key = self._key_of(options[1])
-        is_begun = self._known(key) is None and second_process.begin(self.config, self.recipe, options[1])
+        is_begun = self._find_trace(key) is None and second_process.begin(self.config, self.recipe, options[1])
         try:
             first = self._trace(options[0])
         finally:
@@ -204,7 +204,7 @@ class TraceCache:
         too_long = (*self._key, options["length"])  # under any strategy
         return too_long if too_long in TRACES else (*self._key, *options.values())
 
-    def _known(self, key: tuple[Any, ...]) -> ActivationTrace | Untraceable | None:
+    def _find_trace(self, key: tuple[Any, ...]) -> ActivationTrace | Untraceable | None:
         """A trace of this process or, where such are kept, of an earlier one."""
         if key not in TRACES and self._is_kept and (kept := kept_traces.find(ActivationTrace, key)) is not None:
             TRACES[key] = kept
@@ -216,7 +216,7 @@ class TraceCache:
             kept_traces.keep(key, traced)
 
     def _trace(self, options: dict[str, Any]) -> ActivationTrace:
-        if self._known(key := self._key_of(options)) is None:
+        if self._find_trace(key := self._key_of(options)) is None:
             try:
                 self._keep(key, trace_pass(self.config, self.recipe, **options))
             except Untraceable as error:
@@ -271,7 +271,7 @@ def time_of_run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Placed:
+class _PlacedRun:
     """A run under a strategy on given machines: what is known of it before any trace."""
 
     plan: Plan
@@ -283,13 +283,13 @@ class _Placed:
     disk: int
 
 
-def _fitted(traces: TraceCache, strategy: Strategy, machines: Machines) -> tuple[Strategy, int]:
+def _fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> tuple[Strategy, int]:
     """The strategy as it would run there, and its number of processes."""
     count = default_num_processes(strategy, machines.num_gpus)
     return strategy.fitted(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden), count
 
 
-def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machines) -> _Placed:
+def _place(traces: TraceCache, strategy: Strategy, count: int, machines: Machines) -> _PlacedRun:
     """Raises RecipeError where the strategy cannot run there."""
     recipe, skeleton, recipe_name = traces.recipe, traces.skeleton, traces.recipe_name
     each = max(1, machines.gpus_each)
@@ -311,7 +311,7 @@ def _placed(traces: TraceCache, strategy: Strategy, count: int, machines: Machin
     held = heaviest(skeleton, inputs)
     hidden, on_gpus = traces.sizes.hidden, machines.gpus_each > 0
     host, offloaded, disk = machine_bytes(skeleton, inputs, held, min(count, each), hidden=hidden, on_gpus=on_gpus)
-    return _Placed(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
+    return _PlacedRun(plan=plan, held=held, host=host, offloaded=offloaded, disk=disk)
 
 
 def _plan(recipe: Recipe, strategy: Strategy, count: int, machines: Machines, recipe_name: str) -> Plan:
@@ -349,7 +349,7 @@ def time_if_fused(traces: TraceCache, strategy: Strategy, machines: Machines) ->
     """The time of a step with all kernels fused that `model.compile` would fuse, and with kernels for attention and for
     layers with a state: by formulas alone. None where `model.compile` is refused, or no time is forecast.
     """
-    strategy, count = _fitted(traces, strategy, machines)
+    strategy, count = _fit(traces, strategy, machines)
     model = traces.recipe.model.model_copy(update={"compile": True})
     try:
         plan = _plan(traces.recipe.model_copy(update={"model": model}), strategy, count, machines, traces.recipe_name)
@@ -362,9 +362,9 @@ def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
     """Return whether a GPU holds weights and optimizer, and the machine what it takes: no trace is needed to rule one
     out.
     """
-    strategy, count = _fitted(traces, strategy, machines)
+    strategy, count = _fit(traces, strategy, machines)
     try:
-        placed = _placed(traces, strategy, count, machines)
+        placed = _place(traces, strategy, count, machines)
     except RecipeError:
         return False
     gpu = placed.held.gpu
@@ -381,9 +381,9 @@ def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
 def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limits: bool = True) -> Forecast:
     """The forecast of one strategy; see `forecast_all`."""
     recipe, skeleton = traces.recipe, traces.skeleton
-    strategy, count = _fitted(traces, strategy, machines)
+    strategy, count = _fit(traces, strategy, machines)
     try:
-        placed = _placed(traces, strategy, count, machines)
+        placed = _place(traces, strategy, count, machines)
     except RecipeError as error:
         return Forecast(strategy=strategy, verdict="cannot run", why=error.mistakes, num_processes=count)
     plan, held, host, disk = placed.plan, placed.held, placed.host, placed.disk

@@ -8,11 +8,17 @@ from typing import Annotated
 from typer import Option
 
 from cookbook.commands.check.warnings import doubts, read_all
-from cookbook.commands.shared.answer_forms import Checked, CheckedRecipe
+from cookbook.commands.shared.answer_forms import CheckAnswer, CheckedRecipe
 from cookbook.commands.shared.arguments import RECIPE, AsJson, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.for_programs import answer, warn
 from cookbook.commands.shared.labels import read_label, read_needs, recipe_files
-from cookbook.commands.shared.mistakes import check_layer_classes, check_model, lacks_checkpoint, lacks_for_fp8, placed
+from cookbook.commands.shared.mistakes import (
+    check_layer_classes,
+    check_model,
+    lacks_checkpoint,
+    lacks_for_fp8,
+    place_mistakes,
+)
 from cookbook.config.foreign import as_assignment
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
@@ -43,7 +49,7 @@ def check(
     recipes = paths or recipe_files()
     if not recipes:
         raise RecipeError([f"recipes/: no recipe there (looked in {Path.cwd()})"])
-    checked = Checked(recipes=[], strategies=[])
+    checked = CheckAnswer(recipes=[], strategies=[])
     for path in recipes:
         with gather_mistakes(mistakes):
             recipe, entry = _check_recipe(path, strategy, assignments, processes, is_named=bool(paths))
@@ -85,7 +91,7 @@ def _check_recipe(
         mistakes += changed_settings(recipe) if is_named else []  # of all recipes, nobody asks to be resumed
         doubtful, problems = _on_disk(path, recipe, pair.claims)
         mistakes += problems
-    refuse([*pair.mistakes, *placed(mistakes, path, assignments)])
+    refuse([*pair.mistakes, *place_mistakes(mistakes, path, assignments)])
     assert recipe is not None and strategy is not None and plan is not None
     batch = run_plan.describe_batch(recipe, plan)
     say(short(f"{path}: fine under {strategy.path}; {batch}"))
@@ -94,7 +100,7 @@ def _check_recipe(
         notes.append(f"rounds.sampler: {host} gets the prompts" + (f", and {KEY}" if KEY in os.environ else ""))
     for note in notes:
         say(short(f"note: {note}"))
-    for doubt in placed([f"{path}: {doubt}" for doubt in [*doubtful, *doubts(recipe)]], path, assignments):
+    for doubt in place_mistakes([f"{path}: {doubt}" for doubt in [*doubtful, *doubts(recipe)]], path, assignments):
         warn(short(doubt))
     return recipe, CheckedRecipe(
         recipe=str(path), strategy=str(strategy.path), processes=plan.num_processes, batch=batch, notes=notes

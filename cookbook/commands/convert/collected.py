@@ -29,7 +29,7 @@ NOT_THE_SAME = "not the same training: "
 NEAREST = "docs/convert.md#what-there-is-not has what comes nearest"
 
 
-class Collected:
+class CollectedKeys:
     """Our keys, collected from one or more files."""
 
     def __init__(self, processes: int | None) -> None:

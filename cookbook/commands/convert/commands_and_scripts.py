@@ -103,7 +103,7 @@ def read_command(name: str, text: str) -> Command | None:
     for whole in joined_lines(SEVERAL_LINES.sub(_in_one_line, text)):
         plain = ALL_OF_ARRAY.sub(r"\1", whole.replace("\\\n", " "))
         plain = VARIABLE.sub(lambda match: _value_of(match, variables), plain)
-        plain = ARITHMETIC.sub(lambda match: _computed(match[1], match[0], variables), plain)
+        plain = ARITHMETIC.sub(lambda match: _compute(match[1], match[0], variables), plain)
         is_assignment = _assign(plain, variables)
         try:
             words = shlex.split(re.sub(r"\$\([^)]*\)+", OF_ANOTHER, re.sub(WHICH, r"\1", plain)), comments=True)
@@ -244,7 +244,7 @@ def _without_comment(line: str) -> str:
     return line
 
 
-def _computed(text: str, written: str, variables: dict[str, str]) -> str:
+def _compute(text: str, written: str, variables: dict[str, str]) -> str:
     """A sum or product of whole numbers in a shell; as written if it is more than that."""
 
     def value(node: ast.expr) -> int:

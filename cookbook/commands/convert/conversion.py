@@ -14,10 +14,10 @@ from cookbook.commands.convert.commands_and_scripts import read_settings
 from cookbook.commands.convert.converted_rows import ROWS
 from cookbook.commands.convert.keys import Conversion
 from cookbook.commands.convert.strategy_files import choose_strategy, compare_sizes
-from cookbook.commands.shared.answer_forms import Converted
+from cookbook.commands.shared.answer_forms import ConvertAnswer
 from cookbook.commands.shared.arguments import AsJson, positive
 from cookbook.commands.shared.for_programs import answer, as_object
-from cookbook.commands.shared.named_file import taken, write_named_file
+from cookbook.commands.shared.named_file import problem_of_name, write_named_file
 from cookbook.config.base_recipe import KEY
 from cookbook.config.foreign import NoCounterpart, Project, tables
 from cookbook.config.recipe import RECIPES, Recipe, leaves
@@ -91,7 +91,7 @@ def convert(
         template = out.with_suffix(".jinja")
         files_to_write[template] = conversion.template
         conversion.recipe["data.chat_template"] = str(template)
-    recipe = nested({"strategy": name, **conversion.with_trackers()})
+    recipe = nest({"strategy": name, **conversion.with_trackers()})
     source = " and ".join(f"{document.name} ({described.name})" for document, described in sources)
     if training is not None:
         files_to_write[out] = f"# Converted by `cookbook convert` from {source}.\n" + dump_yaml(recipe)
@@ -114,7 +114,7 @@ def convert(
         say("to correct before it runs:", *mistakes, sep="\n  ")
     if as_json:
         answer(
-            Converted(
+            ConvertAnswer(
                 source=source,
                 recipe=None if training is None else str(out),
                 strategy=name,
@@ -154,7 +154,7 @@ def _read(
 
 def _write(files: dict[Path, str]) -> None:
     """All of them or, if one is there already, none."""
-    refuse([mistake for path in files for mistake in taken(path)])
+    refuse([mistake for path in files for mistake in problem_of_name(path)])
     for path, text in files.items():
         make_folder(path.parent)
         write_named_file(path, text)
@@ -182,7 +182,7 @@ def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> 
     return idle
 
 
-def nested(values: dict[str, Any]) -> dict[str, Any]:
+def nest(values: dict[str, Any]) -> dict[str, Any]:
     """`{"a.b": 1}` as `{"a": {"b": 1}}`, in the order of a recipe."""
     sections: dict[str, Any] = {}
     for key, value in sorted(values.items(), key=lambda pair: ORDER.index(pair[0])):

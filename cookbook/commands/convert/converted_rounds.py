@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any, get_args
 
-from cookbook.commands.convert.collected import Collected
+from cookbook.commands.convert.collected import CollectedKeys
 from cookbook.config.foreign import meaning_of, tables
 from cookbook.config.objectives import Objective
 from cookbook.config.objectives.grpo import GRPO
@@ -48,7 +48,7 @@ NOT_IN_ROUNDS = (*OF_ROWS, *SAVED, "data.max_length")
 """Keys whose defaults in other projects are no settings of rounds; a length is TRL's for other objectives."""
 
 
-def asks_for_rounds(collected: Collected) -> bool:
+def asks_for_rounds(collected: CollectedKeys) -> bool:
     """Return whether the files are those of a GRPO that samples while it trains."""
     if collected.objective is not None:
         return collected.objective == "grpo"
@@ -61,7 +61,7 @@ def asks_for_rounds(collected: Collected) -> bool:
     return bool(keys - {*OTHERS_TOO}) or (isinstance(loss, str) and loss in (*LOSSES, OF_A_MICRO_BATCH))
 
 
-def derive_objective(collected: Collected) -> None:
+def derive_objective(collected: CollectedKeys) -> None:
     """`objective` of GRPO. Keys of other objectives are left out."""
     loss, _, rl = _loss_in(collected), collected.take("loss_type"), collected.take("rl")
     for name in ("pref_loss", "loss"):
@@ -86,7 +86,7 @@ def derive_objective(collected: Collected) -> None:
             _drop(collected, key, "goes with another objective; left out")
 
 
-def leave_out_rounds(collected: Collected) -> None:
+def leave_out_rounds(collected: CollectedKeys) -> None:
     """Name the keys of rounds in the files of another training."""
     for key in [key for key in collected.recipe if key.startswith("rounds.")]:
         is_of_others = key in OTHERS_TOO
@@ -100,7 +100,7 @@ def leave_out_rounds(collected: Collected) -> None:
         _drop(collected, f"objective.{key}", "goes with GRPO only; left out")
 
 
-def derive_rounds(collected: Collected, accumulation: int) -> None:
+def derive_rounds(collected: CollectedKeys, accumulation: int) -> None:
     """`rounds`, and what of a run is another thing where rounds repeat it.
 
     Args:
@@ -108,7 +108,7 @@ def derive_rounds(collected: Collected, accumulation: int) -> None:
     """
     _defaults_of_trl(collected)
     _rewards(collected)
-    _asked(collected)
+    _convert_prompt(collected)
     _sampler(collected)
     _numbers(collected, accumulation)
     _length(collected)
@@ -124,7 +124,7 @@ def derive_rounds(collected: Collected, accumulation: int) -> None:
     _left_out(collected)
 
 
-def _loss_in(collected: Collected) -> Any:
+def _loss_in(collected: CollectedKeys) -> Any:
     loss = collected.other.get("~loss_type")
     return loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
 
@@ -133,7 +133,7 @@ def _usual(key: str) -> Any:
     return RoundsSection.model_fields[key].default
 
 
-def _value(collected: Collected, key: str) -> Any:
+def _value(collected: CollectedKeys, key: str) -> Any:
     return collected.recipe.get(f"rounds.{key}", _usual(key))
 
 
@@ -142,7 +142,7 @@ def _of_trl(name: str) -> Any:
     return tables().projects["trl"].schema_defaults("grpo").get(name)
 
 
-def _drop(collected: Collected, key: str, why: str) -> None:
+def _drop(collected: CollectedKeys, key: str, why: str) -> None:
     """Leave a key out of the recipe, and say so at its place unless it asked for nothing."""
     if (value := collected.recipe.pop(key, None)) is None:
         return
@@ -160,7 +160,7 @@ def _name_at(place: str) -> str:
     return place.partition(" is ")[0].rpartition(": ")[2]
 
 
-def _defaults_of_trl(collected: Collected) -> None:
+def _defaults_of_trl(collected: CollectedKeys) -> None:
     """TRL's defaults of GRPO that are not ours, for axolotl's files, which it trains."""
     ours: dict[str, Any] = {f"rounds.{key}": info.default for key, info in RoundsSection.model_fields.items()}
     ours |= {f"objective.{key}": info.default for key, info in GRPO.model_fields.items() if key != "name"}
@@ -172,7 +172,7 @@ def _defaults_of_trl(collected: Collected) -> None:
         collected.notes.append(f"not in the file, so TRL's defaults hold: {given}")
 
 
-def _rewards(collected: Collected) -> None:
+def _rewards(collected: CollectedKeys) -> None:
     """`rounds.reward_funcs`, and what the plugin has to have that registers them."""
     model, written = collected.take("reward_model"), collected.take("reward_funcs", [])
     own = collected.project.fields.get("reward_funcs") if collected.project is not None else None
@@ -208,11 +208,11 @@ def _rewards(collected: Collected) -> None:
     )
 
 
-def _is_open_r1(collected: Collected) -> bool:
+def _is_open_r1(collected: CollectedKeys) -> bool:
     return collected.project is not None and collected.project is tables().projects["open-r1"]
 
 
-def _plugin_of_open_r1(collected: Collected, functions: list[str]) -> list[str]:
+def _plugin_of_open_r1(collected: CollectedKeys, functions: list[str]) -> list[str]:
     """The lines of a plugin that asks open-r1 itself for its functions, with the arguments that the file has."""
     own = collected.project.fields if collected.project is not None else {}
     given = {
@@ -232,7 +232,7 @@ def _plugin_of_open_r1(collected: Collected, functions: list[str]) -> list[str]:
     ]
 
 
-def _asked(collected: Collected) -> None:
+def _convert_prompt(collected: CollectedKeys) -> None:
     """A prompt that is a text is a user's message in open-r1, behind its system_prompt."""
     if not collected.take("asks_user"):
         return
@@ -257,7 +257,7 @@ def _plugin(functions: list[str]) -> list[str]:
     ]
 
 
-def _sampler(collected: Collected) -> None:
+def _sampler(collected: CollectedKeys) -> None:
     """`rounds.sampler`."""
     is_on = collected.take("vllm_use")
     settings = {key.removeprefix(VLLM): key for key in [*collected.other] if key.startswith(VLLM)}
@@ -302,7 +302,7 @@ def _sampler(collected: Collected) -> None:
     )
 
 
-def _numbers(collected: Collected, accumulation: int) -> None:
+def _numbers(collected: CollectedKeys, accumulation: int) -> None:
     """`rounds.num_rounds` and `rounds.prompts_per_round`, from the steps of the whole run."""
     recipe = collected.recipe
     per_process, given = collected.take("steps_per_generation"), collected.take("answers_per_generation")
@@ -377,7 +377,7 @@ def _count_rows(train: Any) -> int | None:
         return sum(bool(line.strip()) for line in lines)
 
 
-def _length(collected: Collected) -> None:
+def _length(collected: CollectedKeys) -> None:
     """`data.max_length`, of a prompt with an answer."""
     prompt, answer = collected.take("max_prompt_length"), _value(collected, "max_completion_length")
     if prompt is not None:
@@ -395,7 +395,7 @@ PROMPT = 1024
 """Tokens of a prompt where the file does not limit it."""
 
 
-def _left_out(collected: Collected) -> None:
+def _left_out(collected: CollectedKeys) -> None:
     """Leave out what rounds do not know."""
     for key in HELD_OUT:
         _drop(collected, key, "held-out rows are not evaluated in rounds: left out")

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from cookbook.commands.convert import source_sections
-from cookbook.commands.convert.collected import Collected, in_short
+from cookbook.commands.convert.collected import CollectedKeys, in_short
 from cookbook.config.foreign import NoCounterpart, Project, share, tables
 from cookbook.config.owner_schemas import read_classes
 from cookbook.rows.row_columns import MESSAGE_KEYS
@@ -35,7 +35,7 @@ FRACTION = "a fraction became weight: each epoch uses another part of the rows"
 SOURCE_ADVICE = "no counterpart; the shape of rows is recognized, and data.columns maps the rest"
 
 
-def read_test_split(collected: Collected, project: Project | None) -> None:
+def read_test_split(collected: CollectedKeys, project: Project | None) -> None:
     """TRL's `dataset_test_split` is `test`, and is read where a file asks for evaluations."""
     is_named = collected.other.keys() & {"~mixture", "~sources", "~test_split"} or "~dataset" not in collected.other
     if (
@@ -47,7 +47,7 @@ def read_test_split(collected: Collected, project: Project | None) -> None:
         collected.notes.append("not in the file: the split test is evaluated, TRL's own")
 
 
-def derive_rows(collected: Collected, project: Project | None) -> None:
+def derive_rows(collected: CollectedKeys, project: Project | None) -> None:
     """`data.train`, `data.eval`, `data.holdout` and `data.columns`."""
     path, config, split = collected.take("dataset"), collected.take("dataset_config"), collected.take("train_split")
     config = config[0] if isinstance(config, list) and len(config) == 1 else config
@@ -75,7 +75,7 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
             collected.change(f"~{key}", "left out: other keys name the rows; write it at its source in data.train")
     for name in _names(collected, "registered_eval"):
         collected.recipe.setdefault("data.eval", {})[name] = f"path/to/{name}.jsonl"
-    others = _list_of_sources(collected, "test_sources") + _listed(collected, "listed_eval")
+    others = _list_of_sources(collected, "test_sources") + _list_sources(collected, "listed_eval")
     for i, source in enumerate([*others, *(_of_torchtune(collected, held_out, "~val") if held_out else [])]):
         collected.recipe.setdefault("data.eval", {})[f"set{i}" if i else "eval"] = source
     columns = {"text": collected.take("text_field"), "messages": collected.take("messages_column")}
@@ -85,10 +85,10 @@ def derive_rows(collected: Collected, project: Project | None) -> None:
         collected.recipe["data.columns"] = columns
 
 
-def _sources(collected: Collected, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
+def _sources(collected: CollectedKeys, path: str | None, config: Any, split: Any) -> list[dict[str, Any]]:
     if "~pretraining" in collected.other:
         _pretraining(collected)
-    if sources := [*_list_of_sources(collected, "sources"), *_listed(collected, "listed")]:
+    if sources := [*_list_of_sources(collected, "sources"), *_list_sources(collected, "listed")]:
         return sources
     splits, mixer = collected.take("splits"), collected.take("mixer")
     if mixer is not None:
@@ -123,7 +123,7 @@ def _sources(collected: Collected, path: str | None, config: Any, split: Any) ->
     return [{"path": path, **{key: value for key, value in extra.items() if value is not None}}]
 
 
-def _pretraining(collected: Collected) -> None:
+def _pretraining(collected: CollectedKeys) -> None:
     """axolotl's stream of texts. A packed one cuts a text into windows (`PretrainTokenizationStrategy` in its
     prompt_strategies/pretrain.py), another the end of it (`encode_streaming` in utils/data/streaming.py)."""
     rows, place = collected.take("pretraining"), collected.places["~pretraining"]
@@ -145,7 +145,7 @@ def _pretraining(collected: Collected) -> None:
         collected.note("~pretraining", "without sample_packing a text is cut at its end: data.too_long cut")
 
 
-def _mixture(collected: Collected, mixture: dict[str, Any], project: Project | None) -> None:
+def _mixture(collected: CollectedKeys, mixture: dict[str, Any], project: Project | None) -> None:
     """TRL's mixture, and the handbook's, whose keys with a default of their class need nothing."""
     collected.other["~sources"] = mixture.get("datasets", [])
     collected.places["~sources"] = collected.places["~mixture"]
@@ -166,7 +166,7 @@ def _mixture(collected: Collected, mixture: dict[str, Any], project: Project | N
             collected.change("~mixture", f"{key} {show(mixture[key])}: no counterpart")
 
 
-def _of_torchtune(collected: Collected, section: Any, place: str) -> list[dict[str, Any]]:
+def _of_torchtune(collected: CollectedKeys, section: Any, place: str) -> list[dict[str, Any]]:
     """The sources from a section of torchtune's, one for each of its files."""
     if not isinstance(section, dict):
         collected.change(place, f"{in_short(section)} is no section; write the source")
@@ -180,7 +180,7 @@ def _of_torchtune(collected: Collected, section: Any, place: str) -> list[dict[s
     return [source for source, _ in converted]
 
 
-def _listed(collected: Collected, key: str) -> list[dict[str, Any]]:
+def _list_sources(collected: CollectedKeys, key: str) -> list[dict[str, Any]]:
     """The sources in a file that LLaMA-Factory v1 names, or the one that it is."""
     name = collected.take(key)
     if name is None:
@@ -196,7 +196,7 @@ def _listed(collected: Collected, key: str) -> list[dict[str, Any]]:
     return sources
 
 
-def _alpaca(collected: Collected, place: str) -> None:
+def _alpaca(collected: CollectedKeys, place: str) -> None:
     """Rows in Alpaca's prompt, whatever the model's template."""
     if collected.recipe.get("data.chat_template", "alpaca") != "alpaca":
         collected.note(
@@ -205,7 +205,7 @@ def _alpaca(collected: Collected, place: str) -> None:
     collected.recipe["data.chat_template"] = "alpaca"
 
 
-def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str], configs: Any) -> list[dict[str, Any]]:
+def _of_mixer(collected: CollectedKeys, mixer: dict[str, Any], splits: list[str], configs: Any) -> list[dict[str, Any]]:
     """The handbook's {data set: fraction}, whose splits are by name for training or test, and whose configurations are
     in the order of the data sets (`mix_datasets` in its data.py)."""
     names: dict[str, dict[str, Any]] = {path: {} for path in mixer}
@@ -235,7 +235,7 @@ def _of_mixer(collected: Collected, mixer: dict[str, Any], splits: list[str], co
     return sources
 
 
-def _names(collected: Collected, key: str) -> list[str]:
+def _names(collected: CollectedKeys, key: str) -> list[str]:
     """Names of LLaMA-Factory's dataset_info.json, each to be replaced by a path."""
     names = collected.take(key, [])
     if names:
@@ -245,7 +245,7 @@ def _names(collected: Collected, key: str) -> list[str]:
     return names
 
 
-def _list_of_sources(collected: Collected, key: str) -> list[dict[str, Any]]:
+def _list_of_sources(collected: CollectedKeys, key: str) -> list[dict[str, Any]]:
     sources: list[dict[str, Any]] = []
     types: list[str] = []
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in collected.take(key) or []]

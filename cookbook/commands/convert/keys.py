@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cookbook.commands.convert import converted_rounds
-from cookbook.commands.convert.collected import Collected
+from cookbook.commands.convert.collected import CollectedKeys
 from cookbook.commands.convert.converted_rows import derive_rows, read_test_split
 from cookbook.config.foreign import OPTIMIZERS, Project, meaning_of, tables
 from cookbook.config.recipe import Recipe
@@ -17,7 +17,7 @@ from cookbook.system.files import MAX_CHOICES, Document, read_document, show
 from cookbook.system.registry import NamedSection, Section
 
 
-class Conversion(Collected):
+class Conversion(CollectedKeys):
     """A recipe's keys, those that depend on several of theirs too."""
 
     def derive(self, project: Project | None) -> None:
@@ -58,10 +58,10 @@ class Conversion(Collected):
         if project is not None and not project.warms_up_constant:
             self._spare_warm_up()
         self._length_and_batch()
-        is_flat = self._flattened()
+        is_flat = self._convert_flattening()
         self._packed_by_script()
         if project is not None and not is_flat:
-            self._packed(project)
+            self._convert_packing(project)
         self._evaluation_and_saving()
         if has_rounds:
             converted_rounds.derive_rounds(self, accumulation)
@@ -651,7 +651,7 @@ class Conversion(Collected):
                 f"left out: batch.global_batch_size is {size} already, from {self.places['batch.global_batch_size']}",
             )
 
-    def _flattened(self) -> bool:
+    def _convert_flattening(self) -> bool:
         """Packing of the samples of a batch, which counts these as any batch does. Return whether there is no other."""
         if not self.take("flattens") or self.recipe.get("data.packing"):
             return False
@@ -674,7 +674,7 @@ class Conversion(Collected):
             " it, and here packed samples are whole, and none attends to another",
         )
 
-    def _packed(self, project: Project) -> None:
+    def _convert_packing(self, project: Project) -> None:
         """Name the unit of a batch of packed rows, where the project packs before it draws batches, and cuts."""
         is_of_texts = "text_completion" in self.places.get("~dataset_component", "")  # torchtune packs others whole
         if self.take("cuts_packed") and is_of_texts and self.recipe.get("data.packing"):

@@ -26,11 +26,11 @@ from cookbook.commands.doctor.host import (
     check_shared_memory,
     read_limits,
 )
-from cookbook.commands.doctor.hub import check_hub, wanted
+from cookbook.commands.doctor.hub import check_hub, repos_of
 from cookbook.commands.doctor.nvme import check_nvme, nvme_folders
 from cookbook.commands.doctor.software import check_build, check_python, check_torch_build, check_versions
 from cookbook.commands.doctor.storage import sizes
-from cookbook.commands.shared.answer_forms import Examined, FindingForPrograms
+from cookbook.commands.shared.answer_forms import DoctorAnswer, FindingForPrograms
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe
@@ -111,7 +111,7 @@ def examine(
 def _examine(visit: _Visit, recipe: Recipe | None, strategy: Strategy | None, path: Path | None) -> None:
     precision = recipe.mixed_precision if recipe else "bf16"
     folders = nvme_folders(strategy) if strategy else []
-    hub = visit.begin("Hub", lambda: check_hub(wanted(recipe)), seconds=HUB_SECONDS)  # meanwhile
+    hub = visit.begin("Hub", lambda: check_hub(repos_of(recipe)), seconds=HUB_SECONDS)  # meanwhile
     first = [
         visit.begin("software", check_python),
         visit.begin("versions", check_versions),
@@ -214,7 +214,7 @@ def report(findings: list[Finding], seconds: float, *, as_json: bool) -> int:
     code = max((EXIT_CODES[finding.status] for finding in findings), default=0)
     if as_json:
         listed = [FindingForPrograms(**asdict(finding)) for finding in findings]
-        answer(Examined(ready=code < 2, seconds=round(seconds, 1), findings=listed))
+        answer(DoctorAnswer(ready=code < 2, seconds=round(seconds, 1), findings=listed))
     else:
         say(in_words(findings, seconds), is_coloured=True)
     return code

@@ -32,7 +32,7 @@ class HubRepo:
     repo_type: Literal["model", "dataset"]
 
 
-def wanted(recipe: Recipe | None) -> list[HubRepo]:
+def repos_of(recipe: Recipe | None) -> list[HubRepo]:
     """Models and data sets of a recipe that are on the Hub: neither a folder, a file nor built in."""
     if recipe is None:
         return []

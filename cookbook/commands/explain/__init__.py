@@ -10,7 +10,7 @@ from cookbook.commands.explain import compare
 from cookbook.commands.explain.chart import LETTERS
 from cookbook.commands.explain.explanation import as_dict, in_words
 from cookbook.commands.explain.explanation import explain as explain_run
-from cookbook.commands.shared.answer_forms import Explained
+from cookbook.commands.shared.answer_forms import ExplainAnswer
 from cookbook.commands.shared.arguments import QUICKSTART, RECIPE, AsJson, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.for_programs import answer
 from cookbook.config.strategy import find_strategy, known_strategies
@@ -35,10 +35,10 @@ def explain(
     if other is not None:
         comparison = compare.compare(str(path), other, override=strategy, assignments=assignments, processes=processes)
         say(short(compare.in_words(comparison)))
-        return answer(Explained(**compare.as_dict(comparison))) if as_json else 0
+        return answer(ExplainAnswer(**compare.as_dict(comparison))) if as_json else 0
     if compare.is_strategy(str(path)):
         find_strategy(str(path))
         raise RecipeError([f"{path}: a strategy; write a recipe before it, or another strategy after it"])
     run = explain_run(path, strategy_path=strategy, assignments=assignments, processes=processes)
     say(in_words(run, plain=plain))
-    return answer(Explained(**as_dict(run))) if as_json else 0
+    return answer(ExplainAnswer(**as_dict(run))) if as_json else 0

@@ -9,13 +9,13 @@ from typer import Argument, Option
 
 from cookbook.commands.plan.model_recipe import Method, is_model, recipe_of_model
 from cookbook.commands.plan.submitted_row import in_csv, row_of
-from cookbook.commands.shared.answer_forms import Planned
+from cookbook.commands.shared.answer_forms import PlanAnswer
 from cookbook.commands.shared.arguments import QUICKSTART, AsJson, Assignments, Strategies, positive, recipes
 from cookbook.commands.shared.find_model import CACHE
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.html_page import beginning
 from cookbook.commands.shared.labels import read_label, read_needs
-from cookbook.commands.shared.named_file import taken, write_named_file
+from cookbook.commands.shared.named_file import problem_of_name, write_named_file
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy, find_strategy, known_strategies, load_known, load_strategy
 from cookbook.start.run_plan import load_pair
@@ -71,7 +71,7 @@ def plan(
         instead = "--set data.max_length=8192 or --set adapter.name=qlora"
         raise RecipeError(f"--method and --length are of a model, and {what} is a recipe; write {instead}")
     if html is not None:
-        refuse(taken(html, beginning("plan"), "--html"))
+        refuse(problem_of_name(html, beginning("plan"), "--html"))
     paths = [find_strategy(name) for name in strategy or known_strategies()]
     room = {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib}
     written = None if of_model else load_pair(path, assignments, paths[0] if strategy else None)[0]
@@ -184,7 +184,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             answers.append(Answer(outlook=outlook, settings=settings, text=short(lines)))
         if question.as_json:
             page = str(question.html) if question.html else None
-            answer(Planned(**as_record(outlook, name, **details, **of_run), page=page))
+            answer(PlanAnswer(**as_record(outlook, name, **details, **of_run), page=page))
         else:
             table = ["", in_words(outlook, name, **details, **of_run)] if question.is_all else []
             say(short("\n".join([*[""] * (i > 0), lines, *table])), is_coloured=True)
@@ -233,7 +233,7 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
     text = short(card_table.in_words(report, name, next_step, num_samples=num_samples, is_all=question.is_all))
     if question.as_json:
         page = str(question.html) if question.html else None
-        answer(Planned(**card_table.as_record(report, name, num_samples=num_samples), page=page))
+        answer(PlanAnswer(**card_table.as_record(report, name, num_samples=num_samples), page=page))
     else:
         say(text, is_coloured=True)
     if question.html is not None:

@@ -109,8 +109,8 @@ def row_of(folder: Path) -> RunRow:
         is_packed=record.get("packing", {}).get("is_on", False),
         forecast_gib=round(record["forecast"]["allocated"] / GIB, 2),
         peak_gib=round(max(line["peak_memory_gib"] for line in run.steps), 2),
-        forecast_seconds_low=_rounded(forecast.get("low")),
-        forecast_seconds_high=_rounded(forecast.get("high")),
+        forecast_seconds_low=_round(forecast.get("low")),
+        forecast_seconds_high=_round(forecast.get("high")),
         seconds=float(f"{median(line['step_seconds'] for line in timed):.4g}"),
         versions=", ".join(f"{name} {number}" for name, number in record["versions"].items() if number),
     )
@@ -152,5 +152,5 @@ def _micro_batch(settings: dict[str, Any]) -> str:
     return str(settings["batch.micro_batch_size"]) if tokens is None else f"{tokens} tokens"
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _round(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds:.4g}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cookbook.commands.shared.answer_forms import Forwards, LengthRange, Piece, Previewed, SeenSample, TokenFigures
+from cookbook.commands.shared.answer_forms import Forwards, LengthRange, Piece, PreviewAnswer, SeenSample, TokenFigures
 from cookbook.config.objectives import Objective
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.facts.language_part import open_config
@@ -37,7 +37,7 @@ NUM_RANGES, BAR_WIDTH = 10, 40
 
 def preview(
     recipe_path: Path, assignments: list[str], num_samples: int = 3, *, cache: Path = Path(".cache")
-) -> Previewed:
+) -> PreviewAnswer:
     """Prints the first samples of the first epoch and the figures of all sets, and returns them.
 
     Trained tokens are green on a terminal, and are put in ⟦ ⟧, or [[ ]], where there are no colours.
@@ -69,7 +69,7 @@ def preview(
     samples = []
     for i in order[:num_samples].tolist():
         for sequence in range(i * train.group_size, (i + 1) * train.group_size):
-            sample = _seen(train, sequence, tokenizer, recipe.objective)
+            sample = _describe_sample(train, sequence, tokenizer, recipe.objective)
             samples.append(sample)
             say(_headline(sample, train, recipe.objective))
             say(in_marks(sample.pieces, mark), end="\n\n", is_coloured=True)
@@ -91,7 +91,7 @@ def preview(
     num_steps = steps_per_epoch(sets.train, recipe.batch.global_batch_size)
     epoch = "not known of a stream" if num_steps is None else f"{num_steps:,}"
     say(f"  steps per epoch: {epoch}")
-    return Previewed(
+    return PreviewAnswer(
         recipe=str(recipe_path),
         samples=samples,
         sets=list(figures.values()),
@@ -164,12 +164,14 @@ def in_marks(cut: list[Piece], mark: Callable[[str], str]) -> str:
     return "".join(mark(shown(piece.text)) if piece.is_trained else shown(piece.text) for piece in cut)
 
 
-def marked(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
+def mark_text(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
     """The sequence as text, each trained stretch marked."""
     return in_marks(pieces(tokens, sequence, tokenizer), mark)
 
 
-def _seen(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", objective: Objective) -> SeenSample:
+def _describe_sample(
+    tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", objective: Objective
+) -> SeenSample:
     sample, place = divmod(sequence, tokens.group_size)
     return SeenSample(
         sample=sample,

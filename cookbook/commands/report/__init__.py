@@ -47,4 +47,4 @@ def report(
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs, apart)
     write_named_file(path, masked(text), pages.BEGINNING)
     say(path)
-    return answer(numbers.reported(runs, rows, best and best.run, farthest, str(path))) if as_json else 0
+    return answer(numbers.make_report(runs, rows, best and best.run, farthest, str(path))) if as_json else 0

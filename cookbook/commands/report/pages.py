@@ -72,7 +72,7 @@ def run_page(run: History, summary: Iterable[tuple[str, str]]) -> str:
     Args:
         summary: rows of name and value for its head.
     """
-    marks = {"evaluation": _evaluated(run), "save": _saved(run)}
+    marks = {"evaluation": _evaluation_steps(run), "save": _checkpoint_steps(run)}
     unusual = [event["step"] for event in run.events if event.get("event") in ("skip", "gradient")]
     starts = [event["step"] for event in run.events if event.get("event") == "start" and event["step"]]
     charts = []
@@ -150,14 +150,14 @@ def _memory(run: History) -> Iterator[str]:
     if parts and measured:
         who = max(measured, key=lambda rank: max(value for _, value in measured[rank]))
         ends = [measured[who][0][0], measured[who][-1][0]]
-        areas = _stacked({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
+        areas = _stack({f"forecast: {name}": [size, size] for name, size in parts.items()}, ends)
         line = Line(name=f"measured, {who}, which has most", points=measured[who], ink=len(areas))
         moment = run.record["forecast"].get("moment", "a step")
         quantity = Quantity(f"GPU memory in use, over the forecast of {moment}", "GiB")
         yield _chart(quantity, [*areas, line], "minutes", number="m")
 
 
-def _stacked(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
+def _stack(sizes: dict[str, list[float]], places: Sequence[float]) -> list[Line]:
     """Areas, each on those before it."""
     floor, areas = [0.0] * len(places), []
     for ink, (name, of) in enumerate(sizes.items()):
@@ -244,12 +244,12 @@ def _quantity(key: str, of_set: str = "") -> Quantity:
     return quantity._replace(title=f"{quantity.title}, {of_set}") if of_set else quantity
 
 
-def _evaluated(run: History) -> list[int]:
+def _evaluation_steps(run: History) -> list[int]:
     """The steps after which the run evaluated."""
     return list(dict.fromkeys(line["step"] for line in run.evaluations))
 
 
-def _saved(run: History) -> list[int]:
+def _checkpoint_steps(run: History) -> list[int]:
     """The steps of its complete checkpoints."""
     return [event["step"] for event in run.events if event.get("event") == "save"]
 
@@ -279,7 +279,7 @@ def _ends(runs: Iterable[History], places: Places) -> tuple[float, float]:
 def _lines_of(run: History, key: str, places: Places) -> list[Line]:
     """The curve of a key in training, and on each evaluation set. Of the time of a pause, only the steps after one."""
     place = places(run)
-    pauses = {"eval_seconds": ("evaluation", _evaluated), "save_seconds": ("save", _saved)}
+    pauses = {"eval_seconds": ("evaluation", _evaluation_steps), "save_seconds": ("save", _checkpoint_steps)}
     name, steps_of = pauses.get(key, ("training", None))
     after = {step + 1 for step in steps_of(run)} if steps_of else None
     training = [

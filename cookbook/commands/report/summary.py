@@ -10,7 +10,7 @@ from cookbook.commands.shared.answer_forms import (
     BestBy,
     HeldOut,
     LossDifference,
-    Reported,
+    ReportAnswer,
     RunSummary,
     SettingThatDiffers,
 )
@@ -172,7 +172,7 @@ def best_run(runs: Sequence[RunSummary]) -> Best | None:
     """The run whose last evaluation is best, on the first set that all runs have, by the metric that all of them
     compare by, or else the loss; None where they share no set, or `why_no_best`.
     """
-    last, by = _compared(runs)
+    last, by = _compare(runs)
     if not last or why_no_best(runs) is not None:
         return None
     pairs = [
@@ -187,7 +187,7 @@ def why_no_best(runs: Sequence[RunSummary]) -> str | None:
     """Why the last evaluations of runs, or without a set that they share their training losses, do not compare; None
     where they do.
     """
-    last, by = _compared(runs)
+    last, by = _compare(runs)
     keys = sorted({key for run in runs for key in run.objective})
     differ = [key for key in keys if any(run.objective.get(key) != runs[0].objective.get(key) for run in runs)]
     if differ and by is None:
@@ -200,7 +200,7 @@ def why_no_best(runs: Sequence[RunSummary]) -> str | None:
     return None
 
 
-def _compared(runs: Sequence[RunSummary]) -> tuple[list[HeldOut], BestBy | None]:
+def _compare(runs: Sequence[RunSummary]) -> tuple[list[HeldOut], BestBy | None]:
     """The last evaluation of each run on the first set that all have, and the metric that compares them; no evaluation
     where they share no set, no metric where the loss compares them.
     """
@@ -212,19 +212,19 @@ def _compared(runs: Sequence[RunSummary]) -> tuple[list[HeldOut], BestBy | None]
     return last, by if last else None
 
 
-def reported(
+def make_report(
     runs: Sequence[History],
     rows: Sequence[Sequence[str]],
     best: str | None,
     farthest: LossDifference | None,
     page: str,
-) -> Reported:
+) -> ReportAnswer:
     """The report of runs, for programs.
 
     Args:
         rows: of `pages.differences`.
     """
     differing = [SettingThatDiffers(key=key, values=values, affects=effect) for key, *values, effect in rows]
-    return Reported(
+    return ReportAnswer(
         runs=list(map(measure, runs)), differences=differing, best=best, loss_difference=farthest, page=page
     )

@@ -41,8 +41,8 @@ class Conversation:
         self.rounds, self.max_length = recipe.rounds, recipe.data.max_length
         kind = environments()[self.rounds.environment or ""].kind
         self.messages: list[Any] = []
-        self.environment = self._called(lambda: kind(environment_seed(recipe.seed, prompt.place)), "__init__")
-        asked = self._called(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")
+        self.environment = self._call(lambda: kind(environment_seed(recipe.seed, prompt.place)), "__init__")
+        asked = self._call(lambda: self.environment.start(copy.deepcopy(prompt.columns)), "start")
         with contextlib.suppress(BadRow):  # it has been read before
             asked = read_of_environment(asked, "start")
         if asked != prompt.asked:
@@ -63,7 +63,7 @@ class Conversation:
         self.turns.append(answer)
         self.tokens, self.mask = self.tokens + answer.ids, self.mask + [1] * len(answer.ids)
         self.messages.append({"role": "assistant", "content": answer.text})
-        reply = self._called(lambda: self.environment.step(copy.deepcopy(self.messages)), "step")
+        reply = self._call(lambda: self.environment.step(copy.deepcopy(self.messages)), "step")
         if isinstance(reply, int | float):
             if not math.isfinite(reply):
                 raise self._mistake(f"step returned {reply}, which is not finite")
@@ -111,7 +111,7 @@ class Conversation:
         except Exception as error:  # of the template, which is a program
             raise self._mistake(f"the chat template refuses the conversation: {first_line(error)}") from None
 
-    def _called(self, function: Callable[[], Any], name: str) -> Any:
+    def _call(self, function: Callable[[], Any], name: str) -> Any:
         try:
             with time_limit(self.rounds.environment_seconds), no_exit():
                 return function()

@@ -8,7 +8,7 @@ from transformers import LogitsProcessor
 from cookbook.config.sections import RoundsSection
 
 
-def truncated(logits: torch.Tensor, rounds: RoundsSection, tokens: torch.Tensor | None = None) -> torch.Tensor:
+def truncate(logits: torch.Tensor, rounds: RoundsSection, tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Logits (N, V) at the recipe's temperature, those that truncation leaves out at -inf. Their softmax is what tokens
     are drawn from: the probabilities of the tokens that are left, divided by the mass that they had.
 
@@ -48,7 +48,7 @@ class Drawing(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self._note(input_ids[:, -1])
-        drawn_from = truncated(scores, self.rounds) if self.rounds.changes_distribution else scores
+        drawn_from = truncate(scores, self.rounds) if self.rounds.changes_distribution else scores
         self._before = scores, drawn_from
         return drawn_from  # type: ignore[return-value]
 

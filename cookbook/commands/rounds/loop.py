@@ -17,7 +17,7 @@ from cookbook.commands.rounds.round_samples import Sampling, write_samples
 from cookbook.commands.rounds.rounds_folder import Round
 from cookbook.commands.shared.arguments import RECIPE, Assignments, StrategyFile, process_count
 from cookbook.commands.shared.find_model import CACHE, quiet_without_gpus
-from cookbook.commands.shared.mistakes import placed
+from cookbook.commands.shared.mistakes import place_mistakes
 from cookbook.config import plugins
 from cookbook.config.outside_words import TRANSFORMERS
 from cookbook.config.recipe import Recipe, dump_recipe
@@ -312,7 +312,7 @@ def check(
     count = processes or loaded.num_processes or run_plan.default_num_processes(loaded, num_gpus())
     with gather_mistakes(mistakes):
         run_plan.make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus(), recipe_name=str(path))
-    mistakes = placed([*mistakes, *reads_own_folder(recipe)], path, assignments)
+    mistakes = place_mistakes([*mistakes, *reads_own_folder(recipe)], path, assignments)
     asked: list[Prompt] = []
     with gather_mistakes(mistakes):
         asked = prompt_rows.read_prompts(recipe.data, recipe.rounds, recipe.seed)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cookbook.commands.rounds import rounds_folder, sampler_divergence
-from cookbook.commands.rounds.drawing import logps, truncated
+from cookbook.commands.rounds.drawing import logps, truncate
 from cookbook.commands.rounds.sampling import OpenFile
 from cookbook.config.recipe import Recipe
 from cookbook.config.sections import RoundsSection
@@ -102,9 +102,9 @@ def measure(lines: list[dict[str, Any]], trainer: OpenFile, rounds: RoundsSectio
             by_trainer.append(own.tolist())
             if not rounds.changes_distribution or "sampled_logprobs" in line:
                 continue
-            is_kept = truncated(logits, rounds).gather(-1, tokens[:, None]) > -torch.inf
+            is_kept = truncate(logits, rounds).gather(-1, tokens[:, None]) > -torch.inf
             num_left_out += int((~is_kept).sum())
-            kept = logps(truncated(logits, rounds, tokens), tokens)
+            kept = logps(truncate(logits, rounds, tokens), tokens)
             if "logprobs" in line:  # the sampler's own, so that only what truncation changes is taken from here
                 kept = kept - own + torch.tensor(line["logprobs"][i], device=own.device)
             drawn.append(kept.clamp(max=0.0).tolist())
@@ -179,16 +179,16 @@ def _divergences(group: Group, probabilities: Probabilities) -> list[list[float]
     return [sampler_divergence.of_tokens(own, other) for own, other in zip(group.logps, by_other, strict=True)]
 
 
-def _explained(suspects: list[Group], probabilities: Probabilities) -> float:
+def _explain(suspects: list[Group], probabilities: Probabilities) -> float:
     return sampler_divergence.mean([tokens for group in suspects for tokens in _divergences(group, probabilities)])
 
 
 def _of_weights(suspects: list[Group], trainer: OpenFile, recipe: Recipe, others: Sequence[Path]) -> Iterator[Cause]:
     for folder in others:
         with closing(OpenFile(folder, is_bf16=recipe.compute_precision == "bf16")) as other:
-            yield Cause(_explained(suspects, other.logps), f"other weights were sampled with, those of {folder}")
+            yield Cause(_explain(suspects, other.logps), f"other weights were sampled with, those of {folder}")
             with _head_of(other, trainer):
-                divergence = _explained(suspects, trainer.logps)
+                divergence = _explain(suspects, trainer.logps)
             yield Cause(divergence, f"these weights were sampled with, but for the head, which is that of {folder}")
 
 
@@ -213,10 +213,10 @@ def _of_settings(suspects: list[Group], trainer: OpenFile, rounds: RoundsSection
 
     def drawn(prompt: list[int], answers: list[list[int]], masks: Masks) -> list[list[float]]:
         pairs = trainer.logits(prompt, answers, masks)
-        return [logps(truncated(logits, rounds, tokens), tokens).tolist() for logits, tokens in pairs]
+        return [logps(truncate(logits, rounds, tokens), tokens).tolist() for logits, tokens in pairs]
 
     words = "its log-probabilities are those after temperature and truncation: let it return the model's own"
-    yield Cause(_explained(suspects, drawn), f"{words} (vLLM: --logprobs-mode raw_logprobs)")
+    yield Cause(_explain(suspects, drawn), f"{words} (vLLM: --logprobs-mode raw_logprobs)")
 
 
 def _of_ends(suspects: list[Group], trainer: OpenFile) -> Iterator[Cause]:
@@ -241,7 +241,7 @@ def _of_prompts(suspects: list[Group], trainer: OpenFile) -> Iterator[Cause]:
     for words, form in forms.items():
         if all(form(group.prompt) for group in suspects):
             changed = [group._replace(prompt=form(group.prompt)) for group in suspects]
-            yield Cause(_explained(changed, trainer.logps), f"another template wrote the prompts, {words}")
+            yield Cause(_explain(changed, trainer.logps), f"another template wrote the prompts, {words}")
 
 
 def _of_precision(suspects: list[Group], trainer: OpenFile, worst: float) -> str:
@@ -253,7 +253,7 @@ def _of_precision(suspects: list[Group], trainer: OpenFile, worst: float) -> str
             continue
         for parameter in trainer.model.parameters():
             parameter.data = parameter.data.to(dtype)
-        if (apart := _explained(exact, trainer.logps)) > worst / FITS:
+        if (apart := _explain(exact, trainer.logps)) > worst / FITS:
             short = [str(name).removeprefix("torch.") for name in (dtype, own)]
             return f"it may compute in {short[0]}, and the trainer in {short[1]}: that alone makes {apart:.2g} of it"
     return (

@@ -24,7 +24,7 @@ PROBABILITIES = {"logprobs": "logps", "sampled_logprobs": "drawn_logps"}
 
 if TYPE_CHECKING:
     from cookbook.commands.rounds.sampling import Answer, Sampler
-    from cookbook.commands.rounds.served import Served, Servers
+    from cookbook.commands.rounds.served import ServedModel, Servers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _sample(current: Round, model: Path, how: Sampling) -> list[dict[str, Any]]:
 
 
 def _probe(
-    current: Round, chosen: Sequence[int], server: "Served", trainer: Any, others: Sequence[Path], how: Sampling
+    current: Round, chosen: Sequence[int], server: "ServedModel", trainer: Any, others: Sequence[Path], how: Sampling
 ) -> None:
     """Prove, before a server at an address is asked for a round's answers, by a few short ones what it samples with.
 
@@ -165,7 +165,7 @@ def _lines(
     current: Round, chosen: Sequence[int], groups: Sequence[Sequence["Answer"]], how: Sampling
 ) -> list[dict[str, Any]]:
     assert how.recipe.rounds is not None
-    lines, known = [], _known([answer for group in groups for answer in group], how)
+    lines, known = [], _probabilities_of([answer for group in groups for answer in group], how)
     for row, group in zip(chosen, groups, strict=True):
         line: dict[str, Any] = {
             "round": current.number,
@@ -187,7 +187,7 @@ def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: 
     """A line for each prompt, whose completions are conversations with the recipe's environment."""
     asked, ids = [how.asked[row] for row in chosen], [how.ids[row] for row in chosen]
     groups = conversations.converse(sampler, asked, ids, how.recipe, seed)
-    known = _known([turn for group in groups for talk in group for turn in talk.turns], how)
+    known = _probabilities_of([turn for group in groups for talk in group for turn in talk.turns], how)
     lines = _lines(current, chosen, [[talk.turns[-1] for talk in group] for group in groups], how)
     for line, group in zip(lines, groups, strict=True):
         rewards = [talk.reward for talk in group]
@@ -206,7 +206,7 @@ def _talks(current: Round, chosen: Sequence[int], sampler: Any, seed: int, how: 
     return lines
 
 
-def _known(answers: Sequence["Answer"], how: Sampling) -> dict[str, str]:
+def _probabilities_of(answers: Sequence["Answer"], how: Sampling) -> dict[str, str]:
     """The items of `PROBABILITIES` that the answers have.
 
     Raises:

@@ -110,7 +110,7 @@ def open_servers(current: Round, model: Path, recipe: Recipe) -> Iterator["Serve
             return
         folder = _make_folder(current, model)
         if not clients:
-            clients = [opened.enter_context(_started(folder, recipe, current.folder / LOG))]
+            clients = [opened.enter_context(_start_server(folder, recipe, current.folder / LOG))]
         yield Servers([_serve_whole(client, current, folder, recipe) for client in clients])
 
 
@@ -128,13 +128,13 @@ def start_once(model: str, recipe: Recipe, output_dir: Path) -> Iterator[str]:
         assert recipe.adapter is not None
         rank = max(LEAST_RANK, 1 << (recipe.adapter.rank - 1).bit_length())
         options = ["--max-lora-rank", str(rank), "--max-loras", "1"]
-        with _started(folder, recipe, log, options, {UPDATING: "True"}) as client:
+        with _start_server(folder, recipe, log, options, {UPDATING: "True"}) as client:
             yield client.url.geturl()
         return
     # In development mode a server does what anyone asks who reaches it: nobody else may open this folder.
     with tempfile.TemporaryDirectory(prefix="cookbook-") as private:
         path = f"{private}/{VLLM}"
-        with _started(folder, recipe, log, variables={DEVELOPMENT: "1"}, path=path) as client:
+        with _start_server(folder, recipe, log, variables={DEVELOPMENT: "1"}, path=path) as client:
             if not client.reloads():
                 raise client.mistake(
                     f"has no {CALL}, by which it would load the weights of a round; take keep_server out"
@@ -143,7 +143,7 @@ def start_once(model: str, recipe: Recipe, output_dir: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _started(
+def _start_server(
     folder: Path,
     recipe: Recipe,
     log: Path,
@@ -186,7 +186,7 @@ def _goes_beside_base(model: Path, recipe: Recipe) -> bool:
 
 def _serve_beside_base(
     client: "Client", current: Round, model: Path, recipe: Recipe, opened: contextlib.ExitStack
-) -> "Served":
+) -> "ServedModel":
     """A server that has been told to load the round's adapter, which it drops in the end; of a round without one, its
     base. Whether it computes with this adapter, and this base, is for the proof."""
     assert recipe.rounds is not None
@@ -199,7 +199,7 @@ def _serve_beside_base(
     return _served(folder, recipe, client, current.number)
 
 
-def _serve_whole(client: "Client", current: Round, folder: Path, recipe: Recipe) -> "Served":
+def _serve_whole(client: "Client", current: Round, folder: Path, recipe: Recipe) -> "ServedModel":
     """A server that has been told to load the round's weights, if it does that, or has been started with them."""
     if not client.reloads():
         return _served(folder, recipe, client, current.number)
@@ -208,9 +208,9 @@ def _serve_whole(client: "Client", current: Round, folder: Path, recipe: Recipe)
     return _served(folder, recipe, client, current.number, name=name)
 
 
-def _served(folder: Path, recipe: Recipe, client: "Client", number: int, *, name: str | None = None) -> "Served":
+def _served(folder: Path, recipe: Recipe, client: "Client", number: int, *, name: str | None = None) -> "ServedModel":
     assert recipe.rounds is not None
-    return Served(folder, recipe.rounds, client, number, name=name, chat_template=recipe.data.chat_template)
+    return ServedModel(folder, recipe.rounds, client, number, name=name, chat_template=recipe.data.chat_template)
 
 
 def _make_link(current: Round, model: Path) -> Path:
@@ -496,7 +496,7 @@ def _words(content: bytes) -> str:
     return " ".join(text.split())[:300]
 
 
-class Served:
+class ServedModel:
     """A model of a server that samples."""
 
     def __init__(
@@ -543,7 +543,7 @@ class Served:
             " write the command again"
         )
 
-    def shortened(self) -> "Served":
+    def shortened(self) -> "ServedModel":
         """This server for the short answers of a probe."""
         probed = copy.copy(self)
         most = min(self.rounds.max_completion_length, PROBED_TOKENS)
@@ -589,10 +589,10 @@ class Served:
 class Servers:
     """Servers of one model, which share the prompts."""
 
-    def __init__(self, servers: Sequence[Served]) -> None:
+    def __init__(self, servers: Sequence[ServedModel]) -> None:
         self.servers, self.tokenizer = servers, servers[0].tokenizer
 
-    def of(self, place: int) -> Served:
+    def of(self, place: int) -> ServedModel:
         """The server of the prompt at a place of a round, whoever is faster."""
         return self.servers[(self.servers[0].number + place) % len(self.servers)]
 

@@ -66,7 +66,7 @@ class CheckedRecipe(Form):
     """With `--data`: the rows of each set."""
 
 
-class Checked(Answer):
+class CheckAnswer(Answer):
     """`cookbook check`"""
 
     recipes: list[CheckedRecipe]
@@ -119,7 +119,7 @@ class LengthRange(Form):
     """True if the range is above `data.max_length`."""
 
 
-class Previewed(Answer):
+class PreviewAnswer(Answer):
     """`cookbook preview`"""
 
     recipe: str
@@ -236,7 +236,7 @@ class WatchedRun(Form):
     """The newest of `cookbook rounds`."""
 
 
-class Watched(Answer):
+class WatchAnswer(Answer):
     """`cookbook watch`: one look, after which the command ends"""
 
     runs: list[WatchedRun]
@@ -308,7 +308,7 @@ class LossDifference(Form):
     difference: float
 
 
-class Reported(Answer):
+class ReportAnswer(Answer):
     """`cookbook report`"""
 
     runs: list[RunSummary]
@@ -323,7 +323,7 @@ class Reported(Answer):
     """The HTML page that was written."""
 
 
-class Evaluated(Answer):
+class EvaluateAnswer(Answer):
     """`cookbook evaluate`"""
 
     model: str
@@ -331,7 +331,7 @@ class Evaluated(Answer):
     """For each set its means, as the lines of metrics.jsonl have them, and `perplexity`."""
 
 
-class Converted(Answer):
+class ConvertAnswer(Answer):
     """`cookbook convert`"""
 
     source: str
@@ -354,7 +354,7 @@ class Converted(Answer):
     """Mistakes of the recipe, to be corrected before it runs."""
 
 
-class Planned(Answer):
+class PlanAnswer(Answer):
     """`cookbook plan` for some machines, or for any GPU; in bytes and seconds"""
 
     recipe: str
@@ -394,7 +394,7 @@ class Planned(Answer):
     """The page that was written with `--html`."""
 
 
-class Explained(Answer):
+class ExplainAnswer(Answer):
     """`cookbook explain` of one recipe, or of two things that are compared"""
 
     files: dict[str, Any] = {}
@@ -420,7 +420,7 @@ class FindingForPrograms(Form):
     """A command, or what to write where; empty for ok alone."""
 
 
-class Examined(Answer):
+class DoctorAnswer(Answer):
     """`cookbook doctor`"""
 
     ready: bool
@@ -428,7 +428,7 @@ class Examined(Answer):
     findings: list[FindingForPrograms]
 
 
-class Listed(Answer):
+class CheckpointAnswer(Answer):
     """`cookbook checkpoint`"""
 
     checkpoints: list[dict[str, Any]]
@@ -470,16 +470,16 @@ class NextStep(Answer):
 
 
 ANSWERS: dict[str, type[Answer]] = {
-    "check": Checked,
-    "explain": Explained,
-    "preview": Previewed,
-    "plan": Planned,
-    "doctor": Examined,
-    "convert": Converted,
-    "watch": Watched,
+    "check": CheckAnswer,
+    "explain": ExplainAnswer,
+    "preview": PreviewAnswer,
+    "plan": PlanAnswer,
+    "doctor": DoctorAnswer,
+    "convert": ConvertAnswer,
+    "watch": WatchAnswer,
     "next": NextStep,
-    "report": Reported,
+    "report": ReportAnswer,
     "why-slow": WhySlow,
-    "evaluate": Evaluated,
-    "checkpoint": Listed,
+    "evaluate": EvaluateAnswer,
+    "checkpoint": CheckpointAnswer,
 }

@@ -78,7 +78,7 @@ def _values_at_the_end(lines: Sequence[Line]) -> str:
 
 
 def _thin(line: Line) -> Line:
-    return Line(**{**vars(line), "points": thinned(line.points)})
+    return Line(**{**vars(line), "points": thin(line.points)})
 
 
 def _values(line: Line) -> list[tuple[float, float]]:
@@ -171,7 +171,7 @@ def _limits(values: Iterable[float], *, from_zero: bool) -> tuple[float, float] 
     return (low, high) if isfinite(high - low) else None
 
 
-def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most `MOST_POINTS`: the least and the greatest of each part of a longer curve, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return points

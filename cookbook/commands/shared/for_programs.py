@@ -47,7 +47,7 @@ def answer(values: Answer) -> int:
     return 0
 
 
-def refused(mistakes: list[str]) -> None:
+def report_mistakes(mistakes: list[str]) -> None:
     """Report the mistakes that end a command: on stderr, or to a program."""
     if _asked is not None:
         _asked.mistakes += mistakes
@@ -65,7 +65,7 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def answered(words: Sequence[str]) -> Iterator[None]:
+def answer_program(words: Sequence[str]) -> Iterator[None]:
     """Print what a command answers a program, if its words ask for that; what it says on stderr is a warning then."""
     global _asked
     if FLAG not in words:

@@ -163,7 +163,7 @@ def lacks_for_fp8(path: Path, recipe: Recipe, num_gpus: int) -> list[str]:
     return [f"{path}: {what}; {remedy}" for what, remedy in fp8_problems()]
 
 
-def placed(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]:
+def place_mistakes(mistakes: list[str], path: Path, assignments: list[str]) -> list[str]:
     """`file: section.key ...` with the place of the values in it: each --set that gave one, or the key's line."""
     try:
         document = read_recipe(path)

@@ -6,7 +6,7 @@ from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.record_files import new_file, replace_file
 
 
-def taken(path: Path, begins: str | None = None, option: str = "--out") -> list[str]:
+def problem_of_name(path: Path, begins: str | None = None, option: str = "--out") -> list[str]:
     """The mistake of a name that a command may not write, if it may not.
 
     Args:
@@ -29,7 +29,7 @@ def write_named_file(path: Path, text: str, begins: str | None = None, option: s
     Raises:
         RecipeError: as `taken`, or the system refuses it.
     """
-    if mistakes := taken(path, begins, option):
+    if mistakes := problem_of_name(path, begins, option):
         raise RecipeError(mistakes)
     try:
         if _is_device(path):

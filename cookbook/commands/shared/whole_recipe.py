@@ -29,7 +29,7 @@ def whole_text(path: Path, out: Path) -> str:
         values["strategy"] = _from(folder, values["strategy"])
     for section, key in LOCAL:
         if isinstance(values.get(section), dict) and key in values[section]:
-            values[section][key] = _moved(values[section][key], folder)
+            values[section][key] = _move(values[section][key], folder)
     if isinstance(plugins := values.get("plugins"), list):
         start = draft.file_of("plugins").parent
         values["plugins"] = [os.path.relpath(start / name, out.parent) for name in plugins]
@@ -47,13 +47,13 @@ def _comment(path: Path, out: Path) -> Iterator[str]:
             yield line.replace(str(path), str(out)) if re.match(r"#\s*Run:", line) else line
 
 
-def _moved(value: Any, folder: Path) -> Any:
+def _move(value: Any, folder: Path) -> Any:
     """A source, or several, whose paths lead from another folder to the same files."""
     if isinstance(value, str):
         return _from(folder, value)
     if isinstance(value, dict):
-        return {key: _moved(inner, folder) if _leads(key, value) else inner for key, inner in value.items()}
-    return [_moved(inner, folder) for inner in value] if isinstance(value, list) else value
+        return {key: _move(inner, folder) if _leads(key, value) else inner for key, inner in value.items()}
+    return [_move(inner, folder) for inner in value] if isinstance(value, list) else value
 
 
 def _leads(key: str, source: dict[str, Any]) -> bool:

@@ -124,7 +124,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     widths = [layer.width for layer in layers]
     head = [w for w in skeleton.weights if w.part == ("embedding" if skeleton.is_tied else "head")]
     undivided = [weight for weight in skeleton.weights if weight.shard_dim is None]
-    columns, rows = _divided(skeleton, 0), _divided(skeleton, 1)
+    columns, rows = _divided_matrices(skeleton, 0), _divided_matrices(skeleton, 1)
     ends = {weight.layer: weight for weight in rows}
     adapted = {weight.name.partition(".lora_")[0] for weight in skeleton.weights if ".lora_" in weight.name}
     return ModelSizes(
@@ -149,8 +149,8 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
         column_matrices=len(columns),
         first_matrices=_without_gradient(skeleton),
         row_matrices=len(rows),
-        column_ranks=[weight.shape[1] for weight in _divided(skeleton, 0, of_adapter=True)],
-        row_ranks=[weight.shape[0] for weight in _divided(skeleton, 1, of_adapter=True)],
+        column_ranks=[weight.shape[1] for weight in _divided_matrices(skeleton, 0, of_adapter=True)],
+        row_ranks=[weight.shape[0] for weight in _divided_matrices(skeleton, 1, of_adapter=True)],
         adapted_ends=sum(weight.name.partition(".base_layer.")[0] in adapted for weight in ends.values()),
         num_undivided=sum(weight.num_elements for weight in undivided),
         num_undivided_trained=sum(weight.num_elements for weight in undivided if weight.is_trained),
@@ -164,7 +164,7 @@ def sizes_of(config: Any, skeleton: Skeleton) -> ModelSizes:
     )
 
 
-def _divided(skeleton: Skeleton, dim: int, *, of_adapter: bool = False) -> list[Weight]:
+def _divided_matrices(skeleton: Skeleton, dim: int, *, of_adapter: bool = False) -> list[Weight]:
     """Matrices of the layers that tensor parallel divides along a dimension, or an adapter's beside them."""
     matrices = (weight for weight in skeleton.weights if weight.layer is not None and len(weight.shape) > 1)
     return [weight for weight in matrices if weight.shard_dim == dim and (".lora_" in weight.name) == of_adapter]

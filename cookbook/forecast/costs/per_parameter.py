@@ -138,7 +138,7 @@ def _matrices(inputs: CostInputs, number: int, is_trained: bool) -> Skeleton:
 def _by_place(held: States, inputs: CostInputs) -> dict[tuple[Where, str], float]:
     optimizer = inputs.optim.state_words
 
-    def named(where: Where, held: ResidentBytes, gradients: int, buffers: str) -> dict[tuple[Where, str], float]:
+    def name_parts(where: Where, held: ResidentBytes, gradients: int, buffers: str) -> dict[tuple[Where, str], float]:
         return {
             (where, "weights"): held.weights,
             (where, "gradients"): gradients,
@@ -151,9 +151,9 @@ def _by_place(held: States, inputs: CostInputs) -> dict[tuple[Where, str], float
     on_gpu = max(held.gpu.gradients, held.gradients_between if inputs.accumulation > 1 else 0)
     kept = sum(unit.weights for unit in held.units if unit.stays)
     return {
-        **named("GPU", held.gpu, on_gpu, second),
-        **named("host", held.host, held.host.gradients, on_host),
-        **named("disk", held.disk, held.disk.gradients, second),
+        **name_parts("GPU", held.gpu, on_gpu, second),
+        **name_parts("host", held.host, held.host.gradients, on_host),
+        **name_parts("disk", held.disk, held.disk.gradients, second),
         ("GPU", "gathered weights"): kept,
     }
 

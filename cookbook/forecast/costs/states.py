@@ -282,7 +282,7 @@ def _whole(skeleton: Skeleton, inputs: CostInputs, _: int) -> tuple[Amounts, dic
     is_wrapped = inputs.strategy.kind == "ddp"
 
     def whole(weight: Weight) -> int:
-        return math.prod(_stored(weight, inputs))
+        return math.prod(_stored_shape(weight, inputs))
 
     amounts = _of_each_weight(skeleton, inputs, whole, whole)
     return amounts, {"update": FLOAT32 * sum(trained) if is_wrapped else _largest_bucket(trained, inputs)}
@@ -344,7 +344,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
         return mesh.num_shards // mesh.expert if weight.is_expert else mesh.num_shards
 
     def padded(weight: Weight) -> int:
-        rows, *others = _stored(weight, inputs)
+        rows, *others = _stored_shape(weight, inputs)
         return math.prod(others) * math.ceil(rows / shards(weight))
 
     def gathered(weight: Weight) -> int:
@@ -559,7 +559,7 @@ def _zero3(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
     low = inputs.low_bytes
 
     def numel(weight: Weight) -> int:
-        return math.prod(_stored(weight, inputs))
+        return math.prod(_stored_shape(weight, inputs))
 
     def part(weight: Weight) -> int:
         return math.ceil(numel(weight) / num_processes)
@@ -659,7 +659,7 @@ def _weights_on_disk(
         buffer_size = max(map(part, skeleton.weights))
     buffer = block.get("buffer_count", 5) * _round_up(buffer_size, alignment)
     largest = max(subgroups, key=lambda subgroup: sum(map(part, subgroup)))
-    reserved = sum(_round_up(math.prod(_stored(weight, inputs)), alignment) for weight in largest)
+    reserved = sum(_round_up(math.prod(_stored_shape(weight, inputs)), alignment) for weight in largest)
     placeholders = sum(size(group[0]) for group in _param_groups(skeleton, inputs.optim)) + 2
     swapped = [part(weight) for weight in skeleton.weights if low * part(weight) >= limit]
     return {
@@ -745,7 +745,7 @@ def gradient_bytes(inputs: CostInputs) -> int:
 
 def resident(weights: Iterable[Weight], inputs: CostInputs) -> int:
     """Bytes of unsharded weights."""
-    return sum(_bytes_per_number(weight, inputs) * math.prod(_stored(weight, inputs)) for weight in weights)
+    return sum(_bytes_per_number(weight, inputs) * math.prod(_stored_shape(weight, inputs)) for weight in weights)
 
 
 def _bytes_per_number(weight: Weight, inputs: CostInputs) -> int:
@@ -753,7 +753,7 @@ def _bytes_per_number(weight: Weight, inputs: CostInputs) -> int:
     return FLOAT32 if weight.is_trained else inputs.low_bytes
 
 
-def _stored(weight: Weight, inputs: CostInputs) -> tuple[int, ...]:
+def _stored_shape(weight: Weight, inputs: CostInputs) -> tuple[int, ...]:
     """The shape of a weight in memory: 4-bit weights are packed two per byte, and the bytes stored as one column of the
     compute dtype (see `adapters.quantization_options`).
     """

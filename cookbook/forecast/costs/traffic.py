@@ -180,36 +180,34 @@ def _state_transfers(
         undivided = _exchanged_bytes(strategy, step) * sizes.num_undivided_trained
         own, copies = _of_each(mesh, reduced + twice, undivided), mesh.token_parallel_size
         calls = _ddp_buckets(strategy, sizes) if strategy.kind == "ddp" else _copy_buckets(strategy, mesh, sizes, step)
-        gradients = _repeated("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
+        gradients = _repeat("gradients", "all-reduce", own, copies, stride=mesh.tensor, calls=calls)
         return [*activations, *([gradients] if copies > 1 else [])]
     if strategy.zero_stage < 3:
         # The paper reduce-scatters gradients of stages 1 and 2. DeepSpeed 0.19.8 all-reduces them, and each process
         # keeps its shard (stage_1_and_2.py, allreduce_and_scatter; use_multi_rank_bucket_allreduce is true).
         times = micro if strategy.zero_stage == 2 else 1
         buckets, pieces = _zero_buckets(strategy, sizes), _zero_gathers(strategy, sizes)
-        gradients = _repeated("gradients", "all-reduce", reduced, num_processes, times, calls=buckets)
+        gradients = _repeat("gradients", "all-reduce", reduced, num_processes, times, calls=buckets)
         return [
             replace(gradients, copied=2 * half * trained * times),  # into buckets, in the dtype of the weights
-            _repeated("weights", "all-gather", half * trained, num_processes, calls=pieces),
+            _repeat("weights", "all-gather", half * trained, num_processes, calls=pieces),
         ]
     # How many weights a gather has depends on what DeepSpeed's prefetching finds: of more than a layer none was seen.
     units = sizes.num_layers + 1
-    gathers = [
-        _repeated(f"weights, {name}", "all-gather", weights, num_processes, micro, calls=units) for name in PASSES
-    ]
+    gathers = [_repeat(f"weights, {name}", "all-gather", weights, num_processes, micro, calls=units) for name in PASSES]
     if (group := strategy.secondary_group_size(num_local)) > 1:
         # A forward leaves a second copy in each group, for all gathers until the update (partition_parameters.py,
         # _partition_param_sec; stage3.py, invalidate_secondary_tensor): of frozen weights for good.
         times = 2 * micro - 1
         others = (2 * micro * weights - half * trained) / times
         gathers = [
-            _repeated("weights, first forward", "all-gather", half * trained, num_processes, calls=units),
-            _repeated("weights, after it", "all-gather", others, group, times, calls=units),
+            _repeat("weights, first forward", "all-gather", half * trained, num_processes, calls=units),
+            _repeat("weights, after it", "all-gather", others, group, times, calls=units),
         ]
     # partition_parameters.py, AllGatherCoalescedHandle, joins the parts of each weight.
     gathers = [replace(gather, is_least=True, copied=2 * gather.num_bytes) for gather in gathers]
     buckets = _zero_buckets(strategy, sizes)
-    gradients = _repeated("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)
+    gradients = _repeat("gradients", "reduce-scatter", reduced, num_processes, micro, calls=buckets)
     return [*gathers, replace(gradients, copied=2 * half * trained * micro)]
 
 
@@ -230,7 +228,7 @@ def _exchanged_bytes(strategy: Strategy, step: Step) -> int:
     return bytes_of(exchange_precision(strategy, step.precision, step.gradient_dtype))
 
 
-def _repeated(
+def _repeat(
     what: str,
     kind: TransferKind,
     num_bytes: float,
@@ -343,23 +341,21 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
     once = gathered - 1 if strategy.gathers_weights else 0  # what the head is in stays gathered
     layers = len(_layers_of_last_stage(sizes, strategy.pp_size, strategy.pp_chunks))
     messages = [
-        _repeated("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
-        _repeated("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
-        _repeated("gradients", "reduce-scatter", gradients, group, micro, stride=tensor, calls=reduced),
-        _repeated(
-            "gradients of the shard", "all-reduce", gradients / group, replicas, 1, group * tensor, calls=reduced
-        ),
-        *(_repeated(f"experts, {name}", "all-gather", own, owners, micro, expert, calls=layers) for name in PASSES),
-        _repeated("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
+        _repeat("weights, forward", "all-gather", weights, group, micro, stride=tensor, calls=gathered),
+        _repeat("weights, backward", "all-gather", regathered, group, micro, stride=tensor, calls=once),
+        _repeat("gradients", "reduce-scatter", gradients, group, micro, stride=tensor, calls=reduced),
+        _repeat("gradients of the shard", "all-reduce", gradients / group, replicas, 1, group * tensor, calls=reduced),
+        *(_repeat(f"experts, {name}", "all-gather", own, owners, micro, expert, calls=layers) for name in PASSES),
+        _repeat("gradients of experts", "reduce-scatter", of_own, owners, micro, expert, calls=layers),
     ]
     if strategy.kind != "fsdp1":  # whose weights are views of what it gathers
-        messages = [_copied(message, half / _exchanged_bytes(strategy, step)) for message in messages]
+        messages = [_with_copies(message, half / _exchanged_bytes(strategy, step)) for message in messages]
     if strategy.pp_chunks > 1:  # the first backward of a step gathers a layer of the chunk before ahead, in vain
         messages[1] = replace(messages[1], calls=(messages[1].calls or 0) + 1)
     return [message for message in messages if message.ranks > 1 and message.num_bytes]
 
 
-def _copied(message: Transfer, of_gradient: float) -> Transfer:
+def _with_copies(message: Transfer, of_gradient: float) -> Transfer:
     """With FSDP2's copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py): of weights out of what was
     gathered, before which a shard is cast and put into a buffer; of gradients into what is sent.
 
@@ -414,8 +410,8 @@ def _activations(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step, 
     calls = round(share * (rows + columns + len(row_ranks) + len(column_ranks))) + 1
     calls += sizes.is_embedding_divided and stages == 1
     micro = step.micro_batches
-    reduced = _repeated("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
-    loss = _repeated("loss", "all-gather", terms / stages, mesh.tensor, calls=1)
+    reduced = _repeat("activations", "all-reduce", (of_layers * tokens + of_ends) / stages, mesh.tensor, calls=calls)
+    loss = _repeat("loss", "all-gather", terms / stages, mesh.tensor, calls=1)
     return [replace(message, times=micro, calls=(message.calls or 0) * micro) for message in (reduced, loss)]
 
 
@@ -430,7 +426,7 @@ def _hidden_states(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step
     each = hidden_bytes(strategy, step.precision, is_full=sizes.is_full) * sizes.hidden
     borders = (mesh.pipeline * mesh.chunks - 1) / (mesh.pipeline - 1)
     sent = 2 * each * step.num_tokens / mesh.token_parallel_size * borders
-    message = _repeated("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
+    message = _repeat("hidden states", "send", sent, mesh.pipeline, stride=mesh.stage_size)
     # The last stage sends its last chunk's only back.
     calls = (2 * mesh.chunks - 1) * step.micro_batches
     return [replace(message, times=2 * mesh.chunks * step.micro_batches, calls=calls)]
@@ -443,7 +439,7 @@ def _of_tied(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step) -> l
     parts = mesh.tensor if sizes.is_embedding_divided else 1
     parts *= mesh.stage_size // mesh.tensor if strategy.fsdp is not None else 1
     size, apart = _exchanged_bytes(strategy, step) * sizes.head / parts, (mesh.pipeline - 1) * mesh.stage_size
-    message = _repeated("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)
+    message = _repeat("gradients of the tied embedding", "all-reduce", size, 2, stride=apart, calls=1)
     return [replace(message, groups=mesh.stage_size)]
 
 
