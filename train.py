@@ -447,7 +447,7 @@ def finish(run: "Run", services: "Services") -> int:
         metrics.peak_memory_gib(engine.device), metrics.peak_reserved_gib(engine.device)
     )
     if services.expected is not None:
-        log.say(services.expected.compared(allocated, reserved))
+        log.say(services.expected.compare(allocated, reserved))
         peaks = {"allocated": allocated, "reserved": reserved or None}
         log.write_record("run.json", services.record | {"peak_memory_gib": peaks})
 

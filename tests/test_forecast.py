@@ -130,7 +130,7 @@ def test_what_the_gpu_needs_is_more_than_what_torch_allocates():
     found = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=True)
     low, high = found.needed
     assert found.allocated + CONTEXT < low < high
-    assert "+25.0% against the forecast" in found.compared(found.allocated * 1.25 / GIB, 1.0)
+    assert "+25.0% against the forecast" in found.compare(found.allocated * 1.25 / GIB, 1.0)
 
 
 def test_a_pipeline_reserves_what_its_fullest_stage_does():

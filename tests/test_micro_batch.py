@@ -129,9 +129,9 @@ def test_the_best_alone_is_the_first_of_all_kinds(gib: float, monkeypatch: pytes
     asked = (recipe, single, machines, "", batches, (False, "selective", True))
     of_all = fitting.fitting(*asked)
     kinds = set()
-    changed = fitting.TraceCache.changed
+    changed = fitting.TraceCache.with_sections
     noted = lambda traces, **own: kinds.add(own["model"].gradient_checkpointing) or changed(traces, **own)  # noqa: E731
-    monkeypatch.setattr(fitting.TraceCache, "changed", noted)
+    monkeypatch.setattr(fitting.TraceCache, "with_sections", noted)
     alone = fitting.fitting(*asked, best_alone=True)
     assert alone[0] == of_all[0] and len(of_all) > 1
     assert (alone[0].checkpointing is False and alone[0].batch.micro_batch_size == 256) == (gib == 80)

@@ -340,7 +340,7 @@ def test_a_variable_that_would_win_over_a_recipe_is_named(monkeypatch) -> None:
 @pytest.mark.usefixtures("offline")
 def test_steps_would_be_logged_twice_without_what_the_first_start_logged(tmp_path: Path, monkeypatch) -> None:
     need_trackers()
-    monkeypatch.setattr(trackers, "logged_after", lambda *_: {})
+    monkeypatch.setattr(trackers, "steps_logged_after", lambda *_: {})
     for resumed in (None, 2):
         log = start(tmp_path / "run", "tensorboard", resumed)
         for step in range((resumed or 0) + 1, 5):

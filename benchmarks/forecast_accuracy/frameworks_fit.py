@@ -43,7 +43,7 @@ class Work:
     """Launches and what overlaps with nothing, at the slow end."""
 
     def seconds(self, shares: Shares) -> tuple[float, float]:
-        """As `step_time.combined`."""
+        """As `step_time.combine`."""
         worst, best = shares
         low = max(self.products / best + self.kernels, self.beside) + self.after
         return low, max(self.products / worst + self.others, self.host)

@@ -322,7 +322,7 @@ SYSTEMS = {
 }
 
 
-def _known(to: str) -> str:
+def _check_system(to: str) -> str:
     if to not in SYSTEMS:
         raise RecipeError(f"--to {to!r} is not one of {', '.join(SYSTEMS)}")
     return to
@@ -334,7 +334,7 @@ def submit(
     to: Annotated[
         str,
         Option(
-            callback=_known,
+            callback=_check_system,
             autocompletion=lambda: list(SYSTEMS),
             metavar="|".join(SYSTEMS),
             help="k8s: an indexed Job; trainjob: Kubeflow's; hf: a Job",

@@ -65,7 +65,7 @@ def fitting(
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
 
         def of(batch: BatchSection, model: ModelSection = model) -> Forecast:
-            return forecast(traces.changed(batch=batch, model=model), strategy, machines, limits=False)
+            return forecast(traces.with_sections(batch=batch, model=model), strategy, machines, limits=False)
 
         def is_too_large(batch: BatchSection) -> bool:
             if machines.usable_gib is None:
@@ -79,7 +79,7 @@ def fitting(
             return (time := of(batch).time) is not None and time.bottleneck == "compute"
 
         def most(model: ModelSection = model) -> int | None:
-            smallest = traces.changed(batch=batches[0], model=model)
+            smallest = traces.with_sections(batch=batches[0], model=model)
             return forecast(smallest, strategy, machines).largest_micro_batch
 
         is_judged = kind == "selective" and len(kinds) > 1
@@ -169,7 +169,7 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool) -> list[
         for best in fits[:1]:
             settings = {"gradient_checkpointing": best.checkpointing}
             traces = TraceCache(config_of(recipe)[0], recipe, recipe_name)
-            traces = traces.changed(batch=best.batch, model=model.model_copy(update=settings))
+            traces = traces.with_sections(batch=best.batch, model=model.model_copy(update=settings))
             compiled = None if model.compile else time_compiled(traces, ranked.strategy, machines)
             rows.append(ByAuto(ranked.strategy, best, compiled))
     return rows

@@ -209,7 +209,7 @@ class Ledger(TorchDispatchMode):
         self.streamed += size if size > CACHE_BYTES else 0
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Does not count tensors that are allocated inside."""
         self._counts, before = False, self._counts
         try:
@@ -344,10 +344,10 @@ class Unit:
     returns: torch.dtype | None
     """None: what it computed."""
 
-    def taken(self, values: Any) -> Any:
+    def take(self, values: Any) -> Any:
         return _cast(values, self.takes)
 
-    def returned(self, values: Any) -> Any:
+    def give_back(self, values: Any) -> Any:
         return values if self.returns is None else _cast(values, self.returns)
 
 
@@ -365,7 +365,7 @@ class MarkedLayer(torch.nn.Module):
     def _experts(self, compute: Callable[..., torch.Tensor], hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
         """The forward of the layer's experts, which are a unit of their own, between two marks."""
         if self._unit is not None:
-            hidden, weights = self._unit.taken((hidden, weights))
+            hidden, weights = self._unit.take((hidden, weights))
         i, ledger = self._number, self._ledger
         begin = partial(ledger.pass_experts, i)
         hidden, weights = MarkAll.apply(begin, partial(ledger.begin, "rest backward", i), hidden, weights)
@@ -382,7 +382,7 @@ class MarkedLayer(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         i, begin = self._number, self._ledger.begin
         if self._unit is not None:  # outside the marks: a unit is gathered and reduced between its casts
-            hidden, args, kwargs = self._unit.taken((hidden, args, kwargs))
+            hidden, args, kwargs = self._unit.take((hidden, args, kwargs))
         self._ledger.inputs.append(weakref.ref(hidden.untyped_storage()))
         hidden = Mark.apply(hidden, begin, ("forward", i), ("backward", i - 1) if i else ("end",))
         result = self.layer(hidden, *args, **kwargs)
@@ -390,7 +390,7 @@ class MarkedLayer(torch.nn.Module):
             hidden, *rest = result if isinstance(result, tuple) else (result,)
             hidden = Mark.apply(hidden, begin, ("head",), ("backward", i))
             result = (hidden, *rest) if isinstance(result, tuple) else hidden
-        return result if self._unit is None else self._unit.returned(result)
+        return result if self._unit is None else self._unit.give_back(result)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

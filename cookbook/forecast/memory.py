@@ -79,7 +79,7 @@ class Memory:
         low, high = self.reserved
         return low + self.outside[0], high + self.outside[1]
 
-    def compared(self, allocated_gib: float, reserved_gib: float) -> str:
+    def compare(self, allocated_gib: float, reserved_gib: float) -> str:
         """A line that compares the measured peaks of a run with this forecast; reserved 0 means unknown."""
         low, high = (size / GIB for size in self.reserved)
         difference = allocated_gib * GIB / self.allocated - 1

@@ -418,8 +418,8 @@ def _cast_at_ends(model: PreTrainedModel, unit: Unit) -> None:
     ends = [model.get_input_embeddings(), head_of(model)]
     ends += [module for module in backbone_of(model).children() if "Norm" in type(module).__name__][-1:]
     for module in ends:
-        module.register_forward_pre_hook(lambda _, args, options: unit.taken((args, options)), with_kwargs=True)
-        module.register_forward_hook(lambda _, args, result: unit.returned(result))
+        module.register_forward_pre_hook(lambda _, args, options: unit.take((args, options)), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, result: unit.give_back(result))
 
 
 def _train_whole_units(model: PreTrainedModel) -> None:
@@ -461,7 +461,7 @@ class _TracedModel:
         fake_in_place(model, self.mode, is_light=is_light)
         ledger = self.ledger = Ledger((*model.parameters(), *model.buffers()), is_light=is_light)
         if compiling is not None:
-            compiling(model, uncounted=ledger.uncounted)
+            compiling(model, uncounted=ledger.pause)
         if isinstance(head := head_of(model), LossHead):
             head.in_chunks = ledger.in_chunks  # type: ignore[method-assign]
         if offloads:
@@ -588,16 +588,16 @@ def _offload_checkpoints(model: PreTrainedModel, ledger: Ledger) -> None:
     """Takes the inputs of checkpoints off the GPU until they are unpacked, as `save_on_cpu` does in a run."""
 
     def to_host(tensor: torch.Tensor) -> torch.Tensor:
-        with ledger.uncounted():
+        with ledger.pause():
             return tensor.clone()
 
-    def offloaded(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def offload(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(to_host, torch.Tensor.clone):
             return checkpoint(*args, **kwargs)
 
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer._gradient_checkpointing_func = partial(offloaded, layer._gradient_checkpointing_func)
+            layer._gradient_checkpointing_func = partial(offload, layer._gradient_checkpointing_func)
 
 
 def _mark_layers(model: PreTrainedModel, ledger: Ledger, unit: Unit | None) -> None:

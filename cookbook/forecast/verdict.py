@@ -135,7 +135,7 @@ class TraceCache:
             SKELETONS[structure] = skeleton, sizes_of(config, skeleton)
         self.skeleton, self.sizes = SKELETONS[structure]
 
-    def changed(self, **sections: Any) -> "TraceCache":
+    def with_sections(self, **sections: Any) -> "TraceCache":
         """The traces of the recipe with other sections."""
         return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
 
@@ -540,7 +540,7 @@ def _stage(
     ]
     holds = ["embedding"] * (stage == 0) + holds + ["head"] * (stage == num_stages - 1)
 
-    def sent(moment: StagePass) -> int:
+    def bytes_sent(moment: StagePass) -> int:
         """Bytes that were sent of each micro-batch whose backward is still to come; with several chunks all of a step,
         as many as are received, until its end (torch 2.13, pipelining/schedules.py, `_PipelineScheduleRuntime`,
         send_ops).
@@ -553,11 +553,11 @@ def _stage(
         kept = [work.kept_by(layers, whole.num_layers, message=message, tied=tied) for layers in chunks]
 
         def waiting(moment: StagePass) -> int:
-            return sent(moment) + sum(number * each for number, each in zip(moment.waiting, kept, strict=True))
+            return bytes_sent(moment) + sum(number * each for number, each in zip(moment.waiting, kept, strict=True))
 
         def at(moment: StagePass) -> Memory:
             own = work.of_stage(chunks, whole.num_layers, waiting=moment.waiting, message=message, tied=tied)
-            with_all = _with_buffers(held, received + sent(moment) + workspaces(gpu))
+            with_all = _with_buffers(held, received + bytes_sent(moment) + workspaces(gpu))
             return peak(
                 skeleton, with_all, own, accumulates=not moment.is_first, is_sharded=bool(held.units), loading=loading
             )

@@ -209,11 +209,11 @@ class CollectedKeys:
             each: one for each place, with what to read; else one for all places in a file that have the same reason.
         """
         if not each:
-            return [*self.grouped(self.others, NOT_THE_SAME), f"nothing is written; {NEAREST}"]
+            return [*self.group_places(self.others, NOT_THE_SAME), f"nothing is written; {NEAREST}"]
         whole = [f"{place}: {NOT_THE_SAME}{why}" for place, why in map(self.reasons.__getitem__, self.others)]
         return [line if "; " in line else f"{line}; {NEAREST}" for line in whole]
 
-    def grouped(self, lines: list[str], verdict: str = "") -> list[str]:
+    def group_places(self, lines: list[str], verdict: str = "") -> list[str]:
         """The lines with one for all places in a file that have the same reason."""
         groups: dict[tuple[str, str], list[str]] = {}
         for line in lines:

@@ -174,9 +174,11 @@ def _report_rest(conversion: Conversion, same: list[str], others: list[str]) -> 
             f"speed and memory only: {', '.join(others)}; to keep yours, --strategy takes such a file"
         )
     if conversion.changes:
-        say("not in the recipe, and trains otherwise, or may:", *conversion.grouped(conversion.changes), sep="\n  ")
+        say(
+            "not in the recipe, and trains otherwise, or may:", *conversion.group_places(conversion.changes), sep="\n  "
+        )
     if conversion.notes:
-        say("to know, or to decide:", *conversion.grouped(conversion.notes), sep="\n  ")
+        say("to know, or to decide:", *conversion.group_places(conversion.notes), sep="\n  ")
     if idle := list(dict.fromkeys([*conversion.idle, *same])):
         say(f"needs nothing: {', '.join(idle)}")
     return idle

@@ -49,7 +49,7 @@ class Conversation:
             raise self._mistake("start returned other messages for the same row and seed")
         self.messages = copy.deepcopy(prompt.asked)  # an environment may write to what it returned
         self._shown = [*prompt.asked]
-        self._text = self._written(self._shown)
+        self._text = self._render(self._shown)
         self.tokens: list[int] = []
         self.mask: list[int] = []
         """1 for a token that was sampled, 0 for one of the environment's or the template's."""
@@ -92,7 +92,7 @@ class Conversation:
             raise self._mistake(f"step returned {special[0]!r}, which the tokenizer reads as a special token")
         self.messages += following
         self._shown += [{"role": "assistant", "content": MARK}, *following]
-        text = self._written(self._shown)
+        text = self._render(self._shown)
         if not text.startswith(self._text + MARK):
             raise RecipeError(
                 "data.chat_template: writes earlier turns of a conversation otherwise once another follows, and what"
@@ -105,7 +105,7 @@ class Conversation:
         self.tokens, self.mask = self.tokens + ids[1:], self.mask + [0] * (len(ids) - 1)
         self._text = text
 
-    def _written(self, messages: list[Any]) -> str:
+    def _render(self, messages: list[Any]) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # of the template, which is a program

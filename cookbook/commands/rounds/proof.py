@@ -211,12 +211,12 @@ def _of_settings(suspects: list[Group], trainer: OpenFile, rounds: RoundsSection
     if not rounds.changes_distribution:
         return
 
-    def drawn(prompt: list[int], answers: list[list[int]], masks: Masks) -> list[list[float]]:
+    def draw_logps(prompt: list[int], answers: list[list[int]], masks: Masks) -> list[list[float]]:
         pairs = trainer.logits(prompt, answers, masks)
         return [logps(truncate(logits, rounds, tokens), tokens).tolist() for logits, tokens in pairs]
 
     words = "its log-probabilities are those after temperature and truncation: let it return the model's own"
-    yield Cause(_explain(suspects, drawn), f"{words} (vLLM: --logprobs-mode raw_logprobs)")
+    yield Cause(_explain(suspects, draw_logps), f"{words} (vLLM: --logprobs-mode raw_logprobs)")
 
 
 def _of_ends(suspects: list[Group], trainer: OpenFile) -> Iterator[Cause]:

@@ -146,7 +146,7 @@ def _probe(
 
     rows = chosen[:NUM_PROBED]
     say(f"  asks {server.client.address} for a few answers first, which prove its weights", flush=True)
-    answers = Servers([server.shortened()]).answers([how.ids[row] for row in rows], current.number, 1)
+    answers = Servers([server.shorten()]).answers([how.ids[row] for row in rows], current.number, 1)
     lines = _lines(current, rows, answers, how)
     proof.prove(lines, trainer, how.recipe, others, current.number, server.client.address)
 

@@ -191,24 +191,26 @@ def _serve_beside_base(
     base. Whether it computes with this adapter, and this base, is for the proof."""
     assert recipe.rounds is not None
     if not (model / ADAPTER).is_file():
-        return _served(model, recipe, client, current.number, name=client.base())
+        return _make_served(model, recipe, client, current.number, name=client.base())
     folder = _make_link(current, model)
     if all(listed.get("id") != str(folder) for listed in client.models()):
         client.load(folder)
     opened.callback(client.unload, folder)
-    return _served(folder, recipe, client, current.number)
+    return _make_served(folder, recipe, client, current.number)
 
 
 def _serve_whole(client: "Client", current: Round, folder: Path, recipe: Recipe) -> "ServedModel":
     """A server that has been told to load the round's weights, if it does that, or has been started with them."""
     if not client.reloads():
-        return _served(folder, recipe, client, current.number)
+        return _make_served(folder, recipe, client, current.number)
     name = client.base()
     client.reload(folder)
-    return _served(folder, recipe, client, current.number, name=name)
+    return _make_served(folder, recipe, client, current.number, name=name)
 
 
-def _served(folder: Path, recipe: Recipe, client: "Client", number: int, *, name: str | None = None) -> "ServedModel":
+def _make_served(
+    folder: Path, recipe: Recipe, client: "Client", number: int, *, name: str | None = None
+) -> "ServedModel":
     assert recipe.rounds is not None
     return ServedModel(folder, recipe.rounds, client, number, name=name, chat_template=recipe.data.chat_template)
 
@@ -543,7 +545,7 @@ class ServedModel:
             " write the command again"
         )
 
-    def shortened(self) -> "ServedModel":
+    def shorten(self) -> "ServedModel":
         """This server for the short answers of a probe."""
         probed = copy.copy(self)
         most = min(self.rounds.max_completion_length, PROBED_TOKENS)

@@ -88,12 +88,12 @@ def stage_of(skeleton: Skeleton, stage: int, num_stages: int, chunks: int = 1) -
             return stage == 0 or (is_last and skeleton.is_tied)
         return is_last
 
-    def counted(weight: Weight) -> Weight:
+    def of_stage(weight: Weight) -> Weight:
         if weight.part == "embedding" and stage > 0:
             return replace(weight, part="head")
         return weight if weight.layer is None else replace(weight, layer=layers.index(weight.layer))
 
-    weights = tuple(counted(weight) for weight in skeleton.weights if is_here(weight))
+    weights = tuple(of_stage(weight) for weight in skeleton.weights if is_here(weight))
     return replace(skeleton, weights=weights, num_layers=len(layers))
 
 

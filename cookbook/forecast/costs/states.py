@@ -343,12 +343,12 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
     def shards(weight: Weight) -> int:
         return mesh.num_shards // mesh.expert if weight.is_expert else mesh.num_shards
 
-    def padded(weight: Weight) -> int:
+    def padded_size(weight: Weight) -> int:
         rows, *others = _stored_shape(weight, inputs)
         return math.prod(others) * math.ceil(rows / shards(weight))
 
-    def gathered(weight: Weight) -> int:
-        return shards(weight) * padded(weight)
+    def gathered_size(weight: Weight) -> int:
+        return shards(weight) * padded_size(weight)
 
     def local(weight: Weight) -> int:
         index = rank // mesh.expert if weight.is_expert else rank
@@ -359,7 +359,7 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
         # A shard that needs no cast is gathered as it lies (_fsdp_collectives.py, _get_param_all_gather_inputs).
         return fsdp.fsdp_offload_params or _bytes_per_number(weight, inputs) != low
 
-    def kept(weights: list[Weight]) -> int:
+    def last_gradient(weights: list[Weight]) -> int:
         """Numbers of a unit's last gradient: a loop's variable holds it through the reduction (torch 2.13,
         _fsdp_collectives.py, foreach_reduce). The last of several ends is the embedding or the head.
         """
@@ -372,18 +372,18 @@ def _fsdp2(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts, 
         Unit(
             layer=layer,
             parts=parts,
-            weights=low * sum(map(gathered, group)),
-            gradients=inputs.exchange_bytes * sum(gathered(weight) for weight in group if weight.is_trained),
+            weights=low * sum(map(gathered_size, group)),
+            gradients=inputs.exchange_bytes * sum(gathered_size(weight) for weight in group if weight.is_trained),
             gradients_made=low * sum(weight.num_elements for weight in group if weight.is_trained),
-            gradients_left=FLOAT32 * sum(padded(weight) for weight in group if weight.is_trained),
-            sent=low * sum(padded(weight) for weight in group if is_copied(weight)),
+            gradients_left=FLOAT32 * sum(padded_size(weight) for weight in group if weight.is_trained),
+            sent=low * sum(padded_size(weight) for weight in group if is_copied(weight)),
             stays=stays or (not is_experts and not fsdp.fsdp_reshard_after_forward),
             is_experts=is_experts,
-            gradients_kept=low * kept(group),
+            gradients_kept=low * last_gradient(group),
         )
         for layer, parts, stays, is_experts, group in _units_fsdp2(skeleton, has_experts=mesh.expert > 1)
     )
-    return _of_each_weight(skeleton, inputs, padded, local), {"units": units}
+    return _of_each_weight(skeleton, inputs, padded_size, local), {"units": units}
 
 
 def _units_fsdp2(
