@@ -96,7 +96,7 @@ def examine(
         raise RecipeError(f"--deadline is {deadline:g}; write at least {LEAST_SECONDS:g} seconds")
     begun = time.monotonic()
     with (
-        _signals_end_this(),
+        _hanging_up_ends_this(),
         tempfile.TemporaryDirectory(prefix="cookbook-doctor-", ignore_cleanup_errors=True) as name,
     ):
         visit = _Visit(folder=Path(name), until=begun + deadline - KEEP_SECONDS)
@@ -180,18 +180,13 @@ def _trouble(process: probe.Probe) -> list[Finding]:
 
 
 @contextmanager
-def _signals_end_this() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that probes and the temporary folder go."""
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    earlier = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _hanging_up_ends_this() -> Iterator[None]:
+    """A closed terminal (SIGHUP) unwinds as SIGTERM does, so that probes and the temporary folder go."""
+    earlier = signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
     try:
         yield
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGHUP, earlier)
 
 
 def in_words(findings: list[Finding], seconds: float) -> str:
