@@ -101,11 +101,13 @@ class Fsdp2(Fsdp):
         # Not set_requires_gradient_sync(last): whole gradients in float32 would stay until the last micro-batch, which
         # is the memory that FSDP2 saves.
         self.model.set_requires_all_reduce(last)
-        if self.gradient_dtype is not None:
-            _leave_sums_in_float32()
+        if self.gradient_dtype is None:
+            yield
+            return
+        _leave_sums_in_float32()
         waiting = [group for group in _groups(self.model) if group._partial_reduce_output is not None]
         yield
-        if not last and self.gradient_dtype is not None:
+        if not last:
             self._keep_sums_in_float32(waiting)
 
     def _keep_sums_in_float32(self, waiting: list[Any]) -> None:
