@@ -420,9 +420,10 @@ def _replace(path: Path) -> None:
 def _write_over_in_secret(path: Path) -> None:
     """By other words of the same length, under the time of before, as of a data set of the Hub nothing is known."""
     stat = path.stat()
-    text_file(path, *words(35, start=50))
-    assert path.stat().st_size == stat.st_size
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other = Path(text_file(path.with_suffix(".new"), *words(35, start=50)))
+    assert other.stat().st_size == stat.st_size
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(other, path)  # at once: the stream reads ahead in a thread, and would see the time in between
 
 
 @pytest.mark.parametrize(
