@@ -79,7 +79,6 @@ class Soak:
         self.lab, self.output, self.chance = lab, output, chance
         self.settings = SETTINGS | {"run.max_steps": str(max_steps), "run.output_dir": str(output)}
         self.parents = {"CPU": lab.parent, "simulated GPUs": WarmParent(simulated_gpus.environment(4), lab.folder)}
-        self.started = dict.fromkeys(self.parents, False)
 
     def start(self, strategy: str, processes: int, place: str, way: str | None, point: str | None) -> tuple[int, str]:
         """One start, hurt in some way at some point, or after some seconds. Returns its exit code and what it said."""
@@ -97,12 +96,12 @@ class Soak:
             answers: list[dict] = []
             thread = threading.Thread(target=lambda: answers.append(self.parents[place].ask(job)))
             thread.start()
+            while thread.is_alive() and self.parents[place].pid is None:  # the first to ask waits for its imports
+                thread.join(0.1)
             if way is not None and point is None:
-                seconds = self.chance.uniform(0.5, 8.0) + (0 if self.started[place] else 15.0)  # its imports
-                thread.join(seconds)
+                thread.join(self.chance.uniform(0.5, 8.0))
                 hurt(self.parents[place].pid, way, self.chance)
             thread.join()
-            self.started[place] = True
             done = done_of(job, answers[0])
         return done.returncode, done.stdout
 
