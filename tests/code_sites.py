@@ -163,7 +163,7 @@ class Site:
     """Each can stand there in the place of what does."""
 
     def changes(self, code: str) -> Iterator[tuple[str, str, str]]:
-        """What stands there, what does instead, and the whole file then, where that is another program."""
+        """Text that stands there, text instead, and the whole file then, where that is another program."""
         begin, end = self.span
         data = code.encode()
         for other in self.others:
@@ -175,7 +175,7 @@ class Site:
 
 
 def is_other_program(code: str, before: str) -> bool:
-    """Whether a text is a program, and not the same one."""
+    """True if a text is a program, and another one."""
     try:
         return ast.dump(ast.parse(code)) != ast.dump(ast.parse(before))
     except SyntaxError:

@@ -104,7 +104,7 @@ PARTS, THOROUGH_PARTS = 24, 128
 With no TURN all slow tests are due and no thorough one.
 """
 BUILDS = "zero3_nvme"
-"""What DeepSpeed compiles for these, minutes on two cores, is compiled for all of them in one part."""
+"""DeepSpeed's builds for these, minutes on two cores, are made for all of them in one part."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -198,7 +198,7 @@ def model_type_of(item: pytest.Item) -> str:
 
 
 def is_due(item: pytest.Item) -> bool:
-    """Whether `make test-long` runs a test."""
+    """True if `make test-long` runs a test."""
     thorough = item.get_closest_marker("thorough")
     if thorough is None and item.get_closest_marker("slow") is None:
         return False

@@ -377,7 +377,7 @@ class Lab:
         return [f"data.train={chats}", f"data.eval={{path: {chats}, max_rows: 8}}"]
 
     def accelerate(self, flags: list[str], words: list[str], cwd: Path, **options: Any) -> str:
-        """What `accelerate launch`, its flags, a program and its arguments print in a folder; see `start`."""
+        """Output of `accelerate launch`, its flags, a program and its arguments in a folder; see `start`."""
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="logs-") as logs:
             self.parent.run(Path(logs), words, accelerate=flags, cwd=str(cwd), limit=600, **options)
             return "".join(path.read_text(errors="replace") for path in sorted(Path(logs).glob("log_*")))

@@ -108,7 +108,7 @@ def reach(given: argparse.Namespace) -> None:
 
 
 def read_reached(tree: Path) -> dict[str, Any]:
-    """What a copy's tests reached.
+    """Read which blocks a copy's tests reached.
 
     Returns:
         blocks: numbers of the tests by file and line of a block; tests: names and seconds of those that passed; files:
@@ -285,7 +285,7 @@ class Change:
     """The file with it."""
 
     def facts(self) -> dict[str, Any]:
-        """What tells a change from others when lines have moved."""
+        """Facts that tell a change from others when lines have moved."""
         site = self.site
         place = {"file": site.file, "function": site.function, "at": site.at, "operator": site.operator}
         return {**place, "before": self.before, "after": self.after}

@@ -1,4 +1,4 @@
-"""What the processes of a run asked of NCCL, carried out again as strictly as NCCL may: each waits for all it names.
+"""Requests of a run's processes to NCCL, carried out again as strictly as NCCL may: each waits for all it names.
 
 On a GPU a collective or a message is a kernel that runs until all whom it concerns have begun it, and what a process
 asks for after it may wait behind it. gloo lets messages pass each other, so a run on it ends where one on NCCL may not.
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
     done: int = 0
 
     def agrees(self, rank: int, other: "Asked", other_rank: int) -> bool:
-        """Whether NCCL would have these two meet: messages alone and those of a batch go by different communicators."""
+        """True if NCCL would have these two meet: messages alone and those of a batch go by different communicators."""
         alike = (self.group, self.type, self.batch < 0) == (other.group, other.type, other.batch < 0)
         if self.name in MESSAGES:
             is_pair = (_MIRRORED[self.name], rank, self.peer) == (other.name, other.peer, other_rank)
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 
 def stuck(logs: Sequence[Sequence[Asked]], ranks_of: dict[str, list[int]], failed: Collection[int] = ()) -> list[str]:
-    """What each process waits for in the end; nothing if all come to theirs, or wait for one that failed.
+    """Wait of each process in the end; none if all come to theirs, or wait for one that failed.
 
     Args:
         logs: by rank.
@@ -84,7 +84,7 @@ def _met(rank: int, heads: list[list[Asked]], ranks_of: dict[str, list[int]]) ->
 
 
 def _sizes_agree(asked: Asked, met: dict[int, Asked], ranks_of: dict[str, list[int]]) -> bool:
-    """Whether of an all_to_all, for each pair, what one sends is what the other awaits."""
+    """True if for each pair of an all_to_all what one sends is what the other awaits."""
     if asked.name != "all_to_all":
         return True
     ranks = ranks_of[asked.group]

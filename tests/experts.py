@@ -10,7 +10,7 @@ from tests.curves import ROOT, Lab
 
 
 def needs_experts(strategy: str) -> bool:
-    """Whether a shipped strategy divides experts, so that no dense model trains under it."""
+    """True if a shipped strategy divides experts, so that no dense model trains under it."""
     values = yaml.safe_load((ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text())
     return "parallelism_config_ep_size" in values.get("parallelism_config", {})
 

@@ -134,20 +134,20 @@ class GpuRun:
         return [line["grad_norm"] for line in self.steps]
 
     def log(self, rank: int = 0) -> str:
-        """What a process printed."""
+        """Output of a process."""
         return (self.folder / f"log_{rank}").read_text(errors="replace")
 
     def report(self, rank: int = 0) -> dict[str, Any]:
-        """What the simulated GPU of a process has seen."""
+        """Record of a process's simulated GPU."""
         return json.loads((self.folder / f"rank_{rank}.json").read_text())
 
     def reports(self) -> list[dict[str, Any]]:
-        """Those of all its processes; none if one was killed, or ended before it imported torch."""
+        """Records of all its processes; none if one was killed, or ended before it imported torch."""
         there = all((self.folder / f"rank_{rank}.json").exists() for rank in range(len(self.codes)))
         return [self.report(rank) for rank in range(len(self.codes))] if there else []
 
     def stuck(self) -> list[str]:
-        """What its processes would wait for on NCCL, see `exchanges.stuck`. Where some failed, others may wait for
+        """Waits of its processes if they were on NCCL, see `exchanges.stuck`. Where some failed, others may wait for
         them.
         """
         reports = self.reports()

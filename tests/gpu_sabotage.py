@@ -52,7 +52,7 @@ def result_read_before_its_wait() -> None:
 
 
 def batch_in_the_memory_of_the_one_before() -> None:
-    """What goes to the GPU is laid into pinned memory that the copy before may still read. Here it has the right
+    """Lay what goes to the GPU into pinned memory that the copy before may still read. Here it has the right
     numbers, since a copy has been made when it returns.
     """
     buffers: dict[Any, torch.Tensor] = {}

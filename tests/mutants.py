@@ -43,8 +43,8 @@ NONE_CHOSEN = 5
 
 
 def copy_of_tree(folder: Path) -> None:
-    """What git has, as it is here now, with what Python and pytest have compiled of it, and the environment of this
-    tree.
+    """Copy git's files, as they are here now, with what Python and pytest have compiled of them, and the environment of
+    this tree.
     """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -104,7 +104,7 @@ def first_failure(tests: list[str], *options: str) -> str | None:
 
 
 def is_noticed(tree: Path, fault: Fault) -> bool:
-    """Whether the fault's test fails with it."""
+    """True if the fault's test fails with it."""
     path = tree / fault.file
     right, times = path.read_text(encoding="utf-8"), path.stat()
     path.write_text(fault.planted_in(right), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What some tests need of the machine. Where it is missing they are skipped, by name and with what to install."""
+"""Parts of a machine that some tests need. Where one is missing they are skipped, by name and with what to install."""
 
 import os
 import shutil

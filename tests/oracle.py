@@ -178,7 +178,7 @@ def draw_by_hand(model: Any, setup: Setup, now: dict[str, int]) -> None:
 
 
 def number_of(samples: list[tuple[list[Answer], Any]], setup: Setup) -> float:
-    """What the sum of all losses is divided by."""
+    """Divisor of the sum of all losses."""
     if setup.objective in ("sft", "cpt", "distill") or (setup.objective == "grpo" and setup.mean == "tokens"):
         return sum(int((one.labels[:, 1:] != IGNORED).sum()) for answers, _ in samples for one in answers)
     return sum(len(answers) for answers, _ in samples) if setup.objective == "grpo" else len(samples)
@@ -246,7 +246,7 @@ def sampled_before(asked: list[int], ids: list[int], mask: list[int]) -> Answer:
 
 
 def log_likelihoods(model: Any, answer: Answer) -> torch.Tensor:
-    """Those of the labelled tokens, each given the tokens before it."""
+    """Log-likelihoods of the labelled tokens, each given the tokens before it."""
     labels = answer.labels[0, 1:]
     logits = model(input_ids=answer.ids).logits[0, :-1]
     return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")[labels != IGNORED]

@@ -17,7 +17,7 @@ class Fault:
     """Occurs once in the file. Its blanks stand for any blanks and line ends."""
     change: str
     harm: str
-    """What a user suffers."""
+    """Harm to a user."""
     test: str
     """Notices it: FILE::NAME, with all of its cases that are quick."""
 

@@ -17,7 +17,7 @@ class Shape:
     asks: str = ""
     """A pattern of what is asked or refused instead."""
     may: list[str] = field(default_factory=list)
-    """What the first row may train if a suggestion is obeyed; anything if a suggestion is not expected."""
+    """Stretches that the first row may train if a suggestion is obeyed; any if a suggestion is not expected."""
     task: str = ""
     """The objective that `init` takes, if not sft."""
     note: str = ""

@@ -22,7 +22,7 @@ Labelled = list[tuple[int, bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of some rows: their samples and the notes on them, or the words of a refusal."""
+    """Outcome of some rows: their samples and the notes on them, or the words of a refusal."""
 
     texts: list[str] = field(default_factory=list)
     """Each sequence as `preview` shows it, trained stretches in [[ ]]."""

@@ -1,4 +1,4 @@
-"""The same rows in files of every format: `WRITERS[format](folder, rows)` writes them and returns the path."""
+"""Rows, alike in files of every format: `WRITERS[format](folder, rows)` writes them and returns the path."""
 
 import csv
 import gzip

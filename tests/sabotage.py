@@ -129,7 +129,7 @@ def copies_of_stages_not_averaged() -> None:
 
 
 def gradients_summed_again() -> None:
-    """What earlier micro-batches left of a gradient that a tensor-parallel group sums is summed with the next."""
+    """A gradient that a tensor-parallel group sums is summed again, with what earlier micro-batches left of it."""
     import contextlib
 
     from cookbook.training.engine.copies import Copies
@@ -152,7 +152,7 @@ def copies_taken_for_shards() -> None:
 
 
 def counts_of_all_stages() -> None:
-    """What the stages of a pipeline say of the samples that pass through all of them is added up."""
+    """Counts of the samples that pass through all stages of a pipeline are added up over them."""
     from cookbook.training.engine.collectives import Collectives
 
     Collectives.sums = lambda self, rows: rows.sum(0).tolist()
@@ -824,7 +824,7 @@ def exchange_left_in_float32() -> None:
 
 
 def sums_over_micro_batches_in_16_bits() -> None:
-    """What waits for the replicas stays in the dtype of the exchange."""
+    """Sums that wait for the replicas stay in the dtype of the exchange."""
     from cookbook.training.engine import fsdp2
 
     fsdp2.Fsdp2._keep_sums_in_float32 = lambda self, waiting: None

@@ -23,7 +23,7 @@ def variables(folder: Path, facts: str) -> dict[str, str]:
 
 
 def read(facts: str, seconds: float = 20) -> Driver:
-    """What `read_driver` makes of it."""
+    """Driver as `read_driver` reads it."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in variables(Path(folder), facts).items():
             patch.setenv(name, value)

@@ -36,9 +36,9 @@ class StandIn(ThreadingHTTPServer):
         self.fields: dict[str, Any] | None = None
         """Fields of a request, as /openapi.json describes them."""
         self.loads = False
-        """Whether adapters may be loaded by a request."""
+        """True if adapters may be loaded by a request."""
         self.reloads = False
-        """Whether it has the requests of vLLM's development mode."""
+        """True if it has the requests of vLLM's development mode."""
         self.prefixes: dict[tuple[int, ...], Any] = {}
         """The prefix cache: which model computed keys and values of a prompt."""
         self.adapters: dict[str, Any] = {}
@@ -47,7 +47,7 @@ class StandIn(ThreadingHTTPServer):
         self.open_adapter: Callable[[str], Any] = self._open_adapter
         self.asked: list[dict[str, Any]] = []
         self.spoil: Callable[[dict[str, Any]], Any] = lambda answer: answer
-        """What becomes of an answer before it is sent."""
+        """Change of an answer before it is sent."""
         self.lock = threading.Lock()
 
     def server_bind(self) -> None:

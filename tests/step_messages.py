@@ -32,7 +32,7 @@ WITHIN = 2e-3
 
 
 def step_2(report: dict) -> list[Asked]:
-    """What a process asked for from its first step to its second, each of which ends with five numbers of all."""
+    """Requests of a process from its first step to its second, each of which ends with five numbers of all."""
     log = [Asked(*one) for one in report["asked"]]
     first, second = [i for i, one in enumerate(log) if (one.type, one.sizes) == ("Double", [5])][:2]
     return log[first + 1 : second]

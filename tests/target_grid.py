@@ -8,7 +8,7 @@ IGNORE_INDEX = -100
 
 
 def from_grid(grid: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model with its loss takes."""
+    """Targets of a grid as a model with its loss takes them."""
     (positions,) = (grid.flatten() != IGNORE_INDEX).nonzero(as_tuple=True)
     return {"targets": grid.flatten()[positions], "target_positions": positions}
 
@@ -21,5 +21,5 @@ def to_grid(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def packed(lengths: list[int] | tuple[int, ...]) -> dict[str, Any]:
-    """What separates the samples of a packed row."""
+    """Borders of the samples of a packed row."""
     return {"lengths": tuple(lengths), "offsets": torch.tensor([0, *lengths]).cumsum(0).int()}

@@ -308,7 +308,7 @@ for folder in folders:
 
 
 def reopened(logits: Path, *folders: Path) -> list[dict]:
-    """What a fresh process finds, in the folder from which the run named its base model."""
+    """Findings of a fresh process in the folder from which the run named its base model."""
     command = [sys.executable, "-c", REOPEN, str(logits), *map(str, folders)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
@@ -358,7 +358,7 @@ def test_check_knows_the_layers_of_a_model_of_which_only_the_structure_is_here(c
 
 
 def test_an_adapter_from_before_rslora_does_not_go_on_with_its_scale(tmp_path: Path):
-    """What its file leaves out is peft's default."""
+    """A key that its file lacks has peft's default."""
     older = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
     get_peft_model(new_model(), older).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"

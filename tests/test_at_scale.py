@@ -103,7 +103,7 @@ def test_the_largest_published_runs_are_compared_with_what_is_forecast_today(res
 
 
 def test_published_models_have_the_sizes_of_their_sources():
-    """Those that tests/test_forecast_speed.py has too; the number in the name; what Megatron-LM counts as FLOPs."""
+    """Sizes that tests/test_forecast_speed.py has too; the number in the name; what Megatron-LM counts as FLOPs."""
     for name, shape in (
         ("Llama-3-8B", LLAMA_8B),
         ("Llama-3-70B", LLAMA_70B),

@@ -43,7 +43,7 @@ def refuse(book, *arguments, **extra):
 
 
 def says(expected, line):
-    """Whether a line is the expected one, in which `...` stands for anything."""
+    """True if a line is the expected one, in which `...` stands for anything."""
     return re.fullmatch(re.escape(expected).replace(re.escape("..."), ".*"), line)
 
 

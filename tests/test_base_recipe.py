@@ -32,7 +32,7 @@ CHANGES: dict[str, Any] = {
 
 
 def by_hand(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """What docs/recipes.md says of both, by JSON merge patch (RFC 7396), which has the same rules."""
+    """Merge both as docs/recipes.md says, by JSON merge patch (RFC 7396), which has the same rules."""
     result = copy.deepcopy(base)
     for key, value in changes.items():
         if value is None:

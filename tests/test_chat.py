@@ -90,14 +90,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def answer(folder: Path, chat: list[dict[str, str]]) -> str:
-    """What plain transformers generates after a chat."""
+    """Answer of plain transformers to a chat."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     return plain_answer(folder, text)
 
 
 def plain_answer(folder: Path, text: str) -> str:
-    """The same after a text."""
+    """Answer of plain transformers to a text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]

@@ -148,7 +148,7 @@ def test_sizes_that_are_traced_as_symbols_break_the_graph_under_fsdp2(lab: Lab):
 
 
 def why_slow(folder: Path) -> str:
-    """What the command prints of a run, of lines as wide as its tables."""
+    """Output of the command on a run, in lines as wide as its tables."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "300")

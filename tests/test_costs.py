@@ -70,7 +70,7 @@ def recipe() -> Recipe:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_a_parameter_are_the_bytes_of_the_model(recipe: Recipe, name: str):
-    """What explain shows, times the parameters, is what plan counts, but for rounding: norms and biases, which stay
+    """Explain's bytes, times the parameters, are what plan counts, but for rounding: norms and biases, which stay
     whole or are AdamW's, padding, weights on the border of two parts, and buffers that do not grow with the model. Of a
     pipeline the mean of its stages.
     """

@@ -391,7 +391,7 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
 IN_A_RECIPE = "adapter={name: lora, rank: 4, alpha: 8, targets: [q_proj], path: run/export}"
 """The recipe's adapter begins with the one of the run's folder."""
 SETTINGS_OF_OTHERS = ("record of the base a list", "record of the base of numbers")
-"""What `check` does not read: a run compares the bases."""
+"""Records that `check` does not read: a run compares the bases."""
 
 
 def test_a_type_of_a_newer_transformers_is_told_from_one_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

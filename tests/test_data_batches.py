@@ -464,7 +464,7 @@ def test_pairs_stay_together_and_each_is_shown_once_an_epoch(num_ranks, limit, p
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 2}, {"micro_batch_tokens": 18}], ids=["pairs", "tokens"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_results_by_sequence_add_up_over_ranks(num_ranks, limit, packing):
-    """What a rank would do for reference log-probabilities, with the sum of a sequence's targets as its result."""
+    """Each rank does as for reference log-probabilities, with the sum of a sequence's targets as its result."""
     tokens = pair_set(PAIRS)
     whole, counts = np.zeros(14), set()
     for rank in range(num_ranks):

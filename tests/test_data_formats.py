@@ -364,7 +364,7 @@ def test_a_column_of_json_that_holds_none_is_a_bad_row_where_it_is_read(tmp_path
 
 
 def test_content_that_is_the_text_of_json_stays_a_text(tmp_path: Path):
-    """What looks like JSON is a text wherever no schema says otherwise."""
+    """A text that looks like JSON stays one wherever no schema says otherwise."""
     rows = [{"text": text} for text in ('{"a": null}', '"a"', "3", "null", "[1]")]
     expected = fingerprint(write_json_lines(tmp_path, rows))
     for form in ("parquet", "arrow file", "datasets, saved"):

@@ -309,7 +309,7 @@ def without_markers(template):
 
 
 TEMPLATES = [CHATML.with_stem(name) for name in ("alpaca", "chatml", "chatml_tools", "llama3", "tulu")]
-"""Those that write each turn alike however the chat goes on."""
+"""Templates that write each turn alike however the chat goes on."""
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)

@@ -408,7 +408,7 @@ def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, mo
     recipe = load_recipe(Path("recipes/quickstart.yaml"))
 
     def notes(engine: Engine, **asks: Any) -> list[str]:
-        """What a run would tell of asking about the same rows: one, if there was no answer."""
+        """Notes of a run on asking about the same rows: one, if there was no answer."""
         question = objective(**{"loss_top_k": 5} | asks).asks
         assert question is not None
         found: list[str] = []

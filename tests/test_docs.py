@@ -287,7 +287,7 @@ def places_with_commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def trials(shared_folder: Path) -> Callable[[str], list[Trial]]:
-    """What became of each command of a place, tried up to the line that would start processes; a fresh workplace for
+    """Outcome of each command of a place, tried up to the line that would start processes; a fresh workplace for
     each page or recipe. Workers share the outcomes: whoever asks first tries them.
     """
 
@@ -467,7 +467,7 @@ def test_the_index_of_pages_lists_every_page_once():
 
 
 def text_blocks(page: str) -> list[str]:
-    """What its terminals show."""
+    """Texts that its terminals show."""
     return re.findall(r"(?ms)^```text\n(.*?)^```", text_of(page))
 
 
@@ -518,7 +518,7 @@ def test_the_page_of_strategies_offers_every_one():
 
 
 def section(page: str, heading: str) -> str:
-    """What is under a heading, up to the next one of any depth."""
+    """Text under a heading, up to the next one of any depth."""
     _, _, found = text_of(page).partition(f"\n{heading}\n")
     assert found, f"{page} has no {heading}"
     return re.split(r"(?m)^#+ (?=\w)", found)[0]
@@ -593,7 +593,7 @@ def of_the_links() -> tuple[ModelSizes, Recipe]:
 def sent(
     name: str, sizes: ModelSizes, recipe: Recipe, number: int | None = None
 ) -> tuple[list[Transfer], tuple[float, float]]:
-    """What a strategy sends in a step on two machines of eight GPUs, and the bytes from each GPU to its host and back.
+    """Transfers of a strategy's step on two machines of eight GPUs, and the bytes from each GPU to its host and back.
 
     Args:
         number: of micro-batches; None: the recipe's.
@@ -754,7 +754,7 @@ AXES = {"replicas": "replicate", "shards": "shard"} | {
 
 
 def held_under(name: str) -> list[str]:
-    """What eight processes hold, as the drawing has it: data parallel alone keeps whole weights, and every dimension
+    """Weights of eight processes, as the drawing has them: data parallel alone keeps them whole, and every dimension
     but the replicas shards them."""
     mesh = known()[name].fitted(8, 8).mesh(8)
     sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1

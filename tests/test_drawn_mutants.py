@@ -1,4 +1,4 @@
-"""What `tests/drawn_mutants.py` draws is a change of the program, and the tests that it asks are those that run it.
+"""`tests/drawn_mutants.py` draws changes of the program, and the tests that it asks are those that run them.
 
 python -m pytest -q tests/test_drawn_mutants.py
 """

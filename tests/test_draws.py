@@ -1,4 +1,4 @@
-"""What is drawn in training belongs to the tokens of samples: dropout and noise, however these are spread.
+"""Draws in training belong to the tokens of samples: dropout and noise, however these are spread.
 
 python -m pytest -q -m "slow or not slow" tests/test_draws.py
 """

@@ -54,7 +54,7 @@ def engine_of(model: LlamaForCausalLM, strategy_name: str) -> Engine:
 
 
 def end_processes() -> None:
-    """What an engine sets for its whole process; DeepSpeed keeps the group in two places of its own."""
+    """End what an engine sets for its whole process; DeepSpeed keeps the group in two places of its own."""
     if dist.is_initialized():
         dist.destroy_process_group()
     AcceleratorState._reset_state(True)

@@ -46,7 +46,7 @@ CLIP = 0.5
 
 @pytest.fixture(autouse=True)
 def no_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What an engine sets for its whole process ends with the test."""
+    """End with the test what an engine sets for its whole process."""
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
     AcceleratorState._reset_state(True)
@@ -126,7 +126,7 @@ class Plain:
 
 
 def steps(engine: Engine, tokens: TokenSet, numbers: range) -> list:
-    """What the engine says of each."""
+    """Results of these steps."""
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
     count, found = sum(len(batch["targets"]) for batch in batches), []
     for number in numbers:

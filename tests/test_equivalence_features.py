@@ -1,4 +1,4 @@
-"""What a recipe chooses changes no curve either: packing, adapters, objectives and optimizers under every strategy.
+"""Choices of a recipe change no curve either: packing, adapters, objectives and optimizers under every strategy.
 
 Takes minutes: make test-long, or pytest -m slow tests/test_equivalence_features.py. The reference of each column is one
 process, padded, where that is another run than the one that is tested.

@@ -75,7 +75,7 @@ def test_one_state_from_strategy_to_strategy_and_another_where_the_moments_are_f
 
 
 def own_model(strategy: str, folder: Path, *flags: str) -> list[str]:
-    """What examples/own_model.py prints under a strategy, on simulated GPUs."""
+    """Epochs that examples/own_model.py prints under a strategy, on simulated GPUs."""
     need_simulated_gpus()
     folder.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *flags]

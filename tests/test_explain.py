@@ -343,7 +343,7 @@ def test_a_terminal_without_braille_gets_letters():
 
 
 def test_the_engine_has_no_other_way_to_make_the_configuration():
-    """What a run hands over is compared in the last test here."""
+    """The last test here compares what a run hands over."""
     text = (ROOT / "cookbook/training/engine/zero.py").read_text()
     assert "from cookbook.start.ds_config import deepspeed_config, separate_swap" in text
     assert "config = deepspeed_config(" in text and "self.deepspeed_config = config\n" in text

@@ -616,7 +616,7 @@ def test_an_adapter_whose_base_is_gone_is_compared_all_the_same(lora: Run, capsy
     "kind", ["all weights", pytest.param("adapter", marks=[pytest.mark.slow, pytest.mark.thorough])]
 )
 def test_a_fresh_process_says_yes_and_no(tmp_path: Path, capsys, monkeypatch, kind: str):
-    """The same through the front door: another process opens it, and what it finds ends the command."""
+    """An export as a user starts it: another process opens it, and what it finds ends the command."""
     monkeypatch.chdir(tmp_path)
     made = Run(Path(), ADAPTERS["lora"] if kind == "adapter" else None, tie_word_embeddings=False)
     made.save(3)

@@ -53,7 +53,7 @@ def start(
 
 
 def assert_same_run(output: Path, reference: Curve) -> None:
-    """The same numbers in every line and the same weights, to the last bit."""
+    """Assert equal numbers in every line and equal weights, to the last bit."""
     curve = Curve(output)
     for ours, theirs in zip(curve.lines, reference.lines, strict=True):
         waits = {"data_seconds", "eval_seconds", "save_seconds"}

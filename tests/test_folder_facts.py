@@ -77,7 +77,7 @@ def short(folder: Path, rows: int) -> None:
 
 
 def sharded(folder: Path) -> Path:
-    """The same tensors in files of which an index tells. Returns the last."""
+    """Divide a folder's tensors into files of which an index tells. Returns the last."""
     model = LlamaForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="20KB")

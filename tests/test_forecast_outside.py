@@ -1,4 +1,4 @@
-"""What a GPU holds beside torch's own memory lies where others measured it, and counts only where a run must fit.
+"""Memory of a GPU beside torch's own lies where others measured it, and counts only where a run must fit.
 
 python -m pytest -q tests/test_forecast_outside.py
 """

@@ -240,7 +240,7 @@ class Scale:
         return states(self.skeleton(case), cost_inputs(self.read(case), strategy, case.processes), rank)
 
     def held(self, case: Run) -> list[dict[str, Any]]:
-        """What each process holds."""
+        """Tensors that each process holds."""
         folder = self.folder / f"{case.strategy}-{sha256(repr(case).encode()).hexdigest()[:10]}"
         said = folder / "output.txt"
         with FileLock(f"{folder}.lock"):

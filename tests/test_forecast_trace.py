@@ -1,4 +1,4 @@
-"""What the trace on tensors without data counts is what a real forward and backward allocate on the CPU.
+"""The trace on tensors without data counts what a real forward and backward allocate on the CPU.
 
 python -m pytest -q tests/test_forecast_trace.py
 """

@@ -32,14 +32,14 @@ TRAINED = [name for name, row in RECORD["rows"].items() if "plain" in row]
 OFTEN = "gemma3_text", "jetmoe"
 FSDP2 = load_strategy(Path("accelerate_configs/fsdp2.yaml"))
 KEEPS = "jetmoe", "ctrl", "openai-gpt"
-"""Those that transformers cannot recompute."""
+"""Types that transformers cannot recompute."""
 TOO_LONG = "longcat_flash", "rwkv", "zamba"
-"""Those that are not traced with transformers' sizes (docs/plan.md)."""
+"""Types that are not traced with transformers' sizes (docs/plan.md)."""
 UNNAMED = "biogpt", "ctrl", "openai-gpt"
-"""Those whose layers transformers does not name."""
+"""Types whose layers transformers does not name."""
 UNBUILT = "cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe"
 UNBUILT += ("ministral", "nemotron")
-"""Those of which transformers has sizes that its own code does not take."""
+"""Types of which transformers has sizes that its own code does not take."""
 
 
 def recipe(model_type: str, length: int) -> Recipe:
@@ -96,7 +96,7 @@ def test_with_few_sizes_few_layers_tell_of_all(model_type, monkeypatch):
 
 
 def few_tell_of_all(model_type: str, config: PreTrainedConfig, length: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether there is a forecast; if so, holds its peak against that of the trace of all layers."""
+    """True if there is a forecast, whose peak is held against that of the trace of all layers."""
     settings, machines = recipe(model_type, length), parse_machines("8xH100")
     monkeypatch.setattr(verdict, "TRACES", {})
     try:

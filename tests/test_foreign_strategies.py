@@ -235,7 +235,7 @@ def test_what_accelerate_config_writes_passes_the_check_with_one_note(name: str,
 
 @pytest.fixture
 def written_without_a_gpu(tmp_path: Path) -> Path:
-    """What `accelerate config default` writes on a machine without a GPU: it asks for the CPU."""
+    """File that `accelerate config default` writes on a machine without a GPU: it asks for the CPU."""
     path = tmp_path / "default.yaml"
     assert write_basic_config(save_location=str(path))
     assert yaml.safe_load(path.read_text())["use_cpu"] is True
@@ -1013,7 +1013,7 @@ def fields_of_file() -> set[str]:
 
 
 def outcome_of(file: Path, path: str) -> str:
-    """What becomes of a key in a file: "refused", "passed over", "compared", "read", or "silent"."""
+    """Fate of a key in a file: "refused", "passed over", "compared", "read", or "silent"."""
     section, _, key = path.rpartition(".")
     strategy, mistakes = None, []
     try:
@@ -1101,7 +1101,7 @@ def test_an_empty_section_asks_for_nothing():
 
 
 def advice_of(lines: list[str], path: str) -> str:
-    """What is said of a key, behind its place and value."""
+    """Words on a key, behind its place and value."""
     named = [line for line in lines if re.match(rf"file\.json: {re.escape(path)}( is |: )", line)]
     return named[0].partition(f"file.json: {path}")[2].partition(": ")[2] if named else ""
 

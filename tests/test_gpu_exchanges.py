@@ -161,7 +161,7 @@ def test_tensor_parallel_sends_what_is_forecast_whatever_is_adapted_or_recompute
 
 
 def gathers_run_beside_layers(run: GpuRun, num_units: int = 3) -> bool:
-    """Whether in each micro-batch of step 2 under FSDP2 a unit's gather need not wait for what the unit before computes
+    """True if in each micro-batch of step 2 under FSDP2 a unit's gather need not wait for what the unit before computes
     in the forward; and is asked for before the unit that comes first in the backward has reduced its gradients.
     """
     found = []
@@ -185,7 +185,7 @@ def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
 
 
 def backward_goes_on_beside_sums(run: GpuRun) -> bool:
-    """Whether under DDP the layers compute on between the first sum of gradients that is asked for and the last."""
+    """True if under DDP the layers compute on between the first sum of gradients that is asked for and the last."""
     sums = [[one for one in step_2(report) if one.name.startswith("all_reduce")] for report in run.reports()]
     return all(log[-1].begun - log[0].begun > 2 * A_LAYER for log in sums)
 
@@ -200,7 +200,7 @@ def test_gradients_are_summed_while_the_backward_goes_on(gpu_lab: GpuLab):
 
 
 def gathers_before_layers_compute(run: GpuRun, num_layers: int = 4) -> bool:
-    """Whether in each micro-batch of step 2 under ZeRO-3 the weights of all layers are asked for within the time of
+    """True if in each micro-batch of step 2 under ZeRO-3 the weights of all layers are asked for within the time of
     one, by gathers that wait for none of them.
     """
     found = []

@@ -1,4 +1,4 @@
-"""What a run allocates at most on simulated GPUs is what the plan forecast of it. Rows are packed and of full length.
+"""Peak memory of a run on simulated GPUs is what the plan forecast of it. Rows are packed and of full length.
 
 python -m pytest -q tests/test_gpu_memory.py
 """

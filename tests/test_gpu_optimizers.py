@@ -16,7 +16,7 @@ SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def counts(run):
-    """What the newest checkpoint counts."""
+    """Counts of the newest checkpoint."""
     newest = sorted((run.output / "checkpoints").glob("step-*"))[-1]
     return json.loads((newest / "state.json").read_text())["counts"]
 

@@ -94,7 +94,7 @@ def run_all(lab: Lab, folder: Path, cases: list[Case]) -> list[subprocess.Comple
 
 
 def mistakes(case: Case, done: subprocess.CompletedProcess, output: Path) -> list[str]:
-    """What is not as it should be."""
+    """Facts that are not as they should be."""
     found = [] if done.returncode not in (0, 2, 75) else [f"exit code {done.returncode}"]
     try:
         report = (output / "hang/report.txt").read_text()

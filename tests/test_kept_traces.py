@@ -66,7 +66,7 @@ def ask(cache: Path | None, settings: Recipe | None = None, strategy: str = "sin
 
 
 def files(cache: Path) -> list[Path]:
-    """Those of traces; beside each model's is its skeleton."""
+    """Files of traces; beside each model's is its skeleton."""
     return [path for path in cache.rglob("*") if path.is_file() and "phases" in path.read_text()]
 
 
@@ -208,7 +208,7 @@ def test_what_other_code_computes_is_not_kept(settings: dict[str, Any], tmp_path
 def test_a_start_finds_the_traces_of_another(
     made: list[ActivationTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What `auto` takes is the same, and nothing is traced for it; without the folder all is."""
+    """Choices of `auto` are the same, and nothing is traced for them; without the folder all is."""
     monkeypatch.setattr(auto_settings, "machines_of", lambda plan: parse_machines("1x24GB"))
     path = Path("recipes/quickstart.yaml")
     keys = ["batch.micro_batch_size=auto", "model.gradient_checkpointing=auto", "mixed_precision=bf16"]

@@ -1,4 +1,4 @@
-"""What libraries ask of the compiler, or of a list of files, when they are imported is done when it is needed, or once.
+"""Work that libraries, when imported, ask of the compiler or of a list of files is done when needed, or once.
 
 python -m pytest -q tests/test_late_compiler.py
 """

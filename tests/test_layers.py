@@ -224,7 +224,7 @@ CHANGED = "\nafter = state()\nprint(json.dumps([what for what in before if befor
 
 
 def changed_by(code: str) -> list[str]:
-    """What code has changed in a fresh process that has imported torch before."""
+    """State that code has changed in a fresh process that has imported torch before."""
     done = subprocess.run(
         [sys.executable, "-c", STATE + code + CHANGED],
         cwd=ROOT,
@@ -256,7 +256,7 @@ def dotted_names(text: str) -> set[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a name is a module of the package, or stands for something in one."""
+    """True if a name is a module of the package, or stands for something in one."""
     parts = name.split(".")
     for length in range(len(parts), 1, -1):
         place = ROOT.joinpath(*parts[:length])

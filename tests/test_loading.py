@@ -52,7 +52,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_in(tmp_path: Path, model_folder: Path, strategy: str) -> list[dict]:
-    """What each of two processes had after reading the model, and after handing it to the engine."""
+    """Bytes of each of two processes after reading the model, and after handing it to the engine."""
     write_chats(tmp_path / "chats.jsonl")
     text = RECIPE.replace("MODEL", str(model_folder)).replace("DATA", str(tmp_path / "chats.jsonl"))
     (tmp_path / "recipe.yaml").write_text(text.replace("OUTPUT", str(tmp_path / "out")))

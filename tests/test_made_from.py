@@ -76,7 +76,7 @@ def content(tokens: TokenSet) -> dict[str, Any]:
 
 
 def made(rows: Rows, objective: Objective, data: DataSection, cache: Path) -> Any:
-    """What there is to train on, with that cache; the mistake if there is nothing."""
+    """Content to train on, with that cache; the mistake if there is none."""
     try:
         tokens, dropped = cached_tokens([rows], TOKENIZER, data, objective, cache=cache, place="data.train")
     except ValueError as error:  # RecipeErrors, and settings that a recipe of this objective may not have

@@ -1,4 +1,4 @@
-"""What a run writes about itself. pytest tests/test_metrics.py"""
+"""Records that a run writes about itself. pytest tests/test_metrics.py"""
 
 import json
 import math

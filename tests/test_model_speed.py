@@ -1,4 +1,4 @@
-"""What makes a model smaller or faster leaves its results. pytest tests/test_model_speed.py"""
+"""Settings that make a model smaller or faster leave its results. pytest tests/test_model_speed.py"""
 
 import collections
 from pathlib import Path
@@ -19,10 +19,10 @@ from tests.needs import need_compiler
 from tests.turns import TRAINED, others_by_turn
 
 KEEPS = "ctrl", "jetmoe", "openai-gpt"
-"""Those that transformers cannot recompute."""
+"""Types that transformers cannot recompute."""
 RECOMPUTED = [name for name in TRAINED if name not in KEEPS]
 IN_PLACE = "gemma3n_text", "gpt_oss"
-"""Those whose layers change a product in place, behind a reshape and directly."""
+"""Types whose layers change a product in place, behind a reshape and directly."""
 LENGTHS = [[5, 9, 3], [4, 4], [7, 8, 9, 10], [11, 3]]
 
 

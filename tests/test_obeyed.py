@@ -1,4 +1,4 @@
-"""What a message tells to write is right: obeyed, it does not come again, and in the end the check passes.
+"""Advice of a message is right: obeyed, the message does not come again, and in the end the check passes.
 
 python -m pytest -q tests/test_obeyed.py
 """

@@ -14,7 +14,7 @@ NUM_PAIRS, LENGTH, VOCAB = 3, 7, 11
 
 
 def model(logits: torch.Tensor):
-    """What `model(...)` gives: the negative log-likelihood of each target."""
+    """A model that returns the negative log-likelihood of each target."""
 
     def forward(*, input_ids, targets, target_positions):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1)[target_positions], targets, reduction="none")

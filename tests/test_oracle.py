@@ -277,7 +277,7 @@ CORE = (
 
 
 def with_first_head(setup: Setup, first: Path) -> Setup:
-    """The same from the weights with which a head was drawn, beside which all others are those of the model."""
+    """Setup from the weights with which a head was drawn, beside which all others are those of the model."""
     before, after = (load_file(folder / "model.safetensors") for folder in (setup.model, first))
     score = after.pop("score.weight")
     assert score.shape == (len(setup.classes) if setup.objective == "classify" else 1, 48)

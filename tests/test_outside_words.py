@@ -111,7 +111,7 @@ def test_the_schema_has_the_texts_that_this_page_tries():
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_text_of_a_recipe_reaches_no_other_program(book: Book, key: str):
-    """Whether the recipe is refused or not."""
+    """A refusal of the recipe makes no difference."""
     book.write("rows.jsonl", '{"text": "a b c"}\n' * 8)
     with Outside() as outside:
         for word in HOSTILE:

@@ -354,7 +354,7 @@ def test_the_small_model_leaves_the_random_numbers_of_a_run_as_they_are():
 
 
 def test_every_architecture_is_packed_or_says_why_not():
-    """Those that are trained at all: by its name, or by the kinds of its layers."""
+    """Each that is trained at all: by its name, or by the kinds of its layers."""
     unknown: list[str] = []
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception):  # sizes that do not suit it

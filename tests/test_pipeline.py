@@ -99,7 +99,7 @@ def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand(
 
 
 def torchs(num_micro_batches: int, num_stages: int, chunks: int) -> dict[int, list]:
-    """What torch's schedules have each stage do."""
+    """Work that torch's schedules give each stage."""
 
     def found(stage: int) -> list:
         named = {"num_stages": num_stages * chunks, "group_size": num_stages, "group_rank": stage}
@@ -271,7 +271,7 @@ def test_a_mistake_leaves_the_curve(lab: Lab, strategy: str, mistake: str, proce
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_gradients_that_transformers_sums_by_itself_count_once_in_a_stage(lab: Lab):
-    """Those of Qwen3's norms of queries and keys, over several micro-batches."""
+    """Gradients of Qwen3's norms of queries and keys, over several micro-batches."""
     reference = lab.run("single", QWEN3)
     found = distance(lab.run("pp_tp", QWEN3), reference)
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found

@@ -1,4 +1,4 @@
-"""What an engine reads back of itself is what runs: each setting that it compares, changed, is refused.
+"""Settings that an engine reads back of itself are those that run: each that it compares, changed, is refused.
 
 python -m pytest -q tests/test_read_back.py
 """

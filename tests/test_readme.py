@@ -33,7 +33,7 @@ def block(language: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Those of the paragraphs and lists: without fenced blocks, tables, headings, and addresses of links."""
+    """Sentences of the paragraphs and lists: without fenced blocks, tables, headings, and addresses of links."""
     text = re.sub(r"(?ms)^```.*?^```$|^<.*?>$|^\|.*?\|$|^#.*?$", "", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     parts = [part for paragraph in re.split(r"\n\s*\n|\n- ", text) for part in re.split(r"(?<=[.?!:])\s", paragraph)]

@@ -59,7 +59,7 @@ def run(tmp_path: Path, monkeypatch) -> Path:
 
 
 def draw_nothing(of: Any, lines: Any) -> Drawing:
-    """What matplotlib does with the numbers of a curve, but the drawing."""
+    """Take the numbers of a curve as matplotlib does, but draw nothing."""
     for line in lines:
         for x, y in line.points:
             assert float(x) + float(y) is not None

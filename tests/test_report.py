@@ -102,7 +102,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
     def charts(self) -> dict[str, dict[str, Any]]:
-        """What the script reads of each chart, by its title, with the words of the drawing."""
+        """Data that the script reads of each chart, by its title, with the words of the drawing."""
         charts = {}
         for text in re.findall(r"<figure data-chart.*?</figure>", self.text, re.DOTALL):
             figure = re.search(r'data-chart="(.*?)"><h3>(.*?)</h3>', text)
@@ -122,7 +122,7 @@ def digest(script: str) -> str:
 
 
 def offences(page: Page) -> list[str]:
-    """What would fetch something, or execute anything but the one script that the page's policy allows."""
+    """Parts that would fetch something, or execute anything but the one script that the page's policy allows."""
     found = [tag for tag in page.tags if tag in {"img", "link", "iframe", "object", "embed", "base", "form"}]
     for name, value in page.attributes:
         is_reference = name in {"href", "src", "xlink:href", "action"} and not value.startswith("#")
@@ -416,7 +416,7 @@ FRAME = """<!DOCTYPE html><script>onmessage = event => document.title = event.da
 
 
 def in_browser(path: Path, script: str, folder: Path, *, width: int, is_dark: bool, extra: str = "") -> Any:
-    """What a script posts that runs at the end of a page whose policy allows it beside the page's own.
+    """Message of a script that runs at the end of a page whose policy allows it beside the page's own.
 
     Args:
         extra: HTML before it.

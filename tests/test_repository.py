@@ -154,7 +154,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 
 def copied() -> set[str]:
-    """What the Dockerfile copies."""
+    """Paths that the Dockerfile copies."""
     lines = re.findall(r"(?m)^COPY (.+)$", DOCKERFILE.read_text())
     return {path for line in lines for path in line.split()[:-1]}
 
@@ -208,7 +208,7 @@ def texts_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 MAY_BEGIN_SO = re.compile(r"[\"']{3}\\?\s*Of\s")
-"""What is not in a file need not be looked for in its syntax, which takes seconds for all of them."""
+"""Files without it need not be parsed, which takes seconds for all of them."""
 
 
 def test_no_docstring_begins_with_of() -> None:

@@ -869,7 +869,7 @@ def reverse_kl(student, teacher, lines: list[dict[str, Any]]) -> float:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What rounds leave that must not depend on kills."""
+    """Files of rounds that must not depend on kills."""
     wanted = [*folder.glob("rounds/*/samples.jsonl"), *folder.glob("rounds/*/run/export/*.safetensors")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(wanted)}
 

@@ -57,7 +57,7 @@ def ends(monkeypatch, model) -> Callable[..., list[str]]:
 
 
 def test_each_round_has_its_own_random_numbers(lab: Lab, ends, model: Path, tmp_path: Path):
-    """The same weights are asked the same question in both rounds."""
+    """Both rounds ask the same weights the same question."""
     rounds = ROUNDS | {"prompts_per_round": 1, "num_generations": 12}
     sampled = []
     for name in ("one", "again"):
@@ -187,7 +187,7 @@ def test_a_damaged_record_of_rounds_is_no_reason_to_begin_again(tmp_path: Path, 
 
 
 def _refusal(lab: Lab, values: dict[str, str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of rounds that go on with other values; "" if it goes on."""
+    """Words of the command on rounds that go on with other values; "" if it goes on."""
     capsys.readouterr()
     assert start(lab, values) == 2
     said = capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_the_divergence_estimates_that_of_two_distributions():
 
 
 class Lies:
-    """What a sampler's answers say, by itself or by another model than the round's."""
+    """Log-probabilities that a sampler claims, by itself or by another model than the round's."""
 
     def __init__(self, model: Path, tmp_path: Path) -> None:
         self.model, self.tmp_path = model, tmp_path

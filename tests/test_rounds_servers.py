@@ -52,7 +52,7 @@ def values_of(tmp_path: Path, model: Path, sampler: Any, **others: Any) -> dict[
 
 
 def is_of(lines: list[dict[str, Any]], trained: Any) -> bool:
-    """Whether the log-probabilities of samples are those of a model."""
+    """True if the log-probabilities of samples are those of a model."""
     pairs = [
         (logps, logps_of(trained, line["prompt_ids"], ids))
         for line in lines

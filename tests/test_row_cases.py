@@ -77,7 +77,7 @@ def writes(question: str = "message.content", answer: str = "message.content") -
 
 
 def chatml(*turns: str) -> str:
-    """What CHATML makes of turns as "user hi"; with "assistant [[hi]]" the turn is trained."""
+    """CHATML's text of turns as "user hi"; with "assistant [[hi]]" the turn is trained."""
     written = ""
     for turn in turns:
         role, text = turn.split(" ", 1)
@@ -803,7 +803,7 @@ CASES = {
 
 
 def wrong(case: Case, found: Outcome, names: list[str]) -> list[str]:
-    """What does not hold of an outcome, in words."""
+    """Claims that do not hold of an outcome, in words."""
     if found.refused:
         if not case.refused:
             return [f"refused: {found.refused}"]
@@ -927,7 +927,7 @@ def test_white_space_that_is_lost_is_noted(row, tmp_path):
 
 
 def beside_token(kind: str, folder: Path, *, takes: bool, is_special: bool) -> list[bool]:
-    """Whether rows with an added token, which takes the white space beside it or not, are noted as changed."""
+    """True for each row noted as changed, with an added token that takes the white space beside it or not."""
     tokenizer = tiny_tokenizer(kind)
     tokenizer.add_tokens([AddedToken("foo", lstrip=takes, rstrip=takes, special=is_special, normalized=False)])
     rows: list[dict[str, Any]] = []

@@ -296,7 +296,7 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def tool_texts(tools: list[Any] | None) -> list[str]:
-    """What must be written of tools in any form of a schema."""
+    """Texts that must be written of tools in any form of a schema."""
     return [
         text
         for one in (tool["function"] for tool in tools or [])
@@ -310,7 +310,7 @@ def pieces(text: str) -> list[str]:
 
 
 def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
-    """What must be written of a message."""
+    """Texts that must be written of a message."""
     found = {key: pieces(message[key]) for key in ("content", *REASONING) if message.get(key)}
     made = [
         [one["function"]["name"], *leaves(loaded(one["function"]["arguments"]))]
@@ -320,7 +320,7 @@ def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
-    """What transformers writes, on the day of the recipe."""
+    """Text that transformers writes, on the day of the recipe."""
     template = re.sub(
         r"strftime_now\((['\"])(.*?)\1\)", lambda found: repr(DAY.strftime(found[2])), tokenizer.chat_template
     )
@@ -333,7 +333,7 @@ def as_written(text: str, key: str, see: Callable[[str], str]) -> str:
 
 
 def shown(text: str, kind: str, marks: re.Pattern[str]) -> str:
-    """What a tokenizer of a kind can show of a text: all of it, or all but spaces after marks, or but white space."""
+    """Part of a text that a tokenizer of a kind can show: all, or all but spaces after marks, or but white space."""
     text = text.replace("▁", " ")
     if kind in ("words", "t5"):
         return re.sub(r"\s", "", text)
@@ -344,7 +344,7 @@ OF_TEMPLATES = re.compile(
     r"[Nn]ull|None|[Tt]rue|[Ff]alse|thought|tool_?calls?|tool_sep|call|name|arguments|arg_key|arg_value|think|functions?|parameters?|type|id"
     r"|commentary|final|analysis|channel|message|json|constrain|to|start|end|assistant|return|é|[\W\d_]"
 )
-"""What templates write in a turn of the assistant, and values of arguments."""
+"""Text that templates write in a turn of the assistant, and values of arguments."""
 
 
 def is_trained(message: dict[str, Any]) -> bool:
@@ -356,7 +356,7 @@ def is_trained(message: dict[str, Any]) -> bool:
 def faults(
     row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled, notes: str = ""
 ) -> list[str]:
-    """What is wrong with the sample of a row that has these notes."""
+    """Faults of the sample of a row that has these notes."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     shown_as = {form for token in added for form in (token, token.replace("▁", " "), token.replace("▁", ""))}
     marks = re.compile("|".join(map(re.escape, sorted(shown_as, key=len, reverse=True))))
@@ -419,7 +419,7 @@ def prompt_faults(
     see: Callable[[str], str],
     marks: re.Pattern[str],
 ) -> dict[int, str]:
-    """What is wrong with the tokens before a trained message, by its index, and -1 for the special tokens of all.
+    """Faults of the tokens before a trained message, by its index, and -1 for the special tokens of all.
 
     Before it stands the text of its prompt; since the last special token, which is at the end of an earlier turn or
     later, also the prompt's very tokens, and none of them carries loss.
@@ -472,7 +472,7 @@ ASKED: tuple[dict[str, bool], ...] = (
 
 
 def prompts(row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[str]]:
-    """What generation may be prompted with before each trained message; none where the template refuses that."""
+    """Prompts that generation may have before each trained message; none where the template refuses that."""
     found: dict[int, list[str]] = {}
     for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
         for variables in ASKED:

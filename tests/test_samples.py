@@ -61,7 +61,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def by_the_library(curve: Curve, prompts: list[str]) -> list[str]:
-    """What transformers' own generation gives with the exported weights, one prompt at a time."""
+    """Texts that transformers' own generation gives with the exported weights, one prompt at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(curve.folder / "export")
     model: Any = AutoModelForCausalLM.from_pretrained(curve.folder / "export", dtype=torch.float32)
     found = []

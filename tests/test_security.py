@@ -50,7 +50,7 @@ CARRY_NO_CODE = ("GenerationConfig", "PeftConfig", "PeftModel")
 
 
 def findings(source: str) -> list[str]:
-    """What a file must not do beside what ruff refuses by pyproject.toml, with its line."""
+    """Faults of a file beside those that ruff refuses by pyproject.toml, each with its line."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in EVALUATE:
@@ -135,7 +135,7 @@ subprocess.run(["ls"], shell=False); yaml.load(text, Loader=yaml.SafeLoader); ya
 
 def test_ruff_refuses_what_unpickles_evaluates_text_or_starts_a_shell():
     def lines(source: str) -> set[int]:
-        """Those that a rule of S, TID251 or B009 (getattr of a constant name) refuses by pyproject.toml."""
+        """Lines that a rule of S, TID251 or B009 (getattr of a constant name) refuses by pyproject.toml."""
         words = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=json"]
         words += ["--stdin-filename=cookbook/new.py", "-"]
         done = subprocess.run(words, input=source, capture_output=True, text=True, cwd=ROOT)
@@ -368,7 +368,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 def open_model(folder: Path) -> None:
-    """What train.py does with a model of others."""
+    """Open a model of others as train.py does."""
     settings = ModelSection(name_or_path=str(folder))
     name = resolve_model(settings, seed=0, texts=[], fingerprint="", cache=folder.parent / "cache")
     load_config(name, 32)
@@ -579,7 +579,7 @@ def test_the_lock_has_the_versions_of_requirements_txt():
 
 
 def test_the_lock_leaves_nothing_to_be_found_while_installing():
-    """What the locked packages need is locked too, as far as the same versions are installed here."""
+    """Packages that locked ones need are locked too, as far as the same versions are installed here."""
     locked, seen, missing = pins_of("requirements.lock"), 0, []
     environment = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64", "extra": ""}
     for name, version in locked.items():

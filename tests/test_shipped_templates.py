@@ -287,7 +287,7 @@ def rendered(template, row, prompted=False, marks=False, **more):
 
 
 def wants_text(template):
-    """Whether a template joins a call's arguments as a text, as OpenAI's format has them."""
+    """True if a template joins a call's arguments as a text, as OpenAI's format has them."""
     return "+ tool['function']['arguments'] +" in template
 
 
@@ -317,9 +317,9 @@ class Otherwise(NamedTuple):
     theirs: tuple
     reason: str
     applies: object
-    """Whether it is about a row, with or without generation prompt."""
+    """True if it is about a row, with or without generation prompt."""
     expected: object = None
-    """What is right there, from the own rendering; None: nothing is compared."""
+    """Right text there, from the own rendering; None: nothing is compared."""
 
 
 def trains_last(row, prompted):
@@ -517,7 +517,7 @@ STRETCHES = {
     "qwen3_6": ["\n</think>\n\n" + IN_TAGS + "<|im_end|>", "Thought two.\n</think>\n\nAnswer two.<|im_end|>"],
     "tulu": ["Answer one.</s>", "Answer two.</s>"],
 }
-"""What is marked of a call and an answer with reasoning, or of two answers where the template writes no calls."""
+"""Marked stretches of a call and an answer with reasoning, or of two answers where the template writes no calls."""
 NO_CALLS = {"alpaca", "chatml", "gemma3", "llama3", "phi3", "tulu"}
 ONE_CALL = {"deepseek_r1", "deepseek_v3"}
 """Here by a chat without it: the turn of calls is in the test of all rows."""

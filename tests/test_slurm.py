@@ -107,7 +107,7 @@ class Slurm:
         return done.stdout
 
     def job(self, number):
-        """What Slurm has on a job."""
+        """Slurm's record of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.call("scontrol", "show", "job", number)))
 
     def stop(self):

@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 
 def write(folder: Path, prices: list[float | None], status: float | None) -> None:
-    """What a start leaves: a line of metrics for each price, and its status."""
+    """Write what a start leaves: a line of metrics for each price, and its status."""
     lines = [
         {"step": i, "epoch": 0.1, "loss": 1.0} | ({} if price is None else {"price": price})
         for i, price in enumerate(prices)

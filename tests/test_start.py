@@ -16,7 +16,7 @@ from tests.curves import RECIPE
 from tests.small_data import chat
 
 LOADED = {"files": 159, "lines of code": 19_324}
-"""What a run in one process may load of the package before its first step. Lower it when it falls."""
+"""Most that a run in one process may load of the package before its first step. Lower it when it falls."""
 BEFORE_THE_FIRST_STEP = """
 import sys
 opened = []
@@ -72,7 +72,7 @@ MUON = "from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam"
 
 
 def heavy_after(code, *arguments):
-    """Those of HEAVY that a fresh process has imported after `code`."""
+    """Modules of HEAVY that a fresh process has imported after `code`."""
     return lines_after(code, *arguments)["HEAVY"]
 
 

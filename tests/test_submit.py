@@ -318,7 +318,7 @@ def command_of(to, text):
 
 
 def variables_of(to, machine, name):
-    """What a system gives to a machine of two, and how it calls the first one. `name`: of the job."""
+    """Variables that a system gives to a machine of two, and its name for the first one. `name`: of the job."""
     if to == "sky":  # sky/backends/task_codegen.py, 0.14.1: a line for each machine
         addresses = "\n".join(ADDRESSES)
         found = {"NUM_NODES": "2", "NODE_RANK": str(machine), "NODE_IPS": addresses, "NUM_GPUS_PER_NODE": "0"}
@@ -357,7 +357,7 @@ def test_each_machine_starts_launch_with_the_numbers_that_its_system_gives_it(ca
 
 
 def expanded(text):
-    """What Kubernetes makes of a word of a container's command, by the rules of its documentation."""
+    """A word of a container's command as Kubernetes expands it, by the rules of its documentation."""
     return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else "EXPANDED", text)
 
 
@@ -372,7 +372,7 @@ def test_kubernetes_expands_no_word_of_a_user(capsys, to, name):
 
 
 def walk(value, key):
-    """What stands under a key, at any depth."""
+    """Values under a key, at any depth."""
     if isinstance(value, dict):
         yield from (found for name, inner in value.items() for found in ([inner] if name == key else walk(inner, key)))
     if isinstance(value, list):

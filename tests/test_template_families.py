@@ -58,13 +58,13 @@ class Family:
     plain: list[str] | str
     """The chat of two turns with a system message."""
     last: list[str] | str
-    """The same with train_on last."""
+    """That chat with train_on last."""
     thought: list[str] | str
     """With reasoning in both turns."""
     whole: list[str] | str
     """With tools, parallel calls, their results and reasoning."""
     shows: str = ""
-    """What the plain sample begins with."""
+    """Beginning of the plain sample."""
     data: dict[str, Any] = field(default_factory=dict)
 
 

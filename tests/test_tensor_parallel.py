@@ -36,7 +36,7 @@ def test_the_distances_of_a_mesh_by_hand():
     ["ddp_tp"] + [pytest.param(one, marks=pytest.mark.thorough) for one in ("fsdp2_tp", "hsdp_tp", "pp_tp_fsdp2")],
 )
 def test_gradients_that_transformers_sums_by_itself_count_once(lab: Lab, strategy: str):
-    """Those of Qwen3's norms of queries and keys, over several micro-batches."""
+    """Gradients of Qwen3's norms of queries and keys, over several micro-batches."""
     found = distance(lab.run(strategy, QWEN3), lab.run("single", QWEN3))
     assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
 

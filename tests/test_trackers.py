@@ -43,7 +43,7 @@ def held_out(step: int, name: str) -> dict[str, Any]:
 
 
 def of_metrics(path: Path) -> Series:
-    """What a tracker must have."""
+    """Series that a tracker must have."""
     found: Series = {}
     for one in map(json.loads, path.read_text().splitlines()):
         prefix = f"{one.pop('eval_set')}/" if "eval_set" in one else ""
@@ -303,7 +303,7 @@ def test_a_tracker_has_the_names_that_a_recipe_gives_it_after_a_resume_too(
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("name", trackers.STARTS)
 def test_each_argument_of_a_trackers_function_is_passed_on_or_refused(name: str, monkeypatch) -> None:
-    """Those that a run itself gives would be given twice."""
+    """Arguments that a run itself gives would be given twice."""
     need_trackers()
     given: set[str] = set()
 

@@ -15,7 +15,7 @@ TEMPLATES = Path(__file__).parents[1] / "recipes" / "chat_templates"
 CHATML = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
 SPECIALS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<unk>", "<s>", "</s>"]
 MARK = re.compile(r"<[|\uFF5C][^<>\s'\"]+[|\uFF5C]>|</?(?:bos|eos|start_of_turn|end_of_turn|turn\|)>|\[/?[A-Z_]{4,}\]")
-"""What a template writes that is a special token of its family."""
+"""A special token of a family, as its template writes it."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + LETTERS.upper() + "0123456789.,:;!?'\"<>|_/{}[]()+-=*&#@%$^~`\\\n"

@@ -277,7 +277,7 @@ def show_command_line(words: list[str]) -> None:
 
 
 class Forked:
-    """What torchrun's agent needs of a `subprocess.Popen`."""
+    """Part of a `subprocess.Popen` that torchrun's agent needs."""
 
     gate: tuple[int, int] | None = None
     """A pipe that closes when all ranks of a start are forked. Before, none may connect to the agent, whose thread then
@@ -401,7 +401,7 @@ def end_as_rank(job: dict, rank: int) -> None:
 
 
 def write_to(path: Path) -> None:
-    """What this process prints goes there."""
+    """Send there what this process prints."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

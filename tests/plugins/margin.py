@@ -1,4 +1,4 @@
-"""What a user may add without touching the package: an objective, an optimizer, a schedule and a kind of rows."""
+"""Additions of a user without touching the package: an objective, an optimizer, a schedule and a kind of rows."""
 
 from typing import Literal
 
