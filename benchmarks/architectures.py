@@ -171,7 +171,7 @@ def reason_of(output: str, folder: Path) -> str:
 
 
 def predicted(column: str, config: PreTrainedConfig) -> str | None:
-    """What a configuration alone is refused for, as at the start of a run."""
+    """Reason to refuse a configuration alone, as at the start of a run."""
     return {
         "tp": lambda: tensor_problem(config),
         "packed": lambda: packing_problem(config),
@@ -184,7 +184,7 @@ def predicted(column: str, config: PreTrainedConfig) -> str | None:
 def try_column(
     lab: Lab, folder: Path, column: str, plain: Curve | None, program: tuple[str, ...]
 ) -> tuple[dict[str, Any], float, Curve | None]:
-    """What became of one run; how far its export lies from its last evaluation; and its curve, if it has one.
+    """Outcome of one run; how far its export lies from its last evaluation; and its curve, if it has one.
 
     Args:
         plain: the curve of one process, with which those of strategies are compared.
@@ -230,7 +230,7 @@ def compiled(folder: Path) -> dict[str, Any]:
 
 
 def plan(lab: Lab, folder: Path) -> dict[str, Any]:
-    """What `cookbook plan` makes of a model's folder."""
+    """Answer of `cookbook plan` on a model's folder."""
     words = ["plan", str(lab.folder / "recipe.yaml"), "--gpus", "2xH100", "--strategy", "fsdp2", "--json"]
     words += ["--set", f"model={{name_or_path: {folder}}}", "--set", "mixed_precision=bf16"]
     said, mistakes = io.StringIO(), io.StringIO()
@@ -317,7 +317,7 @@ def measure(lab: Lab, model_type: str, columns: tuple[str, ...]) -> tuple[dict[s
 
 
 def has_part(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is of more than a language model, and has one of its own for that."""
+    """True if a configuration is of more than a language model, and has one of its own for that."""
     try:
         return not config.is_encoder_decoder and config.get_text_config() is not config
     except ValueError:  # there are several
@@ -325,7 +325,7 @@ def has_part(config: PreTrainedConfig) -> bool:
 
 
 def fact_of(cell: dict[str, Any], way: str) -> bool | str | None:
-    """What a run that was tried says of a type: true, why not, or nothing where it was refused for another reason."""
+    """Verdict of a run that was tried on a type: true, why not, or nothing where it was refused for another reason."""
     how = "in packed rows" if way == "packed" else f"under {COLUMNS[way][0]}"
     if "failed" in cell:
         return f"a run {how} ends with an error"

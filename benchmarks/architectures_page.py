@@ -110,24 +110,24 @@ DASH = """\
 
 
 def is_served(row: dict[str, Any]) -> bool:
-    """Whether a row has columns, of a model type that is trained."""
+    """True if a row has columns, of a model type that is trained."""
     return "plain" in row
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """What of a row is neither equal nor refused."""
+    """Cells of a row that are neither equal nor refused."""
     if not is_served(row):
         return [str(row)] if "failed" in row else []
     return [f"{column}: {found}" for column, found in row.items() if is_wrong(found)]
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
-    """Whether a cell is neither equal nor refused."""
+    """True if a cell is neither equal nor refused."""
     return "failed" in found or "exports" in found or is_distant(found)
 
 
 def is_distant(found: dict[str, Any]) -> bool:
-    """Whether a cell's error is no rounding."""
+    """True if a cell's error is no rounding."""
     return found.get("loss", 0.0) > LIMIT or found.get("gradient", 0.0) > GRADIENT_LIMIT
 
 
@@ -177,7 +177,7 @@ def apart(record: dict[str, Any]) -> str:
 
 
 def notes(facts: ModelType) -> str:
-    """What else a line of the table says of a type that is trained."""
+    """Further words of a line of the table on a type that is trained."""
     words = {
         "layers that carry a state": facts.has_state,
         "a loop over tokens without kernels": facts.loops_over_tokens,
@@ -191,7 +191,7 @@ def notes(facts: ModelType) -> str:
 
 
 def part(facts: ModelType) -> str:
-    """What a line says of a type with a tower, or of a language part alone."""
+    """Words of a line on a type with a tower, or on a language part alone."""
     if facts.computes_as:
         return f"trained as `{facts.computes_as}`"
     needs = f", where `{facts.needs}` is installed" if facts.needs else ""

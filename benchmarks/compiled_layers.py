@@ -32,11 +32,11 @@ LIMIT_SECONDS = 300
 
 
 class Failed(Exception):
-    """What a process ended with; torch's own errors do not travel between processes."""
+    """Error that a process ended with; torch's own errors do not travel between processes."""
 
 
 def compare(folder: Path, recomputed: Recomputed = False, adapter: AdapterSection | None = None) -> dict[str, Any]:
-    """What compiling changes in a model's folder, seen in a process that ends with it.
+    """Changes that compiling makes to a folder's model, seen in a process that ends with it.
 
     Args:
         recomputed: as `model.gradient_checkpointing`.

@@ -160,7 +160,7 @@ def keys_of_model(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tup
 
 
 def keys() -> dict[str, Any]:
-    """What DeepSpeed reads of a JSON, in the form of `owner_schemas`: asked with none, and with each section alone."""
+    """Keys that DeepSpeed reads of a JSON, as in `owner_schemas`: asked with none, and with each section alone."""
     keys_of_models: dict[tuple[str, ...], list[Any]] = {}
     make_model = config_utils.DeepSpeedConfigModel.__init__
 

@@ -1,4 +1,4 @@
-"""What dropout that is drawn for each token takes, beside torch's: a forward and a backward of a small LoRA.
+"""Cost of dropout that is drawn for each token, beside torch's: a forward and a backward of a small LoRA.
 
     python benchmarks/dropout.py
 

@@ -1,4 +1,4 @@
-"""What becomes of rows in the formats that other projects document: what is trained of each, or why it is refused.
+"""Fate of rows in the formats that other projects document: what is trained of each, or why it is refused.
 
     python benchmarks/foreign_formats.py
 
@@ -38,7 +38,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of the example row."""
+    """Samples of the example row with notes, or its refusal."""
 
     kind: str = ""
     """Name of the kind that it was read as."""
@@ -370,7 +370,7 @@ FORMATS = [
 
 
 def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
-    """What a run would make of the example row."""
+    """Outcome of the example row in a run."""
     from pydantic import ValidationError
 
     from cookbook.commands.preview.sample_page import MARK, mark_text

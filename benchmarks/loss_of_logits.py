@@ -1,4 +1,4 @@
-"""What the loss takes beside plain torch: CPU seconds and peak bytes of a forward and a backward of a head.
+"""Cost of the loss beside plain torch's: CPU seconds and peak bytes of a forward and a backward of a head.
 
     python benchmarks/loss_of_logits.py
 

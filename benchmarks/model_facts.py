@@ -27,7 +27,7 @@ from tests.target_grid import from_grid
 from tests.towers import FIRST_OF_IMAGES, whole_config, whole_model
 
 ODD = {"cap": 2.0, "times": 0.3, "over": 1.7}
-"""What is done to the logits, with a value that no model has."""
+"""A change of the logits, with a value that no model has."""
 EQUAL = 1e-4
 """Largest error of a token's loss, of models with large random weights."""
 OPERATIONS = 5
@@ -88,7 +88,7 @@ def code_of(model: PreTrainedModel) -> str:
 
 
 def shares_layers(model: PreTrainedModel) -> bool:
-    """Whether two of the layers that are gathered as a unit hold one weight."""
+    """True if two of the layers that are gathered as a unit hold one weight."""
     units, owners = set(model._no_split_modules or ()), dict[int, str]()
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module).__name__ in units:

@@ -66,7 +66,7 @@ QWEN, QWEN_LORA = "qwen3_0_6b/sft", "qwen3_4b/sft_lora"
 LARGER, SMALL_STEP = {"batch.micro_batch_size": 8}, {"batch.global_batch_size": 4}
 """A step of few samples has the speed of a step of many: it is their time that is measured."""
 WHEN_MEASURED = {QWEN: {"batch.micro_batch_size": 1, "model.gradient_checkpointing": False}}
-"""What a recipe had where it leaves the choice to `auto` today."""
+"""Values that a recipe had where it leaves the choice to `auto` today."""
 CELLS = [
     Cell("llama31_8b/sft_qlora", SMALL_STEP),
     Cell("llama31_8b/sft_lora", {"strategy": "single"} | SMALL_STEP),
@@ -211,7 +211,7 @@ def forecast_of(row: dict[str, Any], machines: Machines) -> Forecast:
 
 
 def is_full(row: dict[str, Any]) -> bool:
-    """Whether every sequence had data.max_length tokens, as the forecast has them."""
+    """True if every sequence had data.max_length tokens, as the forecast has them."""
     return "error" not in row and row["tokens_a_step"] == row["most_tokens_a_step"]
 
 

@@ -1,4 +1,4 @@
-"""What a run costs besides training: its start by phase, and how cost grows as ranks, samples, length and model double.
+"""Cost of a run besides training: its start by phase, and how cost grows as ranks, samples, length and model double.
 
     python benchmarks/overhead.py [--quick] [--sections start ranks rows samples length step_length model step_model]
 
@@ -208,7 +208,7 @@ def one_count_of_ranks(num_ranks: int) -> dict[str, Any]:
 
 
 def batches_of(tokens: Any, num_ranks: int) -> dict[str, float]:
-    """What the batches of one rank cost from the second on, and what making them leaves in memory."""
+    """Cost of one rank's batches from the second on, and bytes that making them leaves in memory."""
     from cookbook.training.data import batches  # noqa: F401 - torch is not what is measured
 
     before = own_memory()

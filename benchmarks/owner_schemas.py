@@ -255,7 +255,7 @@ class Reader:
         return ([value] if known else []), None
 
     def literal(self, node: ast.expr) -> tuple[bool, Any]:
-        """Whether a node is a value of JSON, and this value."""
+        """True if a node is a value of JSON, and this value."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             return True, self.constants[node.id]
         if isinstance(node, ast.Attribute):  # a member of an enumeration

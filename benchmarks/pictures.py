@@ -67,7 +67,7 @@ def train(strategy: str, **others: str | int) -> tuple[Path, str]:
 
 
 def screen(written: str) -> str:
-    """What stood on the terminal at step `SHOWN`: the lines that stay, and below them the one that changes."""
+    """Text on the terminal at step `SHOWN`: the lines that stay, and below them the one that changes."""
     before = re.split(rf"(?=step +{SHOWN}/{STEPS})", written)[0]
     lines = [line.split("\r")[-1] for line in before.split("\n")[:-1]]
     changing = [part for part in before.split("\r") if "step " in part and "\n" not in part]

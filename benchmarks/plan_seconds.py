@@ -72,7 +72,7 @@ MIXTURE = {"name": "lora", "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 @dataclass(frozen=True)
 class Question:
-    """What somebody asks of `plan`."""
+    """A question to `plan`."""
 
     words: str
     model: str | dict[str, Any]

@@ -47,7 +47,7 @@ def fits(path: Path) -> str:
 
 
 def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
-    """What fits there, the recipe's own strategy first, then in plan's order; offloading if nothing fits without. Of
+    """Strategies that fit there, the recipe's own first, then in plan's order; offloading if nothing fits without. Of
     meshes of several dimensions only for a recipe that has one.
     """
     strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
@@ -67,7 +67,7 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
 
 
 def _by_auto(recipe: Recipe, one: Forecast, machines: Machines, name: str) -> str:
-    """What `launch` would take there for the recipe's `auto`, in brackets."""
+    """Settings that `launch` would take there for the recipe's `auto`, in brackets."""
     if not autos(recipe) or one.plan is None:
         return ""
     is_auto = isinstance(recipe.model.gradient_checkpointing, Auto)
@@ -80,7 +80,7 @@ def _by_auto(recipe: Recipe, one: Forecast, machines: Machines, name: str) -> st
 
 
 def _spreads(strategy: Strategy, machines: Machines) -> bool:
-    """Whether it is of use there as its file is: it takes every GPU, needs no links or layers of a special kind, and on
+    """True if it is of use there as its file is: it takes every GPU, needs no links or layers of a special kind, and on
     one GPU has something to offload.
     """
     if strategy.kind == "fsdp1":

@@ -1,4 +1,4 @@
-"""What benchmarks share of their records: which rows may stand together in one, the processor, how it is written."""
+"""Common parts of benchmarks' records: which rows may stand together in one, the processor, how it is written."""
 
 import json
 import platform

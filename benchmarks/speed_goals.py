@@ -1,4 +1,4 @@
-"""What the forecast gives for the goals of speed on H100: recipes of an 8B model, with one setting after another.
+"""Forecast for the goals of speed on H100: recipes of an 8B model, with one setting after another.
 
     python benchmarks/speed_goals.py --page
 

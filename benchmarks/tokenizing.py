@@ -1,4 +1,4 @@
-"""What tokenizing chats costs here, compared with the package of another commit, in one run.
+"""Cost of tokenizing chats here, compared with the package of another commit, in one run.
 
     python benchmarks/tokenizing.py COMMIT [--rows 20000] [--rounds 5]
 

@@ -48,7 +48,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "vs_peers.json"
 APART = ROOT / "outputs" / "vs_peers.json"
 """Rows that cannot stand among the committed ones."""
 SAME = ("hardware", "versions", "data")
-"""What rows of one table share."""
+"""Facts that rows of one table share."""
 PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- vs_peers:begin -->", "<!-- vs_peers:end -->"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "trl", "peft", "datasets")
@@ -68,7 +68,7 @@ def device() -> str:
 
 
 def make_workplace(folder: Path) -> dict[str, Any]:
-    """What all programs read. Returns facts about the data for the page."""
+    """Make what all programs read. Returns facts about the data for the page."""
     import numpy as np
 
     from cookbook.config.sections import ScratchModel
@@ -172,7 +172,7 @@ def our_recipe(cell: Cell, num_steps: int) -> dict[str, Any]:
 
 
 def their_settings(cell: Cell, num_steps: int) -> dict[str, Any]:
-    """What the programs in benchmarks/peers read; `arguments` are TrainingArguments."""
+    """Settings that the programs in benchmarks/peers read; `arguments` are TrainingArguments."""
     is_zero, on_cpu = cell.strategy.startswith("zero"), device() == "cpu"
     return {
         "model": folder_of(cell.model, cell.objective),

@@ -61,7 +61,7 @@ class Measurement:
 
     id: str
     run: str
-    """What was run, in words."""
+    """The run in words."""
     method: str
     billions: float
     length: int
@@ -102,7 +102,7 @@ def state_of_code() -> str:
 
 
 def answer_of(question: Question) -> dict[str, Any]:
-    """What `plan --json` says of any GPU."""
+    """Answer of `plan --json` on any GPU."""
     from cookbook.commands.cli import main
 
     words = [*question.words, "--gpus", "any", "--json"]

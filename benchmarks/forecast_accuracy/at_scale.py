@@ -78,12 +78,12 @@ def forecasts(
 
 
 def of_mixture(gpus: int) -> dict[str, dict[str, Any]]:
-    """The same of Qwen3-30B-A3B."""
+    """Forecasts of Qwen3-30B-A3B."""
     return forecasts(gpus, MIXTURE, OF_MIXTURE)
 
 
 def of_large(gpus: int) -> dict[str, dict[str, Any]]:
-    """The same of Llama-3.3-70B. Four samples for each GPU: a pipeline has then four micro-batches or more."""
+    """Forecasts of Llama-3.3-70B. Four samples for each GPU: a pipeline has then four micro-batches or more."""
     return forecasts(gpus, LARGE, MESHES, 2 * SAMPLES)
 
 

@@ -36,7 +36,7 @@ class Work:
     beside: float
     """The longest part that overlaps with kernels, at the fast end."""
     after: float
-    """What overlaps with nothing, at the fast end."""
+    """The part that overlaps with nothing, at the fast end."""
     others: float
     """All but products and launches at the slow end."""
     host: float
@@ -65,7 +65,7 @@ def work_of(found: Range, shares: Shares) -> Work:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a row is in the half on which nothing is fitted."""
+    """True if a row is in the half on which nothing is fitted."""
     return hashlib.sha256(name.encode()).digest()[-1] % 2 == 1
 
 
@@ -106,7 +106,7 @@ def _judged(rows: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a fit on one half makes of the other, of each kind of GPU."""
+    """Result of a fit on one half for the other, of each kind of GPU."""
     found = []
     for kind, before in BEFORE.items():
         of_kind = [row for row in rows if row["kind"] == kind]

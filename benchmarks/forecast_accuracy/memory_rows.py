@@ -99,8 +99,8 @@ PROGRAMS = {
 
 
 HABITS = ("keeps_inputs_of_4_bits", "fp16_of_4_bits", "whole_gradients", "keeps_logits", "one_product_for_qkv")
-"""What of a program nobody would tell a planner. Each was found in its code, after a first forecast had missed; so each
-row is forecast without them too."""
+"""Habits of a program that nobody would tell a planner. Each was found in its code, after a first forecast had
+missed; so each row is forecast without them too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ ANSWER_AI = ("k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj")
 
 
 def program_of(setup: Setup) -> Program:
-    """What is taken to be known of the program."""
+    """The program, as far as it is taken to be known."""
     program = PROGRAMS[setup.program]
     if not setup.without_habits:
         return program
@@ -170,7 +170,7 @@ def read_facts() -> list[Row]:
 
 
 def is_out_of_memory(row: Row) -> bool:
-    """Whether the run ran out of memory."""
+    """True if the run ran out of memory."""
     return row["reported_GiB_or_GB"] == "OOM"
 
 

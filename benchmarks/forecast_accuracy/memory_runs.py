@@ -132,7 +132,7 @@ def _in_4_bits(layer: Any, program: Program) -> Callable[[torch.Tensor], torch.T
 
 
 def recipe_of(setup: Setup) -> Recipe:
-    """What of a setup a recipe can say."""
+    """Part of a setup that a recipe can say."""
     adapter = None
     if setup.adapter is not None:
         rank, targets = setup.adapter
@@ -183,7 +183,7 @@ def recipe(
 
 @cache
 def work_of(setup: Setup) -> ActivationTrace:
-    """What its forward and backward hold."""
+    """Memory that its forward and backward hold."""
     rows = -(-setup.rows // setup.split_of_rows)
     return trace(
         config_of(setup.model),
@@ -210,7 +210,7 @@ def forecast(setup: Setup) -> Memory:
 
 
 def states_of(setup: Setup, found: Skeleton) -> States:
-    """What a process of the program holds."""
+    """States that a process of the program holds."""
     if PROGRAMS[setup.program].weights == "bf16":
         return _in_16_bits(setup, found)
     name = setup.shards if setup.reshards else "fsdp2_grad_op"

@@ -126,7 +126,7 @@ def call(row: Row, setup: Setup) -> Failed:
 
 
 def has_habits(setup: Setup) -> bool:
-    """Whether a forecast without them could be another."""
+    """True if a forecast without its habits could be another."""
     return program_of(setup) != program_of(replace(setup, without_habits=True))
 
 

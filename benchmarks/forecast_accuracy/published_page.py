@@ -29,7 +29,7 @@ EXPLAINED = {
 LATE = {f"m{number}" for number in range(504, 511)} | {"m501"}
 """Rows that were read when the forecast of what is allocated stood."""
 UNSEEN = {f"m{number}" for number in range(604, 610)}
-"""Those of reserved memory under FSDP that were read when the band's ends stood."""
+"""Rows of reserved memory under FSDP that were read when the band's ends stood."""
 NOTES = {
     "sharded": "What m319's program calls DDP is FSDP that shards nothing, says a footnote of its page. The three rows"
     " of one compiled setup that are left out (m075, m078, m081: H100, MI300X, B200) published 47.7, 39.1 and 33.7"
@@ -139,7 +139,7 @@ def _summary(results: dict[str, Any]) -> list[str]:
 
 
 def _band(rows: list[dict[str, Any]]) -> list[str]:
-    """What the upper end of the band is, and what it was."""
+    """Upper end of the band, as it is and as it was."""
     seen, unseen = ([row for row in rows if (row["id"] in UNSEEN) == is_unseen] for is_unseen in (False, True))
     above = [[sum(row["published"] > top(row) for row in some) for top in (_before, _now)] for some in (seen, unseen)]
     return [

@@ -59,7 +59,7 @@ def config_by(name: str) -> PreTrainedConfig:
 
 
 def recipe_of(row: dict[str, str], machines: Machines) -> Recipe:
-    """What of a row a recipe can say."""
+    """Part of a row that a recipe can say."""
     adapter = None
     if row["method"] != "full":
         targets = EVERY_LINEAR if row["targets"] == "linear" else row["targets"].split()
@@ -139,7 +139,7 @@ def judged(low: float, high: float, gpu: float) -> str:
 
 
 def family_of(row: dict[str, str]) -> str:
-    """What a row is counted with."""
+    """Family that a row is counted with."""
     return {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}[row["method"]]
 
 

@@ -26,7 +26,7 @@ EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 @dataclass(frozen=True, kw_only=True)
 class Unsaid:
-    """What of a row its table does not say, and its program's scripts do."""
+    """Facts of a row that its table does not say, and its program's scripts do."""
 
     strategy: str
     gpus: str

@@ -62,7 +62,7 @@ def seconds(layout: str, length: int) -> float:
 
 
 def measured(near: int, lengths: list[int], exact: dict[str, list[torch.Tensor]]) -> dict[str, object]:
-    """What the active kernel has."""
+    """Distances and seconds of the active kernel."""
     distances: dict[str, list[float]] = {}
     for layout in LAYOUTS:
         pairs = zip(results(layout, near, torch.bfloat16), exact[layout], strict=True)

@@ -33,7 +33,7 @@ def bus_bandwidth(collective: str, num_bytes: int, seconds: float, count: int) -
 
 
 def calls(whole: torch.Tensor, part: torch.Tensor, ranks: list[int], group: Any) -> dict[str, Callable[[], Any]]:
-    """What each collective does in this process, `whole` being all of its tensor; the last two return what is made."""
+    """Calls of each collective in this process, `whole` being all of its tensor; the last two return what is made."""
     other = torch.empty_like(whole)
 
     def send_recv() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a node.json says of the forecast's constants, and of compiling by default: fit.py FILE
+"""Constants of the forecast, and compiling by default, beside a node.json: fit.py FILE
 
 Reads one that run.py wrote on real GPUs, and prints each constant of cookbook/forecast/step_time.py that it bears on,
 as it is and as it was measured, and for each strategy whether model.compile passed. Changes nothing: a measured value
@@ -27,7 +27,7 @@ ONE_AFTER_ANOTHER = ("GPU memory", "update", "activations to the host")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a node has of a constant: from `low` to `high`, as is `now`."""
+    """Range of a constant on a node: from `low` to `high`, as is `now`."""
 
     constant: str
     now: tuple[float, float]

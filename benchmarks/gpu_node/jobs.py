@@ -41,11 +41,11 @@ class Job:
     """0 also where it was ended because it had done enough."""
     said: str
     errors: str = ""
-    """What it wrote to stderr, where that was kept apart."""
+    """Text that it wrote to stderr, where that was kept apart."""
     folder: Path = Path()
     seconds: float = 0.0
     is_late: bool = False
-    """Whether its time was up."""
+    """True if its time was up."""
     num_steps: int | None = None
     """That it was to take; None: those of its recipe."""
 
@@ -123,7 +123,7 @@ class Node:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program that is no `cookbook launch` needs to see the GPUs."""
+        """Variables that a program that is no `cookbook launch` needs to see the GPUs."""
         return simulated_gpus.environment(self.simulated) if self.simulated else {}
 
     def meet(self, name: str) -> None:

@@ -49,7 +49,7 @@ from cookbook.system.machine import num_cores  # noqa: E402
 HERE = Path(__file__).parent
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "triton", "liger_kernel")
 KERNELS = ("rope", "rms_norm", "swiglu")
-"""Those of Liger, by the names of its own arguments."""
+"""Kernels of Liger, by the names of its own arguments."""
 ATTENTION = {"FA3": ("flash_attn_interface",), "FA4": ("flash_attn", "flash_attn.cute")}
 """Kernels that torch 2.13 calls where a program activates them, and modules of the packages that have them."""
 AS_FAR = 2.0
@@ -181,7 +181,7 @@ def bandwidth(node: Node) -> Iterator[Result]:
 
 
 def network_of(said: str, *, simulated: bool) -> Result:
-    """What NCCL says that it takes between machines."""
+    """The network that NCCL says it takes between machines."""
     names = set(re.findall(r"Using network (\S+)", said)) or set(re.findall(r"NET/(\S+) : Using", said))
     if simulated:
         return Result("bandwidth", "network", "skipped", "simulated GPUs have no NCCL")
@@ -191,7 +191,7 @@ def network_of(said: str, *, simulated: bool) -> Result:
 
 
 def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND, start: int = 0) -> Result:
-    """Whether a run has the losses of another, which began so many steps before."""
+    """Compare the losses of a run with those of another, which began so many steps before."""
     if job.code == 2 and not reference.code:
         return Result(part, name, "skipped", job.last_words)  # refused before it began, in the product's words
     if job.code or reference.code:
@@ -280,7 +280,7 @@ def strategies(node: Node) -> Iterator[Result]:
 
 
 def build(node: Node, strategy: Strategy) -> None:
-    """What DeepSpeed compiles before its first run, which takes no GPU: in the time of a job it would be late. Its
+    """Compile DeepSpeed's parts before its first run, which takes no GPU: in the time of a job it would be late. Its
     failures are those of the job, which names them."""
     code = "import sys; from pathlib import Path; from cookbook.config.strategy import load_strategy"
     code += "; from cookbook.training.engine import build_ops"
@@ -417,7 +417,7 @@ def widths(node: Node) -> Iterator[Result]:
 
 
 def compiled(node: Node) -> Iterator[Result]:
-    """What `widths` ran, compiled: the same curve, without a graph break, and how much faster."""
+    """Runs of `widths`, compiled: the same curve, without a graph break, and how much faster."""
     write_wide(node)
 
     def one(name: str) -> list[Result]:
@@ -703,7 +703,7 @@ def main() -> None:
 
 
 def facts(node: Node) -> dict[str, Any]:
-    """What the figures depend on; no name of the machine or of its owner."""
+    """Facts that the figures depend on; no name of the machine or of its owner."""
     about: dict[str, Any] = {"command": "make test-gpu-node", "date": date.today().isoformat()}
     about |= {"machines": node.machines, "cards": node.cards.count, "is_simulated": bool(node.simulated)}
     about["gpu"] = "Simulated GPU" if node.simulated else ", ".join(sorted({gpu.name for gpu in node.gpus}))

@@ -97,7 +97,7 @@ def stop_after_updates(gate: Gate) -> None:
 
 
 def lend_to_cpus() -> None:
-    """What accelerate and DeepSpeed leave out without a GPU, and this project's engines add: gloo, also in the place of
+    """Add what accelerate and DeepSpeed leave out without a GPU, and this project's engines add: gloo, also in place of
     a collective in shared memory that takes 80 s to compile, and FSDP (accelerate/state.py:974, 1010).
     """
     is_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
