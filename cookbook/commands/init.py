@@ -96,7 +96,7 @@ EXAMPLES: dict[tuple[Task, bool], tuple[Example, ...]] = {
     ("orpo", True): (Example(ANY, "qwen3_4b/orpo_lora", 0.1),),
     ("kto_zero", True): (Example(ANY, "llama31_8b/kto_zero_lora", 0.1),),
 }
-"""By task, and whether there is an adapter. Preferences have no example that trains all weights."""
+"""Examples by task, and whether there is an adapter. Preferences have no example that trains all weights."""
 TASKS: tuple[Task, ...] = ("kto_zero", "dpo", "sft", "cpt")
 """The first that trains on the rows is taken."""
 METHODS: tuple[str | None, ...] = (None, "lora", "qlora")

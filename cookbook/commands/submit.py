@@ -35,7 +35,7 @@ HOURS = 24
 """Until Hugging Face ends a job, in the place of its own half an hour, our choice; and the most that a call of Modal
 may take. A word of the file."""
 ATTEMPTS = 10
-"""How often Modal makes a call again that it ended, or that failed; our choice."""
+"""Number of times that Modal makes a call again that it ended, or that failed; our choice."""
 CLAIM_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 """Names of Kubernetes' volume claims (RFC 1123, a subdomain)."""
 IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*", re.ASCII)

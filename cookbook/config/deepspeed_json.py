@@ -113,7 +113,7 @@ class JsonBlock(Block):
     """A block of a DeepSpeed JSON: a key that is left out has DeepSpeed's default, and null is no value."""
 
     block: ClassVar[str] = ""
-    """Its place in the JSON, by which its bounds are known."""
+    """Place in the JSON, by which its bounds are known."""
 
     @field_validator("*", mode="before")
     @classmethod

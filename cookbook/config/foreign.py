@@ -106,7 +106,7 @@ def _sections(paths: Iterable[str]) -> frozenset[str]:
 class Project:
     name: str
     keys: Mapping[str, Key]
-    """By dotted path in its file."""
+    """Keys by dotted path in its file."""
     base: str | None = None
     """The project whose keys it extends."""
     schema: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class Project:
     is_read: bool = True
     """False if its files are known by their keys, and not converted."""
     is_distribution: bool = False
-    """Its files describe how a run is distributed, not what it trains."""
+    """True if its files describe how a run is distributed, not what it trains."""
     always: tuple[str, ...] = ()
     """Differences in any case."""
     warms_up_constant: bool = True
@@ -149,7 +149,7 @@ class Project:
 
     @functools.cached_property
     def name_with_version(self) -> str:
-        """Its name with the version or the day of its schema."""
+        """Name with the version or the day of its schema."""
         if not self.schema:
             return self.name
         version = version_of(self.schema[-1])
@@ -639,7 +639,7 @@ READ: dict[str, Mapping[Any, Any] | Callable[[Any], Any]] = {
         _names,
     ),
 }
-"""How a value for a key of ours is read, whosever file has it; others are taken as they are."""
+"""Readers of values for keys of ours, whosever file has them; others are taken as they are."""
 
 NEVER_TRAINED = (
     *("~eval_strategy", "~eval_steps", "~save_strategy", "~save_steps", "~save_epochs", "~keep", "~deepspeed", "~fsdp"),

@@ -15,7 +15,7 @@ OF_ALL_METHODS = "TrainingArguments"
 """The class that the settings of each method extend."""
 
 Classes = Mapping[str, Mapping[str, list[Any]]]
-"""By class and key: the type, and the default unless the key is required or its owner computes it."""
+"""Type by class and key, and the default unless the key is required or its owner computes it."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Field:
     of_class: str
     """The class that declares it."""
     kind: str
-    """Its type, as the source has it."""
+    """Type, as the source has it."""
     default: tuple[Any, ...] = ()
-    """Its default; empty where the key is required, or its owner computes it."""
+    """Default; empty where the key is required, or its owner computes it."""
 
 
 def version_of(owner: str) -> str:
@@ -48,9 +48,7 @@ def read_classes(owners: tuple[str, ...]) -> Classes:
 
 @functools.cache
 def others_of(owners: tuple[str, ...]) -> dict[str, list[str]]:
-    """By dotted path, keys that are no key of those classes that are read, with the classes and functions of the owner
-    that have it.
-    """
+    """Keys, by dotted path, that no class has which is read, with the owner's classes and functions that have them."""
     files = (json.loads((OWNERS / f"{owner}.json").read_text(encoding="utf-8")) for owner in owners)
     return {path: names for own in files for path, names in own.get("others", {}).items()}
 

@@ -21,9 +21,9 @@ from cookbook.system.shipped import PACKAGE
 from cookbook.system.signals import no_exit
 
 _imported: dict[str, tuple[str, list[Any]]] = {}
-"""By file: the SHA-256 of the imported content, and the entries it registered."""
+"""SHA-256 of the imported content by file, and the entries it registered."""
 _own_modules: dict[str, dict[str, str]] = {}
-"""By file: the files of the user's own modules that it imports, with their SHA-256, in the order of their names."""
+"""Files of the user's own modules that a file imports, with their SHA-256, in the order of their names."""
 
 
 def use(files: Iterable[str]) -> None:

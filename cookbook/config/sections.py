@@ -338,7 +338,7 @@ class DataSection(Section):
     """The meaning of a special token's text, such as `<|im_end|>`, in the texts of a row. Default: text in a chat,
     where the template writes the tokens, and the token in rows without a template."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """How to treat rows that cannot be trained on: stop and list the first 20, or drop and count them."""
+    """Treatment of rows that cannot be trained on: stop and list the first 20, or drop and count them."""
 
     @property
     def is_packed(self) -> bool:
@@ -592,7 +592,7 @@ class RunSection(OneOf):
     """End the run after N evaluations in a row whose loss, of the first set, is not below the lowest before. The
     schedule is not shortened. Default: never."""
     early_stopping_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """By more than this must it be lower. Default: 0."""
+    """Margin by more than which the loss must be lower. Default: 0."""
     callbacks: Names = []
     """Callbacks that get the lines of events.jsonl and metrics.jsonl, by the names under which the recipe's plugins
     register them."""

@@ -13,7 +13,7 @@ class ServedCode:
     """Abilities of a model's code; the defaults hold for one that transformers does not list as causal."""
 
     recomputes: bool = True
-    """Its layers can be recomputed in the backward."""
+    """True if its layers can be recomputed in the backward."""
     marks_layers: bool = True
     """It has layers of the kind that `efficiency.compile_layers` finds in a model."""
     holds_scores: bool = False

@@ -82,7 +82,7 @@ class Document:
     lines: dict[KeyPath, int] = field(default_factory=dict)
     overrides: set[KeyPath] = field(default_factory=set)
     file: Path | None = None
-    """Its future path, if it is not read from the file `name`: its relative paths start there."""
+    """Future path, if it is not read from the file `name`: its relative paths start there."""
     assumed: frozenset[KeyPath] = frozenset()
     """Keys that the file does not have, whose values are the defaults of whoever else reads it."""
     mistakes: list[str] = field(default_factory=list)
@@ -94,11 +94,11 @@ class Document:
     empty: frozenset[KeyPath] = frozenset()
     """Keys without a value, which are no written null."""
     inherited: dict[KeyPath, str] = field(default_factory=dict)
-    """By key, the file that it comes from, if that is not this one."""
+    """File that a key comes from, by key, if that is not this one."""
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file that was read."""
     repeated: dict[KeyPath, int] = field(default_factory=dict)
-    """By key that the file has several times, the line of the first."""
+    """Line of the first, by key that the file has several times."""
 
     def at(self, *path: str | int) -> str | None:
         """`file:line` of a key that a file has."""
@@ -106,7 +106,7 @@ class Document:
         return None if line is None else f"{self.inherited.get(path, self.name)}:{line}"
 
     def none_at(self, *path: str | int) -> str:
-        """How a key without a value is written: left empty, or as null."""
+        """Words for a key without a value: left empty, or null."""
         return "empty" if path in self.empty and path not in self.overrides else "null"
 
     def place(self, *path: str | int) -> str:

@@ -34,7 +34,7 @@ ALL_NAMES = 'globals().update(vars(__import__("program")))'
 class Outcome(NamedTuple):
     passed: bool
     words: str
-    """How it failed; of the program's own words it has at most the name of an exception, of letters."""
+    """The way it failed; of the program's own words it has at most the name of an exception, of letters."""
 
 
 def passes(program: str, tests: str) -> Outcome:

@@ -109,7 +109,7 @@ def _fail_wandb(tracker: GeneralTracker) -> None:
 
 
 FAILS: dict[str, Callable[[GeneralTracker], None]] = {"wandb": _fail_wandb}
-"""How a tracker that knows of it ends a run that has failed."""
+"""Ways in which trackers that know of it end a run that has failed."""
 
 
 def steps_logged_after(metrics: Path, step: int) -> dict[str, int]:

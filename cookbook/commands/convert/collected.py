@@ -35,9 +35,9 @@ class CollectedKeys:
     def __init__(self, processes: int | None) -> None:
         self.processes = processes
         self.recipe: dict[str, Any] = {}
-        """By dotted key."""
+        """Values by dotted key."""
         self.other: dict[str, Any] = {}
-        """By `~X` and `strategy.X`: from which further keys are derived."""
+        """Values by `~X` and `strategy.X`, from which further keys are derived."""
         self.written: dict[str, Any] = {}
         """Their values behind ours that the recipe has."""
         self.places: dict[str, str] = {}

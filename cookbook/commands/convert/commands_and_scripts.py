@@ -197,7 +197,7 @@ WHICH = r"\$\((?:which|command -v) (\w+)\)"
 OF_ANOTHER = "${command}"
 """The output of another command, as a reference that is open."""
 COMMENT_IN_QUOTES = re.compile(r"`\s*#[^`]*`")
-"""How a comment is written between the lines of one command."""
+"""A comment between the lines of one command."""
 OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -317,7 +317,7 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-((?:[^{}]|\$\{[^{}]
 
 
 def _value_of(reference: re.Match[str], variables: dict[str, str]) -> str:
-    """Its value; of one that the script does not set, the usual one or `${NAME}`, which `references` knows."""
+    """The value; of one that the script does not set, the usual one or `${NAME}`, which `references` knows."""
     name, usual = reference[1] or reference[2], reference[3]
     value = variables.get(name)
     if usual is not None and (not value or UNSET.fullmatch(value)):

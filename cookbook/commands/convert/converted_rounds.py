@@ -19,7 +19,7 @@ OTHERS_TOO = ("rounds.max_completion_length", "~max_prompt_length")
 """Keys that files of other methods have as well."""
 OF_ROUNDS = ("~reward_funcs", "~reward_model", "~num_iterations", "~steps_per_generation", "~answers_per_generation")
 VLLM = "~vllm_"
-"""How the derived keys of a sampler begin."""
+"""Beginning of a sampler's derived keys."""
 PLUGIN = "reward_functions.py"
 OWN = "trl.rewards"
 BY_NAME = "  # or the module of the project that has this name"
@@ -29,7 +29,7 @@ MADE = {
         "(max_completion_len=1280, soft_punish_cache=256)",
     )
 }
-"""By names of TRL's script (scripts/grpo.py), what makes a function: that one's name, and how it is made."""
+"""Makers of functions by the names in TRL's script (scripts/grpo.py): a maker's name, and its arguments."""
 OF_REWARDS = "GRPOScriptArguments"
 """open-r1's class of the arguments of its reward functions."""
 HELD_OUT = ("data.eval", "data.holdout", "run.eval_every_steps", "run.evals_per_epoch", "run.early_stopping_patience")

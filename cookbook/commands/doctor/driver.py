@@ -16,7 +16,7 @@ BUSY_SHARE = 0.05
 TRIED_BYTES = 64 << 20
 """Size of an allocation that takes several pages of the driver, of 2 MiB each."""
 PCIE_WAYS = {10: "one switch", 20: "several switches", 30: "the CPU", 40: "the CPU", 50: "two CPUs"}
-"""By nvmlGpuTopologyLevel_t."""
+"""Ways by nvmlGpuTopologyLevel_t."""
 PEER_PROBLEMS = {
     1: "the chipset does not support it",
     2: "the GPU does not support it",
@@ -24,7 +24,7 @@ PEER_PROBLEMS = {
     4: "disabled by a registry key",
     5: "not supported",
 }
-"""By nvmlGpuP2PStatus_t."""
+"""Reasons by nvmlGpuP2PStatus_t."""
 
 
 @dataclass(frozen=True, kw_only=True)

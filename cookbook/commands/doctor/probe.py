@@ -33,7 +33,7 @@ class Probe:
     said: list[Any] = field(default_factory=list)
     """The values that the check has yielded."""
     trouble: str = ""
-    """How the check broke, if it did."""
+    """The way in which the check broke, if it did."""
 
 
 def start(name: str, produce: Callable[[], Iterable[Any]], seconds: float) -> Probe:

@@ -69,7 +69,7 @@ class Explanation:
     deepspeed: dict[str, Any] | None
     """The JSON as DeepSpeed will see it."""
     deepspeed_changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """By key: as in the file (None: not there), and as DeepSpeed will see it."""
+    """Values by key: as in the file (None: not there), and as DeepSpeed will see them."""
 
 
 def explain(

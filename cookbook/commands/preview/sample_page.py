@@ -120,7 +120,7 @@ def _of_model(recipe: Recipe, folder: str, tokenizer: "PreTrainedTokenizerBase")
 
 
 def _marks() -> Callable[[str], str]:
-    """How trained tokens are marked on this terminal."""
+    """Marker of trained tokens on this terminal."""
     from rich.style import Style
 
     to = console()
@@ -212,7 +212,7 @@ def in_words(name: str, of_set: TokenFigures, tokens: TokenSet, objective: Objec
 
 
 def length_ranges(tokens: TokenSet, max_length: int) -> list[LengthRange]:
-    """How many whole rows are of which length, for each range that has some."""
+    """Numbers of whole rows by ranges of length, for each that has some."""
     lengths = tokens.row_lengths
     if lengths is None:
         return []

@@ -61,7 +61,7 @@ HARDWARE = {
 """Curves where monitor.jsonl is."""
 POSITIONS = ("step", "epoch", "num_tokens", "round")
 HELD_OUT = "held out"
-"""How the names of curves of held-out rows begin."""
+"""Beginning of the names of held-out rows' curves."""
 MOST_SAMPLES = 12
 """Continuations of one prompt."""
 

@@ -18,7 +18,7 @@ from cookbook.system.files import RecipeError
 NUM_SUSPECTS = 16
 """Answers with the largest divergence, with which a cause is looked for."""
 FITS = 10.0
-"""By how many times a cause lowers the divergence that it explains."""
+"""Factor by which a cause lowers the divergence that it explains."""
 ROUNDING = 1e-6
 """The most that rounding in float32 makes of an answer's divergence: of tiny models up to 1e-12."""
 MOST_LEFT_OUT = 0.01
@@ -34,7 +34,7 @@ class Group(NamedTuple):
     prompt: list[int]
     answers: list[list[int]]
     logps: list[list[float]]
-    """By who sampled them."""
+    """Log-probabilities by who sampled."""
     ended: list[bool]
     masks: Masks = None
     """Which of their tokens were sampled; None: all."""

@@ -1,4 +1,4 @@
-"""How far the log-probabilities of who sampled are from those of the weights that a round trains. No torch.
+"""Distance of the log-probabilities of who sampled from those of the weights that a round trains. No torch.
 
 The divergence of a token is exp(d) - d - 1, with d the trainer's log-probability less the sampler's: its mean estimates
 KL(sampler, trainer), and no token's is below 0 (k3 of Schulman's note, joschu.net/blog/kl-approx.html).

@@ -22,7 +22,7 @@ class Message(Form):
     file: str | None
     """The file that it is about; null: it is about the command line."""
     line: int | None
-    """Its line in the file."""
+    """Line in the file."""
     key: str | None
     """The recipe's or strategy's key, as `optim.learning_rate`, or the option, as `--samples`."""
     value: Any
@@ -82,7 +82,7 @@ class Piece(Form):
 
 class SeenSample(Form):
     sample: int
-    """Its number in the training set."""
+    """Number of the sample in the training set."""
     sequence: str | None
     """Which of a sample's sequences: chosen or rejected, for example."""
     num_tokens: int
@@ -274,7 +274,7 @@ class RunSummary(Form):
     epochs: float
     held_out: list[HeldOut]
     objective: dict[str, Any]
-    """Its settings by their keys: a loss under others is another loss."""
+    """Settings of the objective by their keys: a loss under others is another loss."""
     rows: str | None
     """A digest of the training rows; null: the run did not record it."""
     best_by: BestBy | None

@@ -158,7 +158,7 @@ def grid(charts: Iterable[str]) -> str:
 
 
 def beginning(command: str) -> str:
-    """How each page of a command begins, by which it knows its own."""
+    """Beginning of each page of a command, by which it knows its own."""
     return f"""\
 <!DOCTYPE html>
 <html lang="en">

@@ -31,7 +31,7 @@ class Contrast(PairObjective):
 
     @property
     def margin(self) -> float:
-        """By how much the chosen answer's reward should be larger."""
+        """Lead that the chosen answer's reward should have."""
         return 0.0
 
     def words(self) -> str:

@@ -31,7 +31,7 @@ class Distill(TokenLoss):
     teacher: PathText
     """distill only, required: Hub name or local folder of a causal language model with the student's vocabulary."""
     loss_top_k: int = Field(default=64, ge=1)
-    """How many of the teacher's most probable tokens are kept for each trained token; all others are one outcome."""
+    """Number of the teacher's most probable tokens to keep for each trained token; all others are one outcome."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Divides the logits of teacher and student in the divergence, which is not multiplied by its square."""
     beta: float = Field(default=0.0, ge=0, le=1)

@@ -51,9 +51,10 @@ class GRPO(Objective):
     """The divisor of an advantage: the standard deviation of its group's rewards (Shao et al. 2024, section 4.1.2), of
     all rewards of the set (`batch`, Liu et al. 2025, arXiv 2508.08221), or nothing (Dr. GRPO, arXiv 2503.20783)."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
-    """How far the ratio may fall below 1 before it is clipped."""
+    """Distance below 1 at which the ratio is clipped."""
     epsilon_high: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """How far it may rise above 1; default: epsilon. `Clip-Higher` of DAPO, eq. 10 of arXiv 2503.14476, has 0.28."""
+    """Distance above 1 at which the ratio is clipped; default: epsilon. `Clip-Higher` of DAPO, eq. 10 of arXiv
+    2503.14476, has 0.28."""
     beta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the divergence from the model before training, estimated as in eq. 4 of arXiv 2402.03300 (k3 of
     Schulman's note). DAPO and Dr. GRPO have none."""

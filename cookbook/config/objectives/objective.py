@@ -20,7 +20,7 @@ class Question(NamedTuple):
     teacher: str
     """Hub name or folder of a causal language model."""
     top_k: int
-    """How many of its most probable tokens are kept."""
+    """Number of its most probable tokens that are kept."""
     temperature: float
     """Divides its logits."""
 

@@ -166,7 +166,7 @@ class Weight(NamedTuple):
 
     shape: list[int]
     parts: Callable[[torch.dtype], Iterable[torch.Tensor]]
-    """Its elements, in order, in a dtype."""
+    """Elements in order, in a dtype."""
     own_dtype: torch.dtype | None = None
     """In which it is written, whatever the model's."""
 

@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
 
     part: TextPart
     message: int | None
-    """Its index; None for tools."""
+    """Index of the message; None for tools."""
     key: str
     """The key that has it, for messages."""
     detail: str

@@ -16,7 +16,7 @@ from cookbook.training.engine.findings import Comparison, in_words, is_sharded
 from cookbook.training.engine.start import start_processes
 
 TORCHS_BUCKET_MIB = 25
-"""Its default, with which it makes the first bucket smaller."""
+"""Torch's default, with which it makes the first bucket smaller."""
 
 
 class Single(Engine):

@@ -9,10 +9,10 @@ import torch
 
 KEYS = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda"}
 PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-"""By which transformers multiplies with stacked experts: torch's, and its own where that one does not serve, as in
-compiled layers (5.23, integrations/moe.py, `_can_use_grouped_mm`)."""
+"""Operations that multiply with stacked experts in transformers: torch's, and its own where that one does not serve,
+as in compiled layers (5.23, integrations/moe.py, `_can_use_grouped_mm`)."""
 SUM = "aten::index_add_"
-"""By which DBRX's code adds up what its experts return, in the dtype of autocast, in the dtype of their input."""
+"""Operation that adds up what DBRX's experts return, in the dtype of autocast, in the dtype of their input."""
 
 
 @functools.cache

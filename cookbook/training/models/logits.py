@@ -58,7 +58,7 @@ def in_turn(evaluate: Callable[[slice], Any], chunks: Sequence[slice]) -> list[A
 
 
 class Reading(NamedTuple):
-    """How a head's products become the logits of a model."""
+    """Way from a head's products to the logits of a model."""
 
     transform: LogitTransform | None
     kernels: Kernels

@@ -294,7 +294,7 @@ class _Evaluation(NamedTuple):
     results: tuple[torch.Tensor, ...]
     known: list[torch.Tensor]
     gradient: torch.Tensor | None
-    """By the logits; of a head that is not trained by the hidden states."""
+    """Gradient by the logits; of a head that is not trained, by the hidden states."""
 
 
 def _evaluate(
