@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -25,9 +26,14 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.library_code import definitions, digest, is_module  # noqa: E402
 from cookbook.system.replaced import KNOWN, TABLE, digest_of  # noqa: E402
 
 PAGE = ROOT / "docs/upgrade.md"
+CODE_TABLE = ROOT / "tests/library_code.json"
+"""Digests of the code around private names by library and version. Whoever adds a name keeps the modules that the
+code has in hand: the script proposes all that define it."""
+CODE: dict[str, dict[str, list[str]]] = json.loads(CODE_TABLE.read_text(encoding="utf-8"))
 FAULTS = ROOT / "tests/faults.toml"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "torchao")
 REPLACING = ("replaced", "replace_function", "check_function")
@@ -46,6 +52,9 @@ class Place(NamedTuple):
     file: str
     name: str
     guard: str
+    code: str = ""
+    """Where the code around a private name is: `module:name`, or `:name` of an object whose module the file does not
+    say."""
 
 
 def files() -> Iterator[tuple[str, str]]:
@@ -63,7 +72,11 @@ def own_names() -> set[str]:
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) == "self":
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node).startswith("self.")
+            ):
                 names.add(node.attr)
     return names
 
@@ -89,35 +102,65 @@ def places() -> list[Place]:
         of_file = list(_of_file(nodes, own))
         attributes = (node for node in nodes if isinstance(node, ast.Attribute))
         read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
-        for kind, name, guard in of_file:
+        for kind, name, guard, code in of_file:
             if not guard and kind in SET and name.rpartition(".")[2] in read:
                 guard = "AttributeError, since it is read as well"
             tests = sorted({test for before, test in quotes[file] if re.search(rf"\b{re.escape(name)}\b", before)})
-            guards = [guard, *(f"`{test}`" for test in tests)]
-            found.add(Place(kind, file, name, "; ".join(filter(None, guards)) or "none"))
+            guards = [guard, "code compared" * bool(code), *(f"`{test}`" for test in tests)]
+            found.add(Place(kind, file, name, "; ".join(filter(None, guards)) or "none", code))
     return sorted(found)
 
 
-def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, str]]:
+def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Kind, name, guard and place of the code of each."""
     imported = _imported(nodes)
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in LIBRARIES:
             for alias in node.names:
-                if any(_is_private(part) for part in [*str(node.module).split("."), alias.name]):
-                    yield "private import", f"{node.module}.{alias.name}", "ImportError"
-        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+                path = f"{node.module}.{alias.name}"
+                if any(map(_is_private, path.split("."))) and not is_module(path):
+                    yield "private import", path, "ImportError", _place_of_code(path)
+        elif isinstance(node, ast.Attribute) and (path := _path(node, imported)):
+            if isinstance(node.ctx, ast.Store):
+                yield "replaced in silence", ast.unparse(node), "", _place_of_code(path)
+            elif not is_module(path) and (_is_private(node.attr) or _is_in_private_module(path)):
+                yield "private name", ast.unparse(node), "AttributeError", _place_of_code(path)
+        elif isinstance(node, ast.Attribute) and _is_theirs(node, own):
             if isinstance(node.ctx, ast.Load):
-                yield "private name", node.attr, "AttributeError"
+                yield "private name", node.attr, "AttributeError", f":{node.attr}"
             else:
-                yield "private name, set", node.attr, ""
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in imported:
-            yield "replaced in silence", ast.unparse(node), ""
+                yield "private name, set", node.attr, "", f":{node.attr}"
         elif isinstance(node, ast.Call):
-            yield from _of_call(node, own)
+            yield from ((*place, "") for place in _of_call(node, own))
         elif isinstance(node, ast.Compare) and any(".__name__" in ast.unparse(side) for side in _sides(node)):
             for value in _sides(node):
                 if isinstance(value, ast.Constant):
-                    yield "name of a class", str(value.value), ""
+                    yield "name of a class", str(value.value), "", ""
+
+
+def _path(node: ast.Attribute, imported: dict[str, str]) -> str:
+    """The whole name of what is read from a module of a library; nothing for what is read from an object."""
+    root, _, rest = ast.unparse(node).partition(".")
+    module = imported.get(root, root if root in LIBRARIES else "")
+    is_known = bool(module) and rest.replace(".", "").isidentifier()
+    return f"{module}.{rest}" if is_known and (is_module(module) or isinstance(node.ctx, ast.Store)) else ""
+
+
+def _is_in_private_module(path: str) -> bool:
+    module = path.rpartition(".")[0]
+    return is_module(module) and any(map(_is_private, module.split(".")))
+
+
+def _place_of_code(path: str) -> str:
+    """`module:name`, or `:name` of what an object has."""
+    module, _, name = path.rpartition(".")
+    return f"{module}:{name}" if is_module(module) else f":{name}"
+
+
+def _is_theirs(node: ast.Attribute, own: set[str]) -> bool:
+    """False for names of this project, and for `os._exit` and `_asdict` of a named tuple, which Python documents."""
+    is_of_python = ast.unparse(node.value) in sys.stdlib_module_names or hasattr(Place, node.attr)
+    return _is_private(node.attr) and node.attr not in own and not is_of_python
 
 
 def _sides(node: ast.Compare) -> list[ast.expr]:
@@ -157,21 +200,17 @@ def _last_word(node: ast.AST) -> str:
     return ast.unparse(node).rpartition(".")[2]
 
 
-def _imported(nodes: list[ast.AST]) -> set[str]:
-    """Names of a file that come from a library."""
-    names = set()
+def _imported(nodes: list[ast.AST]) -> dict[str, str]:
+    """Names of a file that come from a library, with what they stand for."""
+    names = {}
     for node in nodes:
         if isinstance(node, ast.Import):
-            names |= {a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] in LIBRARIES}
+            for alias in node.names:
+                if (library := alias.name.split(".")[0]) in LIBRARIES:
+                    names[alias.asname or library] = alias.name if alias.asname else library
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
-            names |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return names
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_private(name: str) -> bool:
@@ -204,8 +243,8 @@ def page() -> str:
         lines += [f"## {kind[0].upper()}{kind[1:]}", "", WORDS[kind], "", "| place | guard |", "|---|---|"]
         lines += [f"| {place.file}: `{place.name}` | {place.guard} |" for place in of_kind]
         lines.append("")
-    lines += ["## Functions as they were read", "", DIGESTS, "", "| place | versions |", "|---|---|"]
-    for name, digests in sorted(KNOWN.items()):
+    lines += ["## Code as it was read", "", DIGESTS, "", "| place | versions |", "|---|---|"]
+    for name, digests in sorted((KNOWN | CODE).items()):
         lines.append(f"| `{name}` | {'; '.join(', '.join(versions) for versions in digests.values())} |")
     lines += ["", "## Versions that comments name", "", VERSIONS, "", "| place | versions |", "|---|---|"]
     for file, versions in cited.items():
@@ -218,8 +257,10 @@ HEAD = """# When a library moves
 `python benchmarks/upgrade_places.py` writes this page from the code; a test compares it. It lists {places} places that
 rest on what a library does not promise, each once for a file, and what happens if a release changes it. A guard is an
 error (the name is looked up, and its absence ends the start), "counted" (the start counts what it finds, and ends with
-exit code 2 if that is not what is known), "derived" (the code asks the library), or a test, which notices a fault that
-was planted at the place (`make mutants`). Without a guard: {unguarded}.
+exit code 2 if that is not what is known), "derived" (the code asks the library), "code compared" (a name keeps and its
+meaning moves: `tests/test_upgrade.py::test_the_code_around_a_private_name_is_as_it_was_read` fails where a release
+changed the functions that define, set or read it), or a test, which notices a fault that was planted at the place
+(`make mutants`). Without a guard: {unguarded}.
 
 Beside these, the start tries packed rows on a small model (`cookbook/training/models/stateful_layers.py`): layers with
 a state are found by what they do, a type that is known to have some and of which none is found ends the start, and so
@@ -228,7 +269,7 @@ scale that a release has renamed. Padded rows are tried so if their type was not
 Optional packages are hidden from transformers (`cookbook/system/optional.py`). A start under
 versions that were not tested says so, and `run.strict_versions` refuses it.
 
-On the day of a release: `make test-newest`; read what changed in each function that is replaced; then
+On the day of a release: `make test-newest`; read what changed in each function that it names; then
 `python benchmarks/upgrade_places.py --digests` in the environment that has the release.
 """
 WORDS = {
@@ -243,24 +284,47 @@ WORDS = {
     "name of a class": "Compared as a text, whole or as a part of it.",
     "signature": "Asked of the function itself.",
 }
-DIGESTS = """Versions of the library in which the code of a function is what was read, apart from comments and layout.
-Versions after a semicolon have another code, which was read too. Who calls the function is not compared."""
+DIGESTS = """Versions of the library in which the code of a function that is replaced, or around a name (after a colon),
+is what was read, apart from comments and layout. Versions after a semicolon have another code, which was read too, or
+lack it. Who calls the function is not compared."""
 VERSIONS = "Each is a fact that was seen under that version; nothing compares it."
 
 
 def add_digests() -> None:
-    """Add the functions of the table as they are installed here."""
-    for place, digests in KNOWN.items():
+    """Add the functions that are replaced, and the code around private names, as they are installed here."""
+    replaced = dict(KNOWN)
+    for place in replaced:
         owner, name = _resolve(place)
-        if owner is None or not hasattr(owner, name):
-            continue
-        version, digest = metadata.version(place.partition(".")[0]).partition("+")[0], digest_of(owner, name)
-        for versions in digests.values():
-            if version in versions:
-                versions.remove(version)
-        digests.setdefault(digest, []).append(version)
-    kept = {place: {digest: sorted(v) for digest, v in digests.items() if v} for place, digests in KNOWN.items()}
-    TABLE.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        if owner is not None and hasattr(owner, name):
+            _add(replaced[place], place, digest_of(owner, name))
+    _write(TABLE, replaced)
+    compared = {place: CODE.get(place, {}) for place in _needed()}
+    for place, digests in compared.items():
+        _add(digests, place, digest(place))
+    _write(CODE_TABLE, compared)
+
+
+def _needed() -> list[str]:
+    """Places of code that the pages' rows need: those of the table, and for a name that has none all that define it."""
+    code = {place.code for place in places() if place.code}
+    known = {name: {key for key in CODE if key.endswith(name)} for name in code if name.startswith(":")}
+    unknown = {name[1:] for name, keys in known.items() if not keys}
+    proposed = definitions(unknown, LIBRARIES) if unknown else ()
+    return sorted({*(place for place in code if place not in known), *itertools.chain(*known.values()), *proposed})
+
+
+def _add(digests: dict[str, list[str]], place: str, digest: str) -> None:
+    library = re.split(r"[.:]", place)[0]
+    version = metadata.version(library).partition("+")[0]
+    for versions in digests.values():
+        if version in versions:
+            versions.remove(version)
+    digests[digest] = sorted([*digests.get(digest, []), version])
+
+
+def _write(path: Path, table: dict[str, dict[str, list[str]]]) -> None:
+    kept = {place: {digest: v for digest, v in digests.items() if v} for place, digests in table.items()}
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _resolve(place: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from benchmarks import upgrade_places
+from benchmarks import library_code, upgrade_places
 from benchmarks.tiny_models import tiny_config, tiny_model
 from cookbook.config.sections import ModelSection
 from cookbook.system import replaced
@@ -47,7 +48,7 @@ def own(model, _known):
     "Part" in type(model).__name__.lower()
     inspect.signature(model)
 """
-    found = {(kind, name) for kind, name, _ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
+    found = {(kind, name) for kind, name, *_ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
     assert found == {
         ("private import", "torch._dynamo.counters"),
         ("private name", "_theirs"),
@@ -71,6 +72,82 @@ def test_a_function_that_is_replaced_is_as_it_was_read(place: str):
     version = metadata.version(place.partition(".")[0]).partition("+")[0]
     if hasattr(owner, name) or version in itertools.chain(*replaced.KNOWN[place].values()):
         replaced.check_function(owner, name)
+
+
+def changed(places: dict[str, dict[str, list[str]]]) -> list[str]:
+    """Places whose code is not what was read in the installed version, or, if none was, in any."""
+    names = []
+    for place, digests in places.items():
+        version = metadata.version(re.split(r"[.:]", place)[0]).partition("+")[0]
+        read = [digest for digest, versions in digests.items() if version in versions] or digests
+        if library_code.digest(place) not in read:
+            names.append(place)
+    return names
+
+
+def versions_of(digests: dict[str, list[str]]) -> list[str]:
+    return list(itertools.chain(*digests.values()))
+
+
+@pytest.mark.core
+def test_the_code_around_a_private_name_is_as_it_was_read():
+    """No error tells that a name has another meaning: the sums of FSDP2 kept theirs in torch 2.15, and were rounded."""
+    assert changed(upgrade_places.CODE) == [], "read what the release changed there (docs/upgrade.md)"
+    other = {place: {"0" * 16: versions_of(digests)} for place, digests in upgrade_places.CODE.items()}
+    assert changed(other) == list(other)
+    moved = upgrade_places.CODE["torch.distributed.fsdp._fully_shard._fsdp_param_group:_partial_reduce_output"]
+    assert all(not {"2.13.0", "2.15.0"} <= set(versions) for versions in moved.values())
+
+
+@pytest.mark.core
+def test_each_private_name_has_its_code():
+    needed = {place.code for place in upgrade_places.places() if place.code}
+    whole = {code for code in needed if not code.startswith(":")}
+    names = {code for code in needed if code.startswith(":")}
+    table = set(upgrade_places.CODE)
+    assert len(whole) > 40 and len(names) > 40
+    assert whole <= table
+    assert {f":{place.rpartition(':')[2]}" for place in table - whole} == names, "python benchmarks/upgrade_places.py"
+
+
+def test_a_digest_is_that_of_the_code_around_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = """
+class Layer:
+    def __init__(self):
+        self._size, self.__hidden = 1, 2
+
+    def size(self):
+        return 2 * self._size
+
+    def other(self):
+        return 3
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digest(library: str, text: str, name: str) -> str:
+        (tmp_path / library).mkdir()
+        (tmp_path / library / "__init__.py").touch()
+        (tmp_path / library / "layers.py").write_text(text)
+        return library_code.digest(f"{library}.layers:{name}")
+
+    documented = code.replace("def size(self):", 'def size(self):\n        """Its size."""')
+    sizes = {
+        "first": digest("first", documented, "_size"),
+        "another function": digest("second", documented.replace("return 3", "return 4"), "_size"),
+        "a comment": digest("third", documented.replace("self._size\n", "self._size  # as long\n"), "_size"),
+        "a docstring": digest("fourth", documented.replace("Its size", "Twice its size"), "_size"),
+    }
+    assert len(set(sizes.values())) == 1, sizes
+    assert digest("fifth", documented.replace("2 * self", "3 * self"), "_size") != sizes["first"]
+    assert digest("sixth", documented.replace("return 3", 'return getattr(self, "_size")'), "_size") != sizes["first"]
+    assert list(library_code.definitions({"_size", "_none"}, ("first", "library_of_nobody"))) == ["first.layers:_size"]
+    # the name that Python gives to what begins with two underscores
+    hidden = digest("seventh", code, "_Layer__hidden")
+    assert "absent" != hidden != digest("eighth", code.replace("= 1, 2", "= 1, 3"), "_Layer__hidden")
+    assert digest("ninth", code, "Layer") != digest("tenth", code.replace("return 3", "return 4"), "Layer")
+    assert digest("eleventh", code, "_gone") == library_code.digest("library_of_nobody.layers:_size") == "absent"
+    view, copy = map(library_code.digest, ("torch.ops.aten:_unsafe_view", "torch.ops.aten:_to_copy"))
+    assert "absent" != view != copy != "absent"
 
 
 @pytest.mark.core
