@@ -125,7 +125,7 @@ def library_loss(lab: Lab, folder: Path, export: Path | None, quantized: bool) -
 
 def distance(curve: Curve, reference: Curve) -> float:
     """The largest difference of two losses, of steps and evaluations."""
-    ours, theirs = (one.losses + [loss for _, loss, _ in one.evaluations] for one in (curve, reference))
+    ours, theirs = (run.losses + [loss for _, loss, _ in run.evaluations] for run in (curve, reference))
     assert len(ours) == len(theirs) == STEPS + 2
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
@@ -164,7 +164,7 @@ def start(
 
 def reason_of(output: str, folder: Path) -> str:
     """The mistake that a refused run reports, without the names of this run."""
-    *_, line = (one for one in output.splitlines() if ": " in one and not one.startswith("[transformers]"))
+    *_, line = (text for text in output.splitlines() if ": " in text and not text.startswith("[transformers]"))
     for name in (repr(str(folder)), f"model {folder}", str(folder)):
         line = line.replace(name, "the model")
     return line.strip(" -").removeprefix("the model: ")
@@ -214,19 +214,19 @@ def compiled(folder: Path) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     try:
         try:
-            found = compiled_layers.compare(folder, recomputed=True)
+            change = compiled_layers.compare(folder, recomputed=True)
         except RecipeError as why:
-            found, limits = compiled_layers.compare(folder), {"kept": str(why)}
-        if not limits and found["reasons"]:
-            limits["kept"] = f"recomputed, its layers run uncompiled: {'; '.join(found['reasons'])}"
-            found = compiled_layers.compare(folder)
+            change, limits = compiled_layers.compare(folder), {"kept": str(why)}
+        if not limits and change["reasons"]:
+            limits["kept"] = f"recomputed, its layers run uncompiled: {'; '.join(change['reasons'])}"
+            change = compiled_layers.compare(folder)
     except RecipeError as why:
         return {"refused": str(why)}
     except Exception as why:
         return {"failed": f"{type(why).__name__}: {why}"[:400]}
-    if found["reasons"]:
-        limits["uncompiled"] = found["reasons"]
-    return {"loss": found["loss"], "gradient": found["gradient"], **limits}
+    if change["reasons"]:
+        limits["uncompiled"] = change["reasons"]
+    return {"loss": change["loss"], "gradient": change["gradient"], **limits}
 
 
 def plan(lab: Lab, folder: Path) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def plan(lab: Lab, folder: Path) -> dict[str, Any]:
         if code == REFUSED:
             errors = [error["text"] for error in json.loads(said.getvalue())["errors"]]
             return {"refused": reason_of("\n".join(errors), folder)}
-        (forecast,) = (one for one in json.loads(said.getvalue())["forecasts"] if "fsdp2" in one["strategy"])
+        (forecast,) = (option for option in json.loads(said.getvalue())["forecasts"] if "fsdp2" in option["strategy"])
         if forecast["verdict"] == "cannot run":
             return {"refused": "; ".join(forecast["why"])}
         if forecast["verdict"] == "no forecast":
@@ -271,10 +271,10 @@ def try_type(
     except Exception as why:
         return {"failed": f"no tiny model: {type(why).__name__}: {why}"[:400]}
     row, exports = dict[str, Any](), list[float]()
-    found, export, plain = try_column(lab, folder, "plain", None, program)
+    cell, export, plain = try_column(lab, folder, "plain", None, program)
     if plain is None:
-        return found
-    row["plain"], exports = found, [export]
+        return cell
+    row["plain"], exports = cell, [export]
     for column in columns:
         if column in COLUMNS and column != "plain":
             row[column], export, _ = try_column(lab, folder, column, plain, program)
@@ -428,9 +428,9 @@ def main() -> None:
                 print(f"{name}: its cells cannot join its row, and are printed only: {'; '.join(another)}", flush=True)
             elif row:
                 add_row(record, name, row, now)
-            if found := faults(row):
-                print(f"{name} gets no line: {'; '.join(found)}", flush=True)
-            write(record, model_facts.read_lines() | ({} if found else {name: line}))
+            if wrong := faults(row):
+                print(f"{name} gets no line: {'; '.join(wrong)}", flush=True)
+            write(record, model_facts.read_lines() | ({} if wrong else {name: line}))
 
 
 def add_row(record: dict[str, Any], name: str, row: dict[str, Any], now: dict[str, Any]) -> None:

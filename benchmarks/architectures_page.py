@@ -118,17 +118,17 @@ def faults(row: dict[str, Any]) -> list[str]:
     """Cells of a row that are neither equal nor refused."""
     if not is_served(row):
         return [str(row)] if "failed" in row else []
-    return [f"{column}: {found}" for column, found in row.items() if is_wrong(found)]
+    return [f"{column}: {cell}" for column, cell in row.items() if is_wrong(cell)]
 
 
-def is_wrong(found: dict[str, Any]) -> bool:
+def is_wrong(cell: dict[str, Any]) -> bool:
     """True if a cell is neither equal nor refused."""
-    return "failed" in found or "exports" in found or is_distant(found)
+    return "failed" in cell or "exports" in cell or is_distant(cell)
 
 
-def is_distant(found: dict[str, Any]) -> bool:
+def is_distant(cell: dict[str, Any]) -> bool:
     """True if a cell's error is no rounding."""
-    return found.get("loss", 0.0) > LIMIT or found.get("gradient", 0.0) > GRADIENT_LIMIT
+    return cell.get("loss", 0.0) > LIMIT or cell.get("gradient", 0.0) > GRADIENT_LIMIT
 
 
 def page(record: dict[str, Any]) -> str:
@@ -246,20 +246,20 @@ def without_name(model_type: str, reason: str) -> str:
     return re.sub(r"leaves \d+ of it whole: [^;]+", "leaves some of its matrices whole", reason)
 
 
-def cell(model_type: str, found: dict[str, Any], reasons: dict[str, int]) -> str:
+def cell(model_type: str, content: dict[str, Any], reasons: dict[str, int]) -> str:
     """One cell: how far the losses lie apart, or the number of a reason."""
-    if not found:
+    if not content:
         return "-"
-    if "forecast" in found:
-        return str(found["forecast"])
-    if "loss" in found:
-        words = f"{'differs: ' * is_distant(found)}{found['loss']:.0e}{' *' * ('targets' in found)}"
-        if "kept" in found:
-            words += f" kept ({number_of(without_name(model_type, found['kept']), reasons)})"
-        if "uncompiled" in found:
-            words += f" in part ({number_of('; '.join(found['uncompiled']), reasons)})"
+    if "forecast" in content:
+        return str(content["forecast"])
+    if "loss" in content:
+        words = f"{'differs: ' * is_distant(content)}{content['loss']:.0e}{' *' * ('targets' in content)}"
+        if "kept" in content:
+            words += f" kept ({number_of(without_name(model_type, content['kept']), reasons)})"
+        if "uncompiled" in content:
+            words += f" in part ({number_of('; '.join(content['uncompiled']), reasons)})"
         return words
-    reason = without_name(model_type, found.get("refused") or f"fails: {found['failed']}")
+    reason = without_name(model_type, content.get("refused") or f"fails: {content['failed']}")
     return f"no ({number_of(reason, reasons)})"
 
 

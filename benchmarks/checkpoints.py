@@ -64,9 +64,9 @@ def work(arguments: list[str]) -> None:
     leave = Engine.close
 
     def measure_and_leave(self: Engine) -> None:
-        found = measure(self, result.parent)
+        rounds = measure(self, result.parent)
         if self.is_main:
-            result.write_text(json.dumps(found), encoding="utf-8")
+            result.write_text(json.dumps(rounds), encoding="utf-8")
         leave(self)
 
     Engine.close = measure_and_leave  # type: ignore[method-assign]
@@ -85,11 +85,11 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = dict(
         rank=engine.world.rank, num_ranks=engine.world.num_processes, keep_last=2, keep_best=0
     )
-    found: dict[str, list[Any]] = {}
+    costs: dict[str, list[Any]] = {}
 
     def note(what: str, do: Callable[[], None], target: Path | None = None) -> None:
         seconds, memory = timed(engine, do)
-        found.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
+        costs.setdefault(what, []).append({"seconds": seconds, "memory": memory, "bytes": target and size_of(target)})
 
     def save(saver: Saver, step: int) -> None:
         saver.save(step, engine.pieces(), state)
@@ -109,8 +109,8 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
         def save_theirs(theirs: Path = theirs) -> None:
             note("accelerate", partial(engine.accelerator.save_state, str(theirs)), theirs)
             flushed = timed(engine, partial(flush, theirs, engine), settled=False)[0]
-            seconds = found["accelerate"][-1]["seconds"] + flushed
-            found.setdefault("accelerate, with fsync", []).append({"seconds": seconds})
+            seconds = costs["accelerate"][-1]["seconds"] + flushed
+            costs.setdefault("accelerate, with fsync", []).append({"seconds": seconds})
 
         def load_ours(ours: Path = ours) -> None:
             def load() -> None:
@@ -125,7 +125,7 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
             try:
                 note("accelerate, load", partial(engine.accelerator.load_state, str(theirs)))
             except Exception as error:
-                found["accelerate, load"] = [{"failed": str(error)[:200]}]
+                costs["accelerate, load"] = [{"failed": str(error)[:200]}]
 
         for pair in ((save_ours, save_theirs), (load_ours, load_theirs)):
             for measured in pair[:: 1 if i % 2 else -1]:
@@ -136,7 +136,7 @@ def measure(engine: Any, folder: Path) -> dict[str, Any]:
                 shutil.rmtree(path)
     if engine.is_main:
         shutil.rmtree(background)
-    return found
+    return costs
 
 
 def timed(engine: Any, do: Callable[[], None], *, settled: bool = True) -> tuple[float, float]:
@@ -209,9 +209,9 @@ def run(strategy: str, processes: int, model: dict[str, int], base: Path) -> dic
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{strategy}: {(done.stdout + done.stderr)[-6000:]}")
-    found = json.loads((folder / "result.json").read_text())
+    rounds = json.loads((folder / "result.json").read_text())
     shutil.rmtree(folder)
-    return {"processes": count, "rounds": found}
+    return {"processes": count, "rounds": rounds}
 
 
 def median(rounds: list[dict[str, Any]], key: str) -> float | None:
@@ -241,8 +241,8 @@ def render(results: dict[str, Any]) -> str:
         def ratio(ours: str, theirs: str, rounds: Any = rounds) -> str:
             """The median of the rounds' own ratios: the disk's speed changes from round to round."""
             pairs = zip(rounds[ours], rounds[theirs], strict=False)
-            found = [one["seconds"] / other["seconds"] for one, other in pairs if "seconds" in other]
-            return f"{statistics.median(found):.2f}" if found else ""
+            ratios = [own["seconds"] / other["seconds"] for own, other in pairs if "seconds" in other]
+            return f"{statistics.median(ratios):.2f}" if ratios else ""
 
         cells = [
             cell("ours", "seconds", "{:.2f}"),

@@ -59,7 +59,9 @@ def compare(folder: Path, recomputed: Recomputed = False, adapter: AdapterSectio
 def _compare(folder: Path, recomputed: Recomputed, adapter: AdapterSection | None) -> dict[str, Any]:
     importlib.import_module("tests.sabotage").compile_without_inductor()
     try:
-        plain, compiled = (_train(folder, recomputed, adapter, is_compiled=one) for one in (False, True))
+        plain, compiled = (
+            _train(folder, recomputed, adapter, is_compiled=is_compiled) for is_compiled in (False, True)
+        )
     except Exception as error:
         raise Failed(f"{type(error).__name__}: {str(error)[:400]}") from None
     (losses, gradients), (others, their_gradients) = plain, compiled
@@ -86,7 +88,7 @@ def _train(
         of_targets = model(**batch)
         of_targets.mean().backward()
         losses.append(float(of_targets.detach().double().mean()))
-    return losses, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return losses, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 def _batches() -> Iterator[dict[str, torch.Tensor]]:

@@ -186,7 +186,7 @@ def keys() -> dict[str, Any]:
             except Exception as error:  # a number in its place, or a section that DeepSpeed has removed
                 print(f"{'.'.join(path)}: {str(error)[:80]}")
     config_utils.DeepSpeedConfigModel.__init__ = make_model
-    found = Asked.keys_asked | keys_of_models
+    defaults = Asked.keys_asked | keys_of_models
     for section, kinds in {
         "optimizer": (*OPTIMIZERS.values(), *OTHER_OPTIMIZERS),
         "scheduler": [getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES],
@@ -194,11 +194,11 @@ def keys() -> dict[str, Any]:
         for kind in kinds:
             for name in inspect.signature(kind).parameters:
                 default = plain_defaults(kind).get(name)
-                known = found.setdefault((section, "params", name), [""] if default is None else ["", default])
+                known = defaults.setdefault((section, "params", name), [""] if default is None else ["", default])
                 if name != "optimizer" and known[1:] not in ([], [default]):
-                    found[section, "params", name] = known[:1]
-        found.pop((section, "params", "optimizer" if section == "scheduler" else "params"), None)
-    described = {".".join(path): entry for path, entry in sorted(found.items())}
+                    defaults[section, "params", name] = known[:1]
+        defaults.pop((section, "params", "optimizer" if section == "scheduler" else "params"), None)
+    described = {".".join(path): entry for path, entry in sorted(defaults.items())}
     return {"version": version("deepspeed"), "classes": {"DeepSpeedConfig": described}}
 
 

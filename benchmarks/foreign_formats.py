@@ -90,7 +90,8 @@ TWICE = [user(), assistant("Red."), user("Sure?"), assistant("Blue.")]
 def formats_of(project: str, *formats: tuple[Any, ...]) -> list[Format]:
     """Each with its name, an example row, the objective if it is not sft, and the keys of `data` that it needs."""
     return [
-        Format(project=project, **dict(zip(("name", "row", "objective", "data"), one, strict=False))) for one in formats
+        Format(project=project, **dict(zip(("name", "row", "objective", "data"), values, strict=False)))
+        for values in formats
     ]
 
 
@@ -369,7 +370,7 @@ FORMATS = [
 # The page.
 
 
-def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
+def outcome(form: Format, tokenizer: Any, folder: Path) -> Outcome:
     """Outcome of the example row in a run."""
     from pydantic import ValidationError
 
@@ -381,9 +382,9 @@ def outcome(one: Format, tokenizer: Any, folder: Path) -> Outcome:
     from cookbook.training.data.tokens import TokenSet
 
     path = folder / "rows.jsonl"
-    path.write_text(json.dumps(one.row) + "\n", encoding="utf-8")
-    data = DataSection.model_validate({"train": str(path), "max_length": 1024} | one.data)
-    objective = Objective.of(name=one.objective)
+    path.write_text(json.dumps(form.row) + "\n", encoding="utf-8")
+    data = DataSection.model_validate({"train": str(path), "max_length": 1024} | form.data)
+    objective = Objective.of(name=form.objective)
     try:
         rows = read_data(data, objective)
         sets = tokenize_data(rows, tokenizer, data, objective, cache=folder / "cache")
@@ -402,7 +403,7 @@ def outcomes() -> list[tuple[Format, Outcome]]:
     tokenizer = train_tokenizer(["a"], 300)
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="foreign-formats-") as folder:
-        return [(one, outcome(one, tokenizer, Path(folder))) for one in FORMATS]
+        return [(form, outcome(form, tokenizer, Path(folder))) for form in FORMATS]
 
 
 HEAD = """\
@@ -437,27 +438,29 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def summary(one: Format, found: Outcome) -> str:
-    if found.refused:
+def summary(form: Format, result: Outcome) -> str:
+    if result.refused:
         return "refused"
-    return f"`{found.kind}`" + (f" under `{one.objective}`" if one.objective != "sft" else "")
+    return f"`{result.kind}`" + (f" under `{form.objective}`" if form.objective != "sft" else "")
 
 
 def page() -> str:
     """docs/data.md, from what the code does."""
     from cookbook.commands.preview.sample_page import MARK
 
-    found, begin, end = outcomes(), *MARK.split("{}")
-    num_refused = sum(bool(one.refused) for _, one in found)
-    lines = [HEAD.format(begin=begin, end=end, count=len(found), read=len(found) - num_refused, refused=num_refused)]
+    results, begin, end = outcomes(), *MARK.split("{}")
+    num_refused = sum(bool(result.refused) for _, result in results)
+    lines = [
+        HEAD.format(begin=begin, end=end, count=len(results), read=len(results) - num_refused, refused=num_refused)
+    ]
     lines += ["| project | format | keys | read as |", "|---|---|---|---|"]
-    for one, what in found:
-        link = f"[{one.name}](#{anchor(f'{one.project}: {one.name}')})"
-        lines.append(f"| {one.project} | {link} | {keys_of(one.row)} | {summary(one, what)} |")
-    for one, what in found:
-        lines += [f"\n## {one.project}: {one.name}\n", "```json", json.dumps(one.row, ensure_ascii=False), "```\n"]
-        keys = "".join(f", with `data.{key}: {flow(value)}`" for key, value in one.data.items())
-        under = f"objective `{one.objective}`{keys}"
+    for form, what in results:
+        link = f"[{form.name}](#{anchor(f'{form.project}: {form.name}')})"
+        lines.append(f"| {form.project} | {link} | {keys_of(form.row)} | {summary(form, what)} |")
+    for form, what in results:
+        lines += [f"\n## {form.project}: {form.name}\n", "```json", json.dumps(form.row, ensure_ascii=False), "```\n"]
+        keys = "".join(f", with `data.{key}: {flow(value)}`" for key, value in form.data.items())
+        under = f"objective `{form.objective}`{keys}"
         if what.refused:
             lines += [f"Refused under {under}:\n", "```text", what.refused, "```"]
             continue
@@ -473,7 +476,7 @@ def page() -> str:
 
 def flow(value: Row) -> str:
     """A mapping as a recipe has it in one line."""
-    return "{" + ", ".join(f"{key}: {one}" for key, one in value.items()) + "}"
+    return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
 
 
 def main() -> None:

@@ -27,25 +27,25 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft", "bitsand
 
 def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """By the name of its folder, which is made from all that the run was given: what a finished run did."""
-    found = {}
+    runs = {}
     for path in sorted(folder.glob("*/case.json")):
         case = json.loads(path.read_text())
         metrics = path.parent / "run" / "metrics.jsonl"
         if set(json.loads((path.parent / "codes.json").read_text())) != {0} or case["on"] != "gpu":
             continue
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        reports = [json.loads(one.read_text()) for one in path.parent.glob("rank_*.json")]
+        reports = [json.loads(report.read_text()) for report in path.parent.glob("rank_*.json")]
         record = json.loads((path.parent / "run" / "run.json").read_text())
-        found[path.parent.name] = {
+        runs[path.parent.name] = {
             **{key: case[key] for key in ("strategy", "settings", "processes", "recipe")},
             "losses": [line["loss"] for line in lines if "loss" in line],
             "norms": [line["grad_norm"] for line in lines if "loss" in line],
-            "peak_bytes": max(max(one["peak_bytes"]) for one in reports),
+            "peak_bytes": max(max(report["peak_bytes"]) for report in reports),
             "forecast_bytes": record.get("forecast", {}).get("allocated"),
             "gpu": record["hardware"].get("gpu"),
             "versions": record["versions"],
         }
-    return found
+    return runs
 
 
 def compare(real: dict[str, dict[str, Any]], simulated: dict[str, dict[str, Any]]) -> list[str]:

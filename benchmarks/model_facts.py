@@ -139,7 +139,7 @@ def error_of_padded_samples(config: PreTrainedConfig) -> float:
     model, generator = tiny_model(config).eval(), torch.Generator().manual_seed(1)
     samples = [torch.randint(3, 512, (length + 1,), generator=generator) for length in (7, 1, 12, 3, 9, 40)]
     outputs = [model(input_ids=sample[None, :-1]).logits[0].float() for sample in samples]
-    alone = [F.cross_entropy(*one, reduction="none") for one in zip(outputs, (s[1:] for s in samples), strict=True)]
+    alone = [F.cross_entropy(*pair, reduction="none") for pair in zip(outputs, (s[1:] for s in samples), strict=True)]
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids, targets = pad([s[:-1] for s in samples]), pad([s[1:] for s in samples], padding_value=-100)
     add_loss(model)
@@ -148,7 +148,7 @@ def error_of_padded_samples(config: PreTrainedConfig) -> float:
 
 def logits(model_type: str) -> dict[str, str]:
     """Keys of the configuration that change the logits after the head, each with what gives transformers' losses."""
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for key in (*CAPS, *SCALES):
         if not hasattr(tiny_config(model_type), key):
             continue
@@ -156,10 +156,10 @@ def logits(model_type: str) -> dict[str, str]:
             config = tiny_config(model_type)
             with contextlib.suppress(AttributeError):  # MiniCPM3's is its width over dim_model_base
                 setattr(config, key, ODD[how])
-            with assumed(model_type, logits={**found, key: how}):
+            with assumed(model_type, logits={**changes, key: how}):
                 if error_of_padded_samples(config) < EQUAL:
-                    found[key] = how
-    return found
+                    changes[key] = how
+    return changes
 
 
 @torch.no_grad()

@@ -206,8 +206,10 @@ def forecast_of(row: dict[str, Any], machines: Machines) -> Forecast:
     path = ROOT / "recipes" / f"{row['recipe']}.yaml"
     settings = WHEN_MEASURED.get(row["recipe"], {}) | row["settings"]
     recipe = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
-    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, str(path), limits=False).forecasts
-    return found
+    (outcome,) = forecast_all(
+        recipe, [load_strategy(Path(recipe.strategy))], machines, str(path), limits=False
+    ).forecasts
+    return outcome
 
 
 def is_full(row: dict[str, Any]) -> bool:
@@ -227,14 +229,14 @@ def tables(results: dict[str, Any]) -> str:
     lines.append("|---" * 5 + "|")
     speeds = ["| recipe, and what was changed | tokens/s | MFU | forecast |", "|---" * 4 + "|"]
     for row in filter(is_full, results["rows"]):
-        found = forecast_of(row, machines)
-        assert found.memory is not None and found.time is not None
+        outcome = forecast_of(row, machines)
+        assert outcome.memory is not None and outcome.time is not None
         peak, reserved = row["peak_allocated"], row["peak_reserved"]
-        difference = f"{found.memory.allocated / GIB:.2f} ({found.memory.allocated / peak - 1:+.1%})"
+        difference = f"{outcome.memory.allocated / GIB:.2f} ({outcome.memory.allocated / peak - 1:+.1%})"
         sizes = f"{peak / GIB:.2f} | {difference} | {reserved / GIB:.2f} | {reserved / peak:.2f}"
         lines.append(f"| {shown(row)} | {sizes} |")
         if "tokens_per_second" in row:
-            low, high = found.time.tokens_per_second(row["tokens_a_step"], 1)
+            low, high = outcome.time.tokens_per_second(row["tokens_a_step"], 1)
             speed = f"{row['tokens_per_second']:,} | {row['mfu']:.1%} | {low:,.0f} to {high:,.0f}"
             speeds.append(f"| {shown(row)} | {speed} |")
     other = ["| recipe, and what was changed | tokens/s | GiB allocated | reserved / allocated |", "|---" * 4 + "|"]
@@ -246,7 +248,7 @@ def tables(results: dict[str, Any]) -> str:
             speed = f"{row['tokens_per_second']:,}" if "tokens_per_second" in row else ""
             sizes = f"{speed} | {row['peak_allocated'] / GIB:.2f} | {ratio:.2f}"
             other.append(f"| {shown(row)} | {sizes} |")
-    return "\n\n".join("\n".join(one) for one in (lines, speeds, other)) + "\n"
+    return "\n\n".join("\n".join(part) for part in (lines, speeds, other)) + "\n"
 
 
 def write_page() -> None:
@@ -286,7 +288,7 @@ def main() -> None:
         "forecast_as": short,
         "machine": f"{os.cpu_count()} cores",
         "date": date.today().isoformat(),
-        "versions": {one: version(one) for one in PACKAGES},
+        "versions": {package: version(package) for package in PACKAGES},
     }
     with tempfile.TemporaryDirectory() as made:
         folder = (arguments.folder or Path(made)).resolve()

@@ -92,7 +92,7 @@ def start(quick: bool, base: Path) -> Rows:
     rows.write_text((json.dumps({"messages": chat}) + "\n") * 640)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
-    found = []
+    figures = []
     for strategy in STRATEGIES[:1] if quick else STRATEGIES:
         recipe = {
             "strategy": strategy,
@@ -110,7 +110,7 @@ def start(quick: bool, base: Path) -> Rows:
             if after["phase"] == STEP_END:
                 break
         ends = [next(mark for mark in run if mark["phase"] == STEP_END) for run in runs]
-        found.append(
+        figures.append(
             {
                 "strategy": strategy,
                 "files": statistics.median(run[0]["cpu"] for run in runs),
@@ -119,7 +119,7 @@ def start(quick: bool, base: Path) -> Rows:
                 "clock": min(end["clock"] for end in ends),
             }
         )
-    return found
+    return figures
 
 
 def launch(strategy: str, base: Path) -> Rows:
@@ -302,13 +302,13 @@ def slopes(section: str, quick: bool, base: Path) -> Rows:
     if section == "model":
         return [in_process(one_model, size, str(base)) for size in (WIDTHS[:1] if quick else WIDTHS)]
     measure, sizes = {"samples": (one_count_of_samples, SAMPLES), "rows": (one_count_of_rows, ROWS)}[section]
-    found = []
+    rows = []
     for size in sizes[:1] if quick else sizes:
         first = in_process(measure, size, str(base))  # which fills the cache
-        found.append(in_process(measure, size, str(base)))
+        rows.append(in_process(measure, size, str(base)))
         if first:
-            found[-1]["read_cpu"], found[-1]["read_memory_mb"] = first["cpu"], first["memory_mb"]
-    return found
+            rows[-1]["read_cpu"], rows[-1]["read_memory_mb"] = first["cpu"], first["memory_mb"]
+    return rows
 
 
 SECTIONS = ("start", "ranks", "rows", "samples", "length", "step_length", "model", "step_model")
@@ -402,10 +402,10 @@ def render(results: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     commands = " and ".join(f"`{command}`" for command in dict.fromkeys(results["commands"].values()))
     lines = [f"{results['hardware']}; {packages}; {results['date']}; {commands}, the slopes beside other work."]
-    found = results["found"]
-    lines += start_table(found["start"]) if "start" in found else ["\nThe start by phase: not measured yet."]
+    sections = results["found"]
+    lines += start_table(sections["start"]) if "start" in sections else ["\nThe start by phase: not measured yet."]
     for name, (title, *_) in SLOPES.items():
-        lines += slope(name, found[name]) if name in found else [f"\n### {title}\n", "Not measured yet."]
+        lines += slope(name, sections[name]) if name in sections else [f"\n### {title}\n", "Not measured yet."]
     return "\n".join(lines)
 
 
@@ -418,26 +418,26 @@ def main() -> None:
     if arguments.work is not None:
         work(arguments.work)
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"found": {}, "commands": {}}
-    found, command = earlier["found"], " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])
+    sections, command = earlier["found"], " ".join(["python benchmarks/overhead.py", *sys.argv[1:]])
     now = {
         "versions": {name: version(name) for name in PACKAGES},
         "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
     }
-    another = differences(earlier, now, now) if found.keys() - set(arguments.sections) else []
+    another = differences(earlier, now, now) if sections.keys() - set(arguments.sections) else []
     if another and not arguments.quick:
         print(f"Some sections cannot join the record, and are printed only: {'; '.join(another)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="overhead-") as base:
         for section in arguments.sections:
             given = arguments.quick, Path(base)
-            found[section] = start(*given) if section == "start" else slopes(section, *given)
-            print(section, json.dumps(found[section]), flush=True)
+            sections[section] = start(*given) if section == "start" else slopes(section, *given)
+            print(section, json.dumps(sections[section]), flush=True)
     if arguments.quick or another:
         return
     results = {
         "commands": earlier["commands"] | dict.fromkeys(arguments.sections, command),
         "date": date.today().isoformat(),
         **now,
-        "found": found,
+        "found": sections,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = PAGE.read_text()

@@ -340,12 +340,12 @@ class Reader:
                     continue
                 group, name = titles[function.removesuffix(".add_argument")], ast.literal_eval(node.args[0]).lstrip("-")
                 for section, wanted in sections.items():
-                    if found := re.fullmatch(wanted, f"{group}/{name}"):
+                    if match := re.fullmatch(wanted, f"{group}/{name}"):
                         given = {keyword.arg: keyword.value for keyword in node.keywords}
                         default = self.default_of(given.get("default"))[0]
                         default = [yaml.safe_load(text) if isinstance(text, str) else text for text in default]
                         kind = ast.unparse(given["type"]) if "type" in given else ""
-                        for key in {name, found.group(len(found.groups()))} if found.groups() else {name}:
+                        for key in {name, match.group(len(match.groups()))} if match.groups() else {name}:
                             keys[f"{section}.{key}"] = [kind, *default]
         return {name: keys[name] for name in sorted(keys)}
 

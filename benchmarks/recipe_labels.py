@@ -36,10 +36,10 @@ AUTO = "With the least that it can take; in brackets micro-batch and checkpointi
 def fits(path: Path) -> str:
     """The lines of `Fits` for a recipe, with the machines that its label has."""
     recipe, label = load_recipe(path), path.read_text(encoding="utf-8")
-    found = re.search(FITS, label)
-    if found is None:
+    labelled = re.search(FITS, label)
+    if labelled is None:
         raise RecipeError([f"{path}: no `# Fits:` in its label, with lines such as `#            8x80GB`"])
-    names = re.findall(r"(?m)^# {12}(\S+GB)\b", found[0])
+    names = re.findall(r"(?m)^# {12}(\S+GB)\b", labelled[0])
     rows = [(name, ", ".join(_of(recipe, parse_machines(name), str(path)))) for name in names]
     header = [f"# {'Fits:':10} {HEADER}", *([f"#{'':12}{AUTO}"] if autos(recipe) else [])]
     lines = [*header, *(f"#{'':12}{name:9} {text}" for name, text in rows)]
@@ -52,13 +52,17 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     """
     strategies = [load_strategy(path) for path in sorted(Path("accelerate_configs").glob("*.yaml"))]
     is_long = recipe.data.max_length >= LONG
-    useful = [one for one in strategies if _spreads(one, machines) and (is_long or one.sp_size == 1)]
-    if any(one.path == recipe.strategy and one.is_sharded_while_read for one in strategies):
-        useful += [one for one in strategies if one.is_sharded_while_read and one.dp_replicate_size == 1]
+    useful = [
+        strategy for strategy in strategies if _spreads(strategy, machines) and (is_long or strategy.sp_size == 1)
+    ]
+    if any(strategy.path == recipe.strategy and strategy.is_sharded_while_read for strategy in strategies):
+        useful += [
+            strategy for strategy in strategies if strategy.is_sharded_while_read and strategy.dp_replicate_size == 1
+        ]
     ranked = forecast_all(recipe, useful, machines, name, limits=False).forecasts
-    able = [one for one in ranked if one.verdict in MAY_RUN and one.verdict != "tight"]
-    own = [one for one in able if one.strategy.path == recipe.strategy]
-    shown = own + ([one for one in able if not one.strategy.offloads] or able)
+    able = [outcome for outcome in ranked if outcome.verdict in MAY_RUN and outcome.verdict != "tight"]
+    own = [outcome for outcome in able if outcome.strategy.path == recipe.strategy]
+    shown = own + ([outcome for outcome in able if not outcome.strategy.offloads] or able)
     if not shown:
         yield "nothing"
         return
@@ -66,15 +70,15 @@ def _of(recipe: Recipe, machines: Machines, name: str) -> Iterator[str]:
     yield from (first + _by_auto(recipe, shown[0], machines, name), *others)
 
 
-def _by_auto(recipe: Recipe, one: Forecast, machines: Machines, name: str) -> str:
+def _by_auto(recipe: Recipe, outcome: Forecast, machines: Machines, name: str) -> str:
     """Settings that `launch` would take there for the recipe's `auto`, in brackets."""
-    if not autos(recipe) or one.plan is None:
+    if not autos(recipe) or outcome.plan is None:
         return ""
     is_auto = isinstance(recipe.model.gradient_checkpointing, Auto)
     kinds = KINDS if is_auto else [recipe.model.gradient_checkpointing]
-    sizes = even(recipe.batch.global_batch_size // one.plan.data_parallel_size)
+    sizes = even(recipe.batch.global_batch_size // outcome.plan.data_parallel_size)
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
-    best = next(iter(fitting(recipe, one.strategy, machines, name, batches, kinds)), None)
+    best = next(iter(fitting(recipe, outcome.strategy, machines, name, batches, kinds)), None)
     kind = f", {str(best.checkpointing).lower()}" if best and is_auto else ""
     return f" ({best.batch.micro_batch_size}{kind})" if best else ""
 
@@ -91,12 +95,12 @@ def _spreads(strategy: Strategy, machines: Machines) -> bool:
     return strategy.num_processes is None and set(sizes) == {strategy.written_secondary_group_size} == {1}
 
 
-def _entry(one: Forecast) -> str:
-    assert one.memory is not None
-    sizes = [one.memory.needed[1]]
-    if one.strategy.offloads:
-        sizes += [one.host, *([one.disk] if one.disk else [])]
-    return f"{one.strategy.name} {' + '.join(f'{size / GIB:,.0f}' for size in sizes)}"
+def _entry(outcome: Forecast) -> str:
+    assert outcome.memory is not None
+    sizes = [outcome.memory.needed[1]]
+    if outcome.strategy.offloads:
+        sizes += [outcome.host, *([outcome.disk] if outcome.disk else [])]
+    return f"{outcome.strategy.name} {' + '.join(f'{size / GIB:,.0f}' for size in sizes)}"
 
 
 def main() -> int:

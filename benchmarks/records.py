@@ -14,16 +14,16 @@ def differences(recorded: dict[str, Any], new: dict[str, Any], keys: Iterable[st
         recorded: without a key, there is nothing of it that new figures could differ from.
         keys: of what has to be the same.
     """
-    found = []
+    changes = []
     for key in keys:
         old, now = recorded.get(key), new[key]
         if isinstance(old, dict) and isinstance(now, dict):
             for name in dict.fromkeys([*old, *now]):
                 if old.get(name) != now.get(name):
-                    found.append(f"{key}: {name} is {now.get(name)}, in the record {old.get(name)}")
+                    changes.append(f"{key}: {name} is {now.get(name)}, in the record {old.get(name)}")
         elif old not in (None, now):
-            found.append(f"{key} is {now}, in the record {old}")
-    return found
+            changes.append(f"{key} is {now}, in the record {old}")
+    return changes
 
 
 def dump(value: Any, margin: str = "") -> str:
@@ -33,9 +33,9 @@ def dump(value: Any, margin: str = "") -> str:
         return line
     inner, (begin, end) = margin + " ", "{}" if isinstance(value, dict) else "[]"
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}: {dump(one, inner)}" for key, one in value.items()]
+        parts = [f"{json.dumps(key)}: {dump(item, inner)}" for key, item in value.items()]
     else:
-        parts = [dump(one, inner) for one in value]
+        parts = [dump(item, inner) for item in value]
     return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{margin}{end}"
 
 

@@ -83,7 +83,7 @@ def work(root: str, folder: str, template: str) -> None:
     rows = base / ("plain.jsonl" if template == "chatml" else "rows.jsonl")
     data, objective = DataSection.model_validate({"train": str(rows)}), Objective.of(name="sft")
     tokens.MIN_ROWS_FOR_POOL = 10**9  # seconds of one process are what is compared
-    cached, found, spent = tokens.cached_tokens, {}, {"tokenize": 0.0}
+    cached, seconds, spent = tokens.cached_tokens, {}, {"tokenize": 0.0}
 
     def timed(*given: Any, **options: Any) -> Any:
         began = time.process_time()
@@ -97,11 +97,11 @@ def work(root: str, folder: str, template: str) -> None:
             began = time.process_time()
             read = known_rows(data, objective, cache=Path(cache))
             made = sets.tokenize_data(read, tokenizer, data, objective, cache=Path(cache))
-            found[name] = time.process_time() - began
+            seconds[name] = time.process_time() - began
             if name == "first":
-                found |= spent
+                seconds |= spent
     assert not isinstance(made.train, sets.Stream)
-    print(json.dumps({**found, "samples": len(made.train), "tokens": int(made.train.offsets[-1])}))
+    print(json.dumps({**seconds, "samples": len(made.train), "tokens": int(made.train.offsets[-1])}))
 
 
 def measure(root: Path, folder: Path, template: str) -> dict[str, float]:
@@ -133,7 +133,7 @@ def prepare(folder: Path, num_rows: int) -> None:
 
 def compare(there: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     """Medians of both packages and their ratio, by template; the rounds alternate."""
-    found: dict[str, Any] = {}
+    templates: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tokenizing-") as made:
         folder = Path(made)
         prepare(folder, num_rows)
@@ -143,18 +143,18 @@ def compare(there: Path, num_rows: int, rounds: int) -> dict[str, Any]:
                 places = [("there", there), ("here", ROOT)]
                 for name, root in places if i % 2 == 0 else places[::-1]:
                     spent[name].append(measure(root, folder, template))
-            counts = {name: {(one["samples"], one["tokens"]) for one in spent[name]} for name in spent}
-            found[template] = {
+            counts = {name: {(run["samples"], run["tokens"]) for run in spent[name]} for name in spent}
+            templates[template] = {
                 "samples": spent["here"][0]["samples"],
                 "same_tokens": counts["there"] == counts["here"],
                 **{
-                    key: {name: statistics.median(one[key] for one in spent[name]) for name in spent}
+                    key: {name: statistics.median(run[key] for run in spent[name]) for name in spent}
                     | {"ratio": statistics.median(h[key] / t[key] for t, h in zip(*spent.values(), strict=True))}
                     for key in MEASURED
                 },
             }
-            print(template, json.dumps(found[template]), flush=True)
-    return found
+            print(template, json.dumps(templates[template]), flush=True)
+    return templates
 
 
 def render(results: dict[str, Any]) -> str:
@@ -169,10 +169,10 @@ def render(results: dict[str, Any]) -> str:
     ]
     for template, row in results["found"].items():
         for key, words in MEASURED.items():
-            one = row[key]
-            form = ".2f" if one["there"] > 0.1 else ".4f"
+            cost = row[key]
+            form = ".2f" if cost["there"] > 0.1 else ".4f"
             name = f"`{template}`, {row['samples']:,}"
-            lines.append(f"| {name} | {words} | {one['there']:{form}} | {one['here']:{form}} | {one['ratio']:.3f} |")
+            lines.append(f"| {name} | {words} | {cost['there']:{form}} | {cost['here']:{form}} | {cost['ratio']:.3f} |")
     return "\n".join(lines)
 
 
@@ -193,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="package-") as made:
         archive = subprocess.check_output([*git, "archive", commit])
         subprocess.run(["tar", "-x", "-C", made], input=archive, check=True)
-        found = compare(Path(made), num_rows, rounds)
+        templates = compare(Path(made), num_rows, rounds)
     if arguments.quick:
         return
     from benchmarks.overhead import processor
@@ -204,7 +204,7 @@ def main() -> None:
         "versions": {name: version(name) for name in PACKAGES},
         "hardware": f"{os.cpu_count()} cores of {processor()}, no GPU",
         "rounds": rounds,
-        "found": found,
+        "found": templates,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     text = PAGE.read_text()

@@ -28,31 +28,31 @@ Stretch = tuple[float, float]
 
 def read_trace(path: Path) -> list[Event]:
     """The intervals of one rank, in nanoseconds of the machine's clock."""
-    found = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    whole = [one for one in found if one.get("ph") == "X" and one.get("cat") in ("cpu_op", "user_annotation")]
-    main = next(one["tid"] for one in whole if one["name"] == PHASE + STEP)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    whole = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation")]
+    main = next(event["tid"] for event in whole if event["name"] == PHASE + STEP)
     return [
         Event(
-            name=one["name"],
-            start=round(one["ts"] * 1000),
-            end=round((one["ts"] + one["dur"]) * 1000),
-            thread=one["tid"],
-            is_note=one["cat"] == "user_annotation",
-            is_async=one["tid"] != main and bool(COMMUNICATION.match(one["name"])),
+            name=event["name"],
+            start=round(event["ts"] * 1000),
+            end=round((event["ts"] + event["dur"]) * 1000),
+            thread=event["tid"],
+            is_note=event["cat"] == "user_annotation",
+            is_async=event["tid"] != main and bool(COMMUNICATION.match(event["name"])),
         )
-        for one in whole
+        for event in whole
     ]
 
 
 def stretches(events: list[Event], step: Event) -> dict[str, list[Stretch]]:
     """When a rank did each of `PARTS` in a step, each as stretches that do not overlap; `other` is none of them."""
-    found: dict[str, list[Stretch]] = defaultdict(list)
+    parts: dict[str, list[Stretch]] = defaultdict(list)
     work = [event for event in events if event.start < step.end and event.end > step.start]
     for name, start, end in innermost(work):
         if part := part_of(name, on_device=False):
-            found[part].append((start, end))
-    found["communication"] += [(event.start, event.end) for event in work if event.is_async]
-    united = {part: list(_union(found[part], step)) for part in PARTS[:-1]}
+            parts[part].append((start, end))
+    parts["communication"] += [(event.start, event.end) for event in work if event.is_async]
+    united = {part: list(_union(parts[part], step)) for part in PARTS[:-1]}
     busy = _union([stretch for part in united.values() for stretch in part], step)
     edges = [step.start, *(edge for stretch in busy for edge in stretch), step.end]
     return united | {PARTS[-1]: [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]}
@@ -72,11 +72,11 @@ def _union(parts: list[Stretch], step: Event) -> Iterator[Stretch]:
         yield open_start, open_end
 
 
-def shares(found: list[Stretch], begin: float, end: float, columns: int) -> list[float]:
+def shares(pieces: list[Stretch], begin: float, end: float, columns: int) -> list[float]:
     """How much of each of equally long columns from `begin` to `end` the stretches fill."""
     each = (end - begin) / columns
     filled = [0.0] * columns
-    for start, stop in found:
+    for start, stop in pieces:
         for column in range(max(0, int((start - begin) / each)), min(columns, int((stop - begin) / each) + 1)):
             left, right = begin + column * each, begin + (column + 1) * each
             filled[column] += max(0.0, min(stop, right) - max(start, left)) / each
@@ -111,16 +111,16 @@ def draw(traces: list[Path], title: str) -> str:
                 if wide > 8 * len(name):
                     middle = x((event.start + event.end) / 2)
                     lines.append(f'<text x="{middle:.1f}" y="{top + 14}" text-anchor="middle">{name}</text>')
-        found = stretches(events, step)
+        parts = stretches(events, step)
         for number, part in enumerate(PARTS, start=1):
             base = top + number * (LANE + GAP) + LANE
-            share = sum(stop - start for start, stop in found[part]) / (step.end - step.start)
+            share = sum(stop - start for start, stop in parts[part]) / (step.end - step.start)
             words = f"{part} {share:.0%}"
             lines.append(f'<text x="{LEFT - 8}" y="{base - 5}" text-anchor="end" class="small">{words}</text>')
             lines.append(f'<rect x="{LEFT}" y="{base - LANE}" width="{WIDTH}" height="{LANE}" class="lane"/>')
             path = "".join(
                 f"M{LEFT + i * COLUMN} {base}v-{filled * LANE:.1f}h{COLUMN}v{filled * LANE:.1f}z"
-                for i, filled in enumerate(shares(found[part], begin, end, columns))
+                for i, filled in enumerate(shares(parts[part], begin, end, columns))
                 if filled * LANE >= 0.05
             )
             lines.append(f'<path d="{path}" class="{part}"/>')

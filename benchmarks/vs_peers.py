@@ -143,15 +143,15 @@ def folder_of(model: str, objective: str) -> str:
 
 def templated(tokenizer: Any, objective: str) -> Any:
     """A copy, whose template ends with the answer for preferences: TRL scores what comes after it, ours does not."""
-    found = deepcopy(tokenizer)
+    marking = deepcopy(tokenizer)
     if objective == "dpo":
         line_break = '{{- "\\n" -}}\n{%- endfor -%}'
-        assert line_break in found.chat_template
+        assert line_break in marking.chat_template
         unless_answer = '{%- if not loop.last or message["role"] != "assistant" -%}'
-        found.chat_template = found.chat_template.replace(
+        marking.chat_template = marking.chat_template.replace(
             line_break, line_break.replace("{{", unless_answer + "{{").replace("}}", "}}{%- endif -%}")
         )
-    return found
+    return marking
 
 
 def our_recipe(cell: Cell, num_steps: int) -> dict[str, Any]:
@@ -249,10 +249,10 @@ def measure(cell: Cell, shared: Path, num_pairs: int) -> dict[str, Any]:
     if cell.strategy == "fsdp2" and cell.peer != "accelerate" and device() == "cpu":
         return row | {"failed": "without a GPU it trains DDP under this file, and does not say so"}
     try:
-        found = race(["ours", cell.peer], shared, cell, num_pairs)
+        programs = race(["ours", cell.peer], shared, cell, num_pairs)
     except Failed as error:
         return row | {"failed": str(error)}
-    return row | {"ours": found["ours"], "theirs": found[cell.peer]}
+    return row | {"ours": programs["ours"], "theirs": programs[cell.peer]}
 
 
 def environment() -> dict[str, Any]:
@@ -275,9 +275,9 @@ def write_page(results: dict[str, Any]) -> None:
 def write_results(path: Path, results: dict[str, Any]) -> None:
     """One line for each row, so that a new run reads as a difference."""
     parts = []
-    for name, found in results.items():
-        rows = ",\n   ".join(map(json.dumps, found["rows"]))
-        rest = "".join(f'  "{key}": {json.dumps(value)},\n' for key, value in found.items() if key != "rows")
+    for name, part in results.items():
+        rows = ",\n   ".join(map(json.dumps, part["rows"]))
+        rest = "".join(f'  "{key}": {json.dumps(value)},\n' for key, value in part.items() if key != "rows")
         parts.append(f' "{name}": {{\n{rest}  "rows": [\n   {rows}\n  ]\n }}')
     path.parent.mkdir(exist_ok=True)
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
@@ -290,8 +290,8 @@ def read_results(path: Path) -> dict[str, Any]:
 def merged(results: dict[str, Any], name: str, new: dict[str, Any]) -> dict[str, Any]:
     """With new rows in the place of those of the same cells. All must be of one machine, versions and data."""
     old = results.get(name, new | {"commands": [], "rows": []})
-    found = differences(old, new, SAME)
-    assert not found, found
+    changes = differences(old, new, SAME)
+    assert not changes, changes
     rows = {cell_of(row): row for row in [*old["rows"], *new["rows"]]}
     commands = list(dict.fromkeys([*old["commands"], *new["commands"]]))
     ordered = [rows[cell] for cell in all_cells(name) if cell in rows]
@@ -300,9 +300,9 @@ def merged(results: dict[str, Any], name: str, new: dict[str, Any]) -> dict[str,
 
 def beside_committed(row: dict[str, Any], committed: list[dict[str, Any]]) -> list[str]:
     """Lines of a table: the committed row of the same cell, if it was measured, and this one."""
-    same = [one for one in committed if cell_of(one) == cell_of(row)]
-    pairs = [*(("committed", one) for one in same), ("here", row)]
-    return [f"| {place} {line}" for place, one in pairs for line in speed_table([one], device())[2:]]
+    same = [old for old in committed if cell_of(old) == cell_of(row)]
+    pairs = [*(("committed", old) for old in same), ("here", row)]
+    return [f"| {place} {line}" for place, entry in pairs for line in speed_table([entry], device())[2:]]
 
 
 def main() -> None:
@@ -337,7 +337,7 @@ def main() -> None:
                 results.pop(device())
             heading, line = speed_table([], device())
             print("These rows are not of the machine and versions of the committed ones, and are kept apart:")
-            print(*(f"  {one}" for one in another), "", f"| where {heading}", f"|---{line}", sep="\n", flush=True)
+            print(*(f"  {row}" for row in another), "", f"| where {heading}", f"|---{line}", sep="\n", flush=True)
         for cell in cells:
             row = measure(cell, shared, arguments.pairs)
             lines = beside_committed(row, committed["rows"]) if another else speed_table([row], device())[2:]

@@ -145,7 +145,7 @@ def memory_measurements() -> list[Measurement]:
     """Published memory of runs like ours, with the error of its forecast."""
     results = json.loads((ACCURACY / "results" / "published.json").read_text(encoding="utf-8"))["compared"]
     facts = {row["id"]: row for row in memory_rows.read_facts()}
-    found = []
+    runs = []
     for row in results:
         fact, size = facts[row["id"]], SIZE.search(facts[row["id"]]["model"])
         if size is None or row["kind"] == "weights":
@@ -153,8 +153,8 @@ def memory_measurements() -> list[Measurement]:
         method = "full" if not fact["lora_rank"] else "qlora" if fact["quantization"] else "lora"
         words = f"{row['published']:g} GiB {row['kind']}"
         of_run = (method, float(size[1]), int(fact["seq_len"]), words, row["error"])
-        found.append(Measurement(row["id"], row["setup"], *of_run, source=row["source"]))
-    return found
+        runs.append(Measurement(row["id"], row["setup"], *of_run, source=row["source"]))
+    return runs
 
 
 def speed_measurements() -> list[Measurement]:
@@ -162,15 +162,15 @@ def speed_measurements() -> list[Measurement]:
     results = json.loads((ACCURACY / "results" / "frameworks.json").read_text(encoding="utf-8"))["rows"]
     with (ACCURACY / "frameworks_published.csv").open(newline="") as file:
         facts = {row["id"]: row for row in csv.DictReader(file)}
-    found = []
+    runs = []
     for row in results:
         fact, size = facts[row["id"]], SIZE.search(row["model"])
         if size is None:
             continue
         run, words = f"{row['program']}, {row['model']}, {row['setup']}", f"{row['published']:,.0f} tokens/s a GPU"
         of_run = ("lora" if fact["rank"] else "full", float(size[1]), int(fact["length"]), words, row["speed_error"])
-        found.append(Measurement(row["id"], run, *of_run, kind=row["kind"], source=fact["url"]))
-    return found
+        runs.append(Measurement(row["id"], run, *of_run, kind=row["kind"], source=fact["url"]))
+    return runs
 
 
 def nearest(measured: list[Measurement], question: Question, billions: float, kind: str = "") -> int | None:
@@ -179,7 +179,7 @@ def nearest(measured: list[Measurement], question: Question, billions: float, ki
     """
     methods = [question.method] + ["lora"] * (question.method == "qlora" and bool(kind))
     for method in methods:
-        places = [i for i, one in enumerate(measured) if one.method == method and one.kind == kind]
+        places = [i for i, run in enumerate(measured) if run.method == method and run.kind == kind]
         if places:
             return min(places, key=lambda i: measured[i].distance(billions, question.length))
     return None
@@ -245,8 +245,8 @@ def site(answers: Iterable[tuple[Question, dict[str, Any]]]) -> dict[str, Any]:
         "lengths": sorted({cell["length"] for cell in cells}),
         "cells": cells,
         "refused": no_answers,
-        "memory": [_measured(one) for one in memory],
-        "speed": [_measured(one) for one in speed],
+        "memory": [_measured(run) for run in memory],
+        "speed": [_measured(run) for run in speed],
         "versions": {name: version(name) for name in PACKAGES},
         "prices": prices_from,
     }
@@ -256,8 +256,8 @@ def _rounded(ends: list[float] | None) -> list[float] | None:
     return None if ends is None else [float(f"{end:.3g}") for end in ends]
 
 
-def _measured(one: Measurement) -> dict[str, Any]:
-    return {"id": one.id, "run": one.run, "published": one.published, "error": one.error, "source": one.source}
+def _measured(run: Measurement) -> dict[str, Any]:
+    return {"id": run.id, "run": run.run, "published": run.published, "error": run.error, "source": run.source}
 
 
 def write(folder: Path, figures: dict[str, Any]) -> None:

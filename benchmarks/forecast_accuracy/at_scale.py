@@ -51,8 +51,8 @@ def _forecasts(gpus: int, path: str, names: Sequence[str], samples: int) -> dict
     changes = [f"batch.global_batch_size={samples * gpus}", f"batch.micro_batch_size={SAMPLES}"]
     recipe, _ = load_pair(Path(path), changes)
     report = forecast_all(recipe, [load_strategy(find_strategy(name)) for name in names], machines, path, limits=False)
-    found = {one.strategy.name: one for one in report.forecasts}
-    return {name: found[name] for name in names}
+    by_name = {outcome.strategy.name: outcome for outcome in report.forecasts}
+    return {name: by_name[name] for name in names}
 
 
 def forecasts(
@@ -63,18 +63,18 @@ def forecasts(
     Args:
         samples: of each GPU in a step.
     """
-    found = {}
-    for name, one in _forecasts(gpus, path, names, samples).items():
-        assert one.time is not None and one.memory is not None, one.why
-        messages = sum(part.high for part in one.time.parts if part.name in LINKS)
-        found[name] = {
-            "seconds": [rounded(one.time.low), rounded(one.time.high)],
-            "gib": [rounded(size / GIB) for size in one.memory.needed],
-            "messages": round(messages / one.time.high, 3),
-            "limit": one.time.bottleneck,
-            "verdict": one.verdict,
+    rows = {}
+    for name, outcome in _forecasts(gpus, path, names, samples).items():
+        assert outcome.time is not None and outcome.memory is not None, outcome.why
+        messages = sum(part.high for part in outcome.time.parts if part.name in LINKS)
+        rows[name] = {
+            "seconds": [rounded(outcome.time.low), rounded(outcome.time.high)],
+            "gib": [rounded(size / GIB) for size in outcome.memory.needed],
+            "messages": round(messages / outcome.time.high, 3),
+            "limit": outcome.time.bottleneck,
+            "verdict": outcome.verdict,
         }
-    return found
+    return rows
 
 
 def of_mixture(gpus: int) -> dict[str, dict[str, Any]]:
@@ -90,15 +90,15 @@ def of_large(gpus: int) -> dict[str, dict[str, Any]]:
 def left_out(gpus: int = GPUS[0]) -> dict[str, str]:
     """Why each other strategy is not in the plot."""
     others = ("ddp", "ddp_sp", "fsdp2_ep")
-    found = _forecasts(gpus, RECIPE, [*others, *OFFLOADED, *OFFLOADED.values()], SAMPLES)
+    outcomes = _forecasts(gpus, RECIPE, [*others, *OFFLOADED, *OFFLOADED.values()], SAMPLES)
     reasons = {
         "single": "one process, on one GPU",
         "tp": "more processes than a group are copies of it: what `ddp_tp` is",
     }
     for name in others:
-        reasons[name] = "; ".join(found[name].why).removeprefix(f"accelerate_configs/{name}.yaml: ")
+        reasons[name] = "; ".join(outcomes[name].why).removeprefix(f"accelerate_configs/{name}.yaml: ")
     for name, plain in OFFLOADED.items():
-        with_it, without = (found[one].memory for one in (name, plain))
+        with_it, without = (outcomes[strategy].memory for strategy in (name, plain))
         assert with_it is not None and without is not None
         most, least = (memory.needed[1] / GIB for memory in (without, with_it))
         reasons[name] = f"for fewer GPUs: here `{plain}` fits too, with {most:.0f} GiB at most, to its {least:.0f}"
@@ -114,9 +114,9 @@ def table(scale: dict[str, Any], few: str, many: str) -> list[str]:
     ]
     for name, first in scale[few].items():
         last = scale[many][name]
-        cells = [name, *(f"{one['seconds'][0]:.2g} to {one['seconds'][1]:.2g} s" for one in (first, last))]
-        cells += [f"{one['messages']:.0%}" for one in (first, last)]
-        cells += ["{:.0f} to {:.0f}".format(*one["gib"]) for one in (first, last)]
+        cells = [name, *(f"{row['seconds'][0]:.2g} to {row['seconds'][1]:.2g} s" for row in (first, last))]
+        cells += [f"{row['messages']:.0%}" for row in (first, last)]
+        cells += ["{:.0f} to {:.0f}".format(*row["gib"]) for row in (first, last)]
         lines.append("| " + " | ".join([*cells, last["verdict"], last["limit"]]) + " |")
     return lines
 
@@ -205,12 +205,12 @@ def plot(results: dict[str, Any]) -> str:
         )
         for (family, (scale, names)), (time, share, memory) in zip(panels.items(), rows, strict=True):
             for name in names:
-                found = [scale[str(gpus)][name] for gpus in GPUS]
-                low, high = zip(*(one["seconds"] for one in found), strict=True)
+                by_scale = [scale[str(gpus)][name] for gpus in GPUS]
+                low, high = zip(*(row["seconds"] for row in by_scale), strict=True)
                 (line,) = time.plot(GPUS, high, label=name)
                 time.plot(GPUS, low, color=line.get_color(), linestyle=":")
-                share.plot(GPUS, [100 * one["messages"] for one in found], label=name)
-                memory.plot(GPUS, [one["gib"][1] for one in found], label=name)
+                share.plot(GPUS, [100 * row["messages"] for row in by_scale], label=name)
+                memory.plot(GPUS, [row["gib"][1] for row in by_scale], label=name)
             time.set_ylabel(family)
             memory.axhline(usable, color="grey", linewidth=0.8)
             memory.legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -112,17 +112,17 @@ def forecast_of(row: dict[str, str]) -> tuple[Forecast, Recipe, Machines]:
 
 def compared(row: dict[str, str]) -> dict[str, Any]:
     """A row with its forecast: tokens per second of a GPU, and GiB allocated."""
-    found, recipe, machines = forecast_of(row)
-    assert found.memory is not None and found.time is not None and machines.gpu is not None, found.why
+    outcome, recipe, machines = forecast_of(row)
+    assert outcome.memory is not None and outcome.time is not None and machines.gpu is not None, outcome.why
     tokens = tokens_of_step(recipe)
-    low, high = found.time.tokens_per_second(tokens, machines.num_gpus)
+    low, high = outcome.time.tokens_per_second(tokens, machines.num_gpus)
     speed = float(row["tokens_per_second"])
-    memory = found.memory.allocated / GIB
+    memory = outcome.memory.allocated / GIB
     published = float(row["peak_gib"]) if row["peak_gib"] else None
     family, model = FAMILIES.get(row["model"], ("dense", row["model"].partition("/")[2] or row["model"]))
     # Of a row that compiles it is the same.
-    fused = found.time if recipe.model.compile else found.time_if_fused
-    most = tokens_if_fused(found.time, fused, tokens, machines.num_gpus)[1]
+    fused = outcome.time if recipe.model.compile else outcome.time_if_fused
+    most = tokens_if_fused(outcome.time, fused, tokens, machines.num_gpus)[1]
     shares = share_of_peak(machines.gpu)
     return {
         "id": row["id"],
@@ -140,10 +140,10 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
         "published_gib": published,
         "forecast_gib": round(memory, 1),
         "memory_error": None if published is None else round(memory / published - 1, 3),
-        "verdict": found.verdict,
+        "verdict": outcome.verdict,
         "kind": kind_of(machines.gpu),
         "tokens": tokens / machines.num_gpus,
-        "works": [record(work_of(one, shares)) for one in (found.time, fused) if one is not None],
+        "works": [record(work_of(time, shares)) for time in (outcome.time, fused) if time is not None],
     }
 
 
@@ -239,7 +239,7 @@ def _summary(rows: list[dict[str, Any]]) -> list[str]:
 KINDS = ("ampere", "hopper", "blackwell", CARDS)
 
 
-def _fit(found: list[dict[str, Any]]) -> list[str]:
+def _fit(results: list[dict[str, Any]]) -> list[str]:
     lines = [
         "A row's half is the last bit of the SHA-256 of its name. On one half the shares of the peak that products"
         " reach (`EFFICIENCY` in `cookbook/forecast/step_time.py`) were fitted, gpt-oss left out, to the least interval"
@@ -251,7 +251,7 @@ def _fit(found: list[dict[str, Any]]) -> list[str]:
         " | score | taken |",
         "|" + "---|" * 9,
     ]
-    for row in found:
+    for row in results:
         now, then = row["now"], row["then"]
         shares = ["{:.2f} to {:.2f}".format(*row[which]) for which in ("before", "shares")]
         cells = [row["kind"], f"{row['fitted']}, {row['held_out']}", *shares, f"{now['inside']} -> {then['inside']}"]
@@ -267,10 +267,10 @@ def _errors(rows: list[dict[str, Any]], name: str) -> tuple[str, str]:
 
 
 def _verdicts(rows: list[dict[str, Any]]) -> str:
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for row in rows:
-        found[row["verdict"]] = found.get(row["verdict"], 0) + 1
-    return ", ".join(f'"{name}" of {number}' for name, number in sorted(found.items()))
+        numbers[row["verdict"]] = numbers.get(row["verdict"], 0) + 1
+    return ", ".join(f'"{name}" of {number}' for name, number in sorted(numbers.items()))
 
 
 def main(*, only_page: bool) -> None:

@@ -49,10 +49,10 @@ class Work:
         return low, max(self.products / worst + self.others, self.host)
 
 
-def work_of(found: Range, shares: Shares) -> Work:
+def work_of(time: Range, shares: Shares) -> Work:
     """The work of a forecast that was made with these shares."""
-    (products,) = (part for part in found.parts if part.name == "compute")
-    others = [part for part in found.parts if part.name != "compute"]
+    (products,) = (part for part in time.parts if part.name == "compute")
+    others = [part for part in time.parts if part.name != "compute"]
     after = [part for part in others if not part.overlaps]
     return Work(
         products=products.low * shares[1],
@@ -77,12 +77,12 @@ def range_of(row: Mapping[str, Any], shares: Shares) -> tuple[float, float]:
 
 def score(rows: Iterable[Mapping[str, Any]], shares: Shares) -> float:
     """Mean interval score."""
-    found = []
+    widths = []
     for row in rows:
         low, high = map(math.log, range_of(row, shares))
         speed = math.log(row["published"])
-        found.append(high - low + OUTSIDE * (max(0.0, low - speed) + max(0.0, speed - high)))
-    return statistics.mean(found)
+        widths.append(high - low + OUTSIDE * (max(0.0, low - speed) + max(0.0, speed - high)))
+    return statistics.mean(widths)
 
 
 def fitted(rows: list[dict[str, Any]], kind: str) -> Shares:
@@ -107,18 +107,18 @@ def _judged(rows: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
 
 def report(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Result of a fit on one half for the other, of each kind of GPU."""
-    found = []
+    kinds = []
     for kind, before in BEFORE.items():
         of_kind = [row for row in rows if row["kind"] == kind]
         own, other = ([row for row in of_kind if is_held_out(row["id"]) == held] for held in (False, True))
         shares = fitted(own, kind)
         now, then = _judged(other, before), _judged(other, shares)
         is_better = then["score"] < now["score"] and then["median"] <= now["median"] and then["inside"] >= now["inside"]
-        found.append(
+        kinds.append(
             {"kind": kind, "fitted": len(own), "held_out": len(other), "before": before, "shares": shares}
             | {"now": now, "then": then, "is_taken": is_better}
         )
-    return found
+    return kinds
 
 
 def record(work: Work) -> dict[str, float]:

@@ -31,8 +31,8 @@ def _loss(
         # All logits exist, in 16 bits; no more than one part's in float32 (torchtune's CEWithChunkedOutputLoss, after
         # which torchtitan's of its PR 996 was made).
         parts = [linear(part) for part in hidden.chunk(8)]
-        found = [F.cross_entropy(a.float(), b, reduction="none") for a, b in zip(parts, targets.chunk(8), strict=True)]
-        return torch.cat(found), hidden
+        losses = [F.cross_entropy(a.float(), b, reduction="none") for a, b in zip(parts, targets.chunk(8), strict=True)]
+        return torch.cat(losses), hidden
     logits = linear(hidden)
     if kind == "whole, bf16":
         return F.cross_entropy(logits, targets, reduction="none"), logits
@@ -200,22 +200,22 @@ def work_of(setup: Setup) -> ActivationTrace:
 
 def forecast(setup: Setup) -> Memory:
     """The peak of a run."""
-    found = skeleton(config_of(setup.model), recipe_of(setup))
-    held = states_of(setup, found)
+    model = skeleton(config_of(setup.model), recipe_of(setup))
+    held = states_of(setup, model)
     is_sharded = setup.processes > 1 and setup.shards != ""
     if setup.first_step:
         held = replace(held, gpu=replace(held.gpu, moments=0))
     work = work_of(replace(setup, kind="allocated", processes=1, shards="", gpu_gib=0.0, first_step=False))
-    return peak(found, held, work, accumulates=setup.accumulates, is_sharded=is_sharded)
+    return peak(model, held, work, accumulates=setup.accumulates, is_sharded=is_sharded)
 
 
-def states_of(setup: Setup, found: Skeleton) -> States:
+def states_of(setup: Setup, model: Skeleton) -> States:
     """States that a process of the program holds."""
     if PROGRAMS[setup.program].weights == "bf16":
-        return _in_16_bits(setup, found)
+        return _in_16_bits(setup, model)
     name = setup.shards if setup.reshards else "fsdp2_grad_op"
     strategy = load_strategy(find_strategy(name))
-    held = states(found, cost_inputs(recipe_of(setup), strategy, setup.processes))
+    held = states(model, cost_inputs(recipe_of(setup), strategy, setup.processes))
     return _with_one_root(held) if setup.root_has_ends else held
 
 
@@ -235,7 +235,7 @@ def _with_one_root(held: States) -> States:
     return replace(held, units=(root, *(unit for unit in held.units if unit.layer is not None)))
 
 
-def _in_16_bits(setup: Setup, found: Skeleton) -> States:
+def _in_16_bits(setup: Setup, model: Skeleton) -> States:
     """Weights, gradients and both moments of 2 bytes, shared out by FSDP1 if it has several processes."""
     program = program_of(setup)
     shards = setup.processes if setup.shards and not setup.shards_nothing else 1
@@ -248,14 +248,14 @@ def _in_16_bits(setup: Setup, found: Skeleton) -> States:
             return weight.num_elements * (0.5 if setup.shards else setup.four_bits)
         return weight.num_elements * 2.0
 
-    in_4_bits = sum(weight.num_elements for weight in found.weights if _is_in_4_bits(setup, weight))
-    weights = sum(size(weight) for weight in found.weights)
-    trained = sum(size(weight) for weight in found.weights if weight.is_trained)
+    in_4_bits = sum(weight.num_elements for weight in model.weights if _is_in_4_bits(setup, weight))
+    weights = sum(size(weight) for weight in model.weights)
+    trained = sum(size(weight) for weight in model.weights if weight.is_trained)
     held = ResidentBytes(
         weights=round(weights / shards), gradients=round(trained / shards), moments=round(2 * trained / shards)
     )
     layers = {
-        number: [weight for weight in found.weights if weight.layer == number] for number in range(found.num_layers)
+        number: [weight for weight in model.weights if weight.layer == number] for number in range(model.num_layers)
     }
     of_layer = [round(sum(map(size, inside))) for inside in layers.values()]
     between = held.gradients

@@ -70,15 +70,15 @@ def compare(row: Row, setup: Setup) -> Compared:
     """The forecast beside what was published: of reserved memory, the middle of the forecast's band."""
     memory = forecast(setup)
     low, high = (size / GIB for size in memory.reserved)
-    found = {
+    gib = {
         "allocated": memory.allocated / GIB,
         "reserved": (low + high) / 2,
         "weights": memory.parameters / GIB,
     }[setup.kind]
     if setup.kind != "reserved":
-        low = high = found
+        low = high = gib
     published = float(row["reported_GiB_or_GB"]) * UNITS[row["unit"]] / GIB
-    plain = error = found / published - 1
+    plain = error = gib / published - 1
     if has_habits(setup):
         plain = compare(row, replace(setup, without_habits=True)).error
     return Compared(
@@ -88,7 +88,7 @@ def compare(row: Row, setup: Setup) -> Compared:
         group=group_of(setup),
         kind=setup.kind,
         published=round(published, 2),
-        forecast=round(found, 2),
+        forecast=round(gib, 2),
         low=round(low, 2),
         high=round(high, 2),
         error=round(error, 4),

@@ -94,9 +94,9 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
         strategy = replace(strategy, ep_size=machines.num_gpus, dp_shard_size=1)
     recipe = recipe_of(row, machines)
     config = config_by(row["model"])
-    found = forecast(TraceCache(config, recipe), strategy, machines, limits=False)
-    assert found.memory is not None and machines.usable_gib is not None, found.why
-    low, high = (size / GIB for size in found.memory.needed)
+    outcome = forecast(TraceCache(config, recipe), strategy, machines, limits=False)
+    assert outcome.memory is not None and machines.usable_gib is not None, outcome.why
+    low, high = (size / GIB for size in outcome.memory.needed)
     logits = WHOLE_LOGITS * int(row["samples"]) * int(row["length"]) * config.get_text_config().vocab_size / GIB
     speed = None
     tokens = tokens_of_step(recipe)
@@ -112,19 +112,19 @@ def compared(row: dict[str, str]) -> dict[str, Any]:
         "family": family_of(row),
         "setup": words(row),
         "gpu_gib": round(machines.usable_gib, 2),
-        "allocated": round(found.memory.allocated / GIB, 2),
+        "allocated": round(outcome.memory.allocated / GIB, 2),
         "needed": [round(low, 2), round(high, 2)],
         "logits": round(logits, 2),
-        "verdict": found.verdict,
+        "verdict": outcome.verdict,
         "verdict_with_logits": judged(low + logits, high + logits, machines.usable_gib),
         "peak_gib": float(row["peak_gib"]) if row["peak_gib"] else None,
         "speed": None if speed is None else round(speed, 1),
     }
     if result["peak_gib"] is not None:
-        result["is_inside"] = found.memory.allocated / GIB <= result["peak_gib"] <= high + logits
+        result["is_inside"] = outcome.memory.allocated / GIB <= result["peak_gib"] <= high + logits
     if speed is not None:
-        assert found.time is not None, found.why
-        least, most = found.time.tokens_per_second(tokens, machines.num_gpus)
+        assert outcome.time is not None, outcome.why
+        least, most = outcome.time.tokens_per_second(tokens, machines.num_gpus)
         result |= {
             "speed_forecast": [float(f"{least:.4g}"), float(f"{most:.4g}")],
             "speed_error": round((least * most) ** 0.5 / speed - 1, 3),
@@ -231,13 +231,13 @@ def _speeds(rows: list[dict[str, Any]], few: list[dict[str, Any]]) -> list[str]:
         lengths = [int(row["length"]) for row in csv.DictReader(file)]
     for gpu in sorted({row["gpu"] for row in few}):
         for least, most in ((0, 2048), (4096, 8192), (16384, 65536)):
-            found = [
+            rows_of_gpu = [
                 (row["error"], row["is_inside"])
                 for row, length in zip(few, lengths, strict=True)
                 if row["gpu"] == gpu and least <= length <= most
             ]
             words_of_length = f"{least:,} to {most:,} tokens" if least else f"up to {most:,} tokens"
-            groups.append((f"llm-foundry, all weights, {gpu}, {words_of_length}", found))
+            groups.append((f"llm-foundry, all weights, {gpu}, {words_of_length}", rows_of_gpu))
     every = [row for _, rows_of_group in groups for row in rows_of_group]
     for title, part in [*groups, ("all", every)]:
         errors = [error for error, _ in part]

@@ -184,16 +184,16 @@ def held_out(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 def section() -> list[str]:
     """A section of the page."""
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    pairs = list(zip(facts(), found["rows"], strict=True))
-    half, every = found["half"], judged(of_vllm(pairs))
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    pairs = list(zip(facts(), record["rows"], strict=True))
+    half, every = record["half"], judged(of_vllm(pairs))
     generate = judged([pair for pair in pairs if pair[0]["engine"] != "vllm"])
     own, other = half["own"], half["other"]
     lines = [
         "## Seconds of sampling",
         "",
         "```text",
-        f"{found['command']}    # {found['seconds']} seconds on two cores",
+        f"{record['command']}    # {record['seconds']} seconds on two cores",
         "```",
         "",
         f"`plan` forecasts what a round's [sampling](plan.md#of-rounds) takes. Published times of vLLM gave its rates:"

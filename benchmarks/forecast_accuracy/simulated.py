@@ -59,12 +59,12 @@ def settings_of(strategy: str, adapter: str, checkpointing: str, accumulates: bo
     """As for `--set`: a step of 8 samples, in one micro-batch or in as many as there are in half of it."""
     sharers = load_strategy(find_strategy(strategy)).data_parallel_size(processes_of(strategy))
     micro = max(1, 4 // sharers) if accumulates else 8 // sharers
-    found = {
+    chosen = {
         "data.packing": "true",
         "model.gradient_checkpointing": checkpointing,
         "batch": f"{{global_batch_size: 8, micro_batch_size: {micro}}}",
     }
-    return found if adapter == "full" else found | {"adapter": f"{{name: {adapter}, rank: 8}}"}
+    return chosen if adapter == "full" else chosen | {"adapter": f"{{name: {adapter}, rank: 8}}"}
 
 
 def measure(
@@ -187,7 +187,7 @@ def measure_into(recorded: dict[str, Any], arguments: argparse.Namespace, folder
     lab = GpuLab(folder, on_cpu.parent)
     for row in measure(lab, on_cpu, *kinds):
         key = list(row.items())[:4]
-        rows = [one for one in rows if list(one.items())[:4] != key] + [row]
+        rows = [kept for kept in rows if list(kept.items())[:4] != key] + [row]
         if not another:
             write_results(rows, now)
         error = error_of(row)

@@ -32,7 +32,7 @@ def tensors(layout: str, length: int, dtype: torch.dtype) -> tuple[list[torch.Te
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, length, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     drawn = [torch.randn(shape, generator=generator).bfloat16() for shape in (*shapes, (1, length, HEADS, HEAD_DIM))]
-    *inputs, gradient = [one.to("cuda", dtype) for one in drawn]
+    *inputs, gradient = [tensor.to("cuda", dtype) for tensor in drawn]
     if layout == "padded":
         return inputs, gradient, None
     lengths = (length // 4, length - length // 4)
@@ -42,7 +42,7 @@ def tensors(layout: str, length: int, dtype: torch.dtype) -> tuple[list[torch.Te
 
 def results(layout: str, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
     inputs, gradient, segments = tensors(layout, length, dtype)
-    query, key, value = leaves = [one.requires_grad_() for one in inputs]
+    query, key, value = leaves = [tensor.requires_grad_() for tensor in inputs]
     output, _ = attend(torch.nn.Module(), query, key, value, None, segments=segments)
     output.backward(gradient)
     return [output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
@@ -50,7 +50,7 @@ def results(layout: str, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def seconds(layout: str, length: int) -> float:
     inputs, gradient, segments = tensors(layout, length, torch.bfloat16)
-    query, key, value = (one.requires_grad_() for one in inputs)
+    query, key, value = (tensor.requires_grad_() for tensor in inputs)
     taken = []
     for _ in range(REPEATS + 1):  # the first, which loads kernels, is not counted
         torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def measured(near: int, lengths: list[int], exact: dict[str, list[torch.Tensor]]
     distances: dict[str, list[float]] = {}
     for layout in LAYOUTS:
         pairs = zip(results(layout, near, torch.bfloat16), exact[layout], strict=True)
-        distances[layout] = [(one - other).abs().max().item() for one, other in pairs]
+        distances[layout] = [(result - other).abs().max().item() for result, other in pairs]
     return {
         "distances": distances,
         "seconds": {f"{length} {layout}": seconds(layout, length) for length in lengths for layout in LAYOUTS},
@@ -80,10 +80,10 @@ def main() -> None:
         print(f"this GPU has compute capability {major}.{minor}; it needs {' or '.join(map(str, SERVED[name]))}")
         sys.exit(2)
     exact = {layout: results(layout, near, torch.float32) for layout in LAYOUTS}
-    found = {"default": measured(near, lengths, exact)}
+    kernels = {"default": measured(near, lengths, exact)}
     activate_flash_attention_impl(name)
-    found[name] = measured(near, lengths, exact)
-    print(json.dumps(found), flush=True)
+    kernels[name] = measured(near, lengths, exact)
+    print(json.dumps(kernels), flush=True)
     os._exit(0)  # with all measured: of ten ends on simulated GPUs one was an abort, "terminate called without ..."
 
 

@@ -99,8 +99,8 @@ def wrong_values(ranks: list[int], group: Any, device: torch.device) -> list[str
     for name, wanted in expected.items():
         whole = torch.full((NUMEL * count,), mine + 1.0, device=device)
         made = calls(whole, part, ranks, group)[name]()
-        found = {"reduce_scatter": part, "all_reduce": whole, "all_gather": whole}.get(name, made)
-        is_wrong = torch.tensor([not torch.equal(found, wanted)], dtype=torch.int32, device=device)
+        result = {"reduce_scatter": part, "all_reduce": whole, "all_gather": whole}.get(name, made)
+        is_wrong = torch.tensor([not torch.equal(result, wanted)], dtype=torch.int32, device=device)
         is_wrong_here = bool(is_wrong.item())
         dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=group)
         if is_wrong_here or is_wrong.item():

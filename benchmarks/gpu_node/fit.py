@@ -41,7 +41,7 @@ class Measured:
 
 
 def rows_of(node: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for one in node["results"] for row in one["figures"].get("rows", ())]
+    return [row for result in node["results"] for row in result["figures"].get("rows", ())]
 
 
 def links(node: dict[str, Any], gpu: Gpu) -> Iterator[Measured]:
@@ -83,9 +83,9 @@ def links(node: dict[str, Any], gpu: Gpu) -> Iterator[Measured]:
 
 def products(node: dict[str, Any], gpu: Gpu) -> Iterator[Measured]:
     """The share of the peak of products on one GPU: of what a step has left when the other kernels have run."""
-    for one in node["results"]:
-        figures = one["figures"]
-        if one["part"] != "widths" or figures.get("processes") != 1 or "mfu" not in figures:
+    for result in node["results"]:
+        figures = result["figures"]
+        if result["part"] != "widths" or figures.get("processes") != 1 or "mfu" not in figures:
             continue
         step = figures["step_seconds"]
         rest = [part for part in (figures["step_forecast"] or {}).get("parts", ()) if part["name"] in ONE_AFTER_ANOTHER]
@@ -95,36 +95,36 @@ def products(node: dict[str, Any], gpu: Gpu) -> Iterator[Measured]:
         low, high = (figures["mfu"] * step / seconds for seconds in left)
         name = f"EFFICIENCY['{step_time.kind_of(gpu)}']"
         yield Measured(
-            name, step_time.share_of_peak(gpu), low, high, f"{one['name']}: {figures['mfu']:.1%} of the peak"
+            name, step_time.share_of_peak(gpu), low, high, f"{result['name']}: {figures['mfu']:.1%} of the peak"
         )
 
 
 def beside(node: dict[str, Any]) -> Iterator[str]:
     """Runs of real widths whose time or memory the forecast misses."""
-    for one in node["results"]:
-        figures = one["figures"]
-        if one["part"] != "widths" or "step_seconds" not in figures:
+    for result in node["results"]:
+        figures = result["figures"]
+        if result["part"] != "widths" or "step_seconds" not in figures:
             continue
         low, high = ((figures["step_forecast"] or {}).get(end) for end in ("low", "high"))
         if low is not None and not low <= figures["step_seconds"] <= high:
             taken = figures["step_seconds"]
-            yield f"{one['name']}: a step took {taken:.3f} s, the forecast has {low:.3f} to {high:.3f}"
+            yield f"{result['name']}: a step took {taken:.3f} s, the forecast has {low:.3f} to {high:.3f}"
         if figures.get("forecast"):
             expected = figures["forecast"]["allocated"] / 2**30
             error = expected / figures["peak_memory_gib"] - 1
             if abs(error) > 0.05:
                 taken = figures["peak_memory_gib"]
-                yield f"{one['name']}: allocated {taken:.2f} GiB, the forecast has {expected:.2f} ({error:+.1%})"
+                yield f"{result['name']}: allocated {taken:.2f} GiB, the forecast has {expected:.2f} ({error:+.1%})"
 
 
 def compiling(node: dict[str, Any]) -> dict[str, list[str]]:
     """The strategies under which `model.compile` passed, failed or was skipped, with what was said."""
-    found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
-    for one in node["results"]:
-        if one["part"] == "compiled":
-            ratio = one["figures"].get("times_as_fast")
-            found[one["state"]].append(f"{one['name']} ({ratio:.2f} times as fast)" if ratio else one["name"])
-    return found
+    names: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    for result in node["results"]:
+        if result["part"] == "compiled":
+            ratio = result["figures"].get("times_as_fast")
+            names[result["state"]].append(f"{result['name']} ({ratio:.2f} times as fast)" if ratio else result["name"])
+    return names
 
 
 def report(node: dict[str, Any]) -> Iterator[str]:
@@ -137,14 +137,16 @@ def report(node: dict[str, Any]) -> Iterator[str]:
     gpu = find_gpu(node["gpu"])
     if gpu is None or gpu.half_flops is None:
         raise ValueError(f"no row for {node['gpu']} in GPUS of cookbook/system/hardware.py; add one, with its sheet")
-    failed = [f"{one['part']}: {one['name']}" for one in node["results"] if one["state"] == "failed"]
+    failed = [f"{result['part']}: {result['name']}" for result in node["results"] if result["state"] == "failed"]
     yield f"{node['machines']} x {node['cards']} x {gpu.name}, {node['date']}, commit {node['commit']}"
     yield f"failed: {'; '.join(failed) or 'nothing'}"
     yield ""
-    for one in (*links(node, gpu), *products(node, gpu)):
-        verdict = "inside" if one.is_inside else "OUTSIDE"
-        now, here = (" to ".join(f"{value:.3g}" for value in ends) for ends in (one.now, (one.low, one.high)))
-        yield f"{verdict:8}{one.constant}: {now}; here {here} ({one.why})"
+    for measure in (*links(node, gpu), *products(node, gpu)):
+        verdict = "inside" if measure.is_inside else "OUTSIDE"
+        now, here = (
+            " to ".join(f"{value:.3g}" for value in ends) for ends in (measure.now, (measure.low, measure.high))
+        )
+        yield f"{verdict:8}{measure.constant}: {now}; here {here} ({measure.why})"
     yield from (f"MISSED  {line}" for line in beside(node))
     yield ""
     for state, names in compiling(node).items():

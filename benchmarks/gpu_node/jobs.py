@@ -133,7 +133,7 @@ class Node:
         (here / f"{name}.{self.arguments.machine}").touch()
         until = time.monotonic() + self.arguments.limit
         others = [here / f"{name}.{machine}" for machine in range(self.machines)]
-        while not all(one.exists() for one in others) and time.monotonic() < until and not self._is_ending:
+        while not all(path.exists() for path in others) and time.monotonic() < until and not self._is_ending:
             time.sleep(POLL_SECONDS)
 
     def end(self) -> None:
@@ -294,13 +294,13 @@ def marked(marks: Iterable[str]) -> list[int]:
 def left_behind() -> set[str]:
     """Marks of programs whose run.py was killed."""
     given = {word.partition("=")[2] for _, variables in _environments() for word in variables if word.startswith(MARK)}
-    found = set()
+    marks = set()
     for mark in given:
         with contextlib.suppress(ValueError):  # not one of ours
             pid, number = map(int, mark.split("-")[:2])
             if mark == mark_of(pid, number) and not Path("/proc", str(pid)).exists():
-                found.add(mark)
-    return found
+                marks.add(mark)
+    return marks
 
 
 def _environments() -> Iterator[tuple[int, list[str]]]:

@@ -136,10 +136,14 @@ def doctor(node: Node) -> Iterator[Result]:
     except ValueError:
         yield Result("doctor", "doctor", "failed", done.last_words, done.log)
         return
-    for one in findings:
-        state = "failed" if one["status"] == "failure" else "passed"
-        text = one["text"] if one["status"] == "ok" else f"{one['status']}: {one['text']}; {one['remedy']}"
-        yield Result("doctor", one["check"], state, text)
+    for finding in findings:
+        state = "failed" if finding["status"] == "failure" else "passed"
+        text = (
+            finding["text"]
+            if finding["status"] == "ok"
+            else f"{finding['status']}: {finding['text']}; {finding['remedy']}"
+        )
+        yield Result("doctor", finding["check"], state, text)
 
 
 def bandwidth(node: Node) -> Iterator[Result]:
@@ -201,7 +205,7 @@ def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND,
     if len(losses) != len(wanted) or not losses:
         return Result(part, name, "failed", f"{len(losses)} steps, and {reference.folder.name} has {len(wanted)}")
     distances = [abs(a - b) for a, b in zip(losses, wanted, strict=True)]
-    distance = max(distances, key=lambda one: (math.isnan(one), one))
+    distance = max(distances, key=lambda value: (math.isnan(value), value))
     said = f"losses {losses[0]:.4f} to {losses[-1]:.4f}, {distance:.1e} from {reference.folder.name}"
     figures = {"losses": losses, "distance": distance, "seconds": job.seconds} | speed_of(job)
     return Result(part, name, "passed" if distance <= band else "failed", said, figures)  # NaN is no such distance
@@ -210,23 +214,23 @@ def compared(part: str, name: str, job: Job, reference: Job, band: float = BAND,
 def speed_of(job: Job) -> dict[str, Any]:
     """Its step, memory and forecast; no speed of simulated GPUs."""
     steps, record = job.steps, job.record
-    found: dict[str, Any] = {key: record.get(key) for key in ("forecast", "step_forecast")}
-    found |= {"strategy": record.get("strategy", {}).get("file"), "processes": record["strategy"]["processes"]}
-    found["peak_memory_gib"] = max(line["peak_memory_gib"] for line in steps)
+    figures: dict[str, Any] = {key: record.get(key) for key in ("forecast", "step_forecast")}
+    figures |= {"strategy": record.get("strategy", {}).get("file"), "processes": record["strategy"]["processes"]}
+    figures["peak_memory_gib"] = max(line["peak_memory_gib"] for line in steps)
     for key in ("step_seconds", "mfu", "num_tokens"):
         if values := [line[key] for line in steps[NUM_WARMUP:] if key in line]:
-            found[key] = statistics.median(values)
-    return found
+            figures[key] = statistics.median(values)
+    return figures
 
 
 def side_by_side(
-    part: str, one: Callable[[str], Iterable[Result]], names: Iterable[str], *, at_once: bool = True
+    part: str, results_of: Callable[[str], Iterable[Result]], names: Iterable[str], *, at_once: bool = True
 ) -> Iterator[Result]:
     """The results of each as they come; an error in one is its own."""
 
     def tried(name: str) -> Iterator[Result]:
         try:
-            yield from one(name)
+            yield from results_of(name)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             yield Result(part, name, "failed", said, {"log": traceback.format_exc()})
@@ -430,18 +434,18 @@ def compiled(node: Node) -> Iterator[Result]:
 
 def judge_compiled(name: str, job: Job, eager: Job) -> Result:
     """A compiled run beside the eager one."""
-    found = compared("compiled", name, job, eager)
-    if "distance" not in found.figures:
-        return found
+    result = compared("compiled", name, job, eager)
+    if "distance" not in result.figures:
+        return result
     counts = next((event for event in job.events if event.get("event") == "compiled"), None)
     if counts is None:
         return Result("compiled", name, "failed", "the run has not counted its graphs", job.log)
-    figures = found.figures | {"counts": counts}
-    said = f"{found.said}; {counts['graph_breaks']} graph breaks, {counts['recompilations']} recompilations"
+    figures = result.figures | {"counts": counts}
+    said = f"{result.said}; {counts['graph_breaks']} graph breaks, {counts['recompilations']} recompilations"
     if {"step_seconds"} <= figures.keys() & speed_of(eager).keys():
         figures["times_as_fast"] = speed_of(eager)["step_seconds"] / figures["step_seconds"]
         said += f"; {figures['times_as_fast']:.2f} times as fast"
-    good = found.state == "passed" and not counts["graph_breaks"] and not counts["given_up"]
+    good = result.state == "passed" and not counts["graph_breaks"] and not counts["given_up"]
     return Result("compiled", name, "passed" if good else "failed", said, figures)
 
 
@@ -573,21 +577,25 @@ def kernel_beside(name: str, figures: dict[str, Any], *, simulated: bool) -> Res
     pairs = [zip(own["distances"][layout], far, strict=True) for layout, far in other["distances"].items()]
     ratios = [theirs / ours for layout in pairs for ours, theirs in layout]
     said = f"{max(ratios):.2g} times as far from float32 as torch's own kernel"
-    faster = ", ".join(f"{own['seconds'][one] / taken:.2f} at {one}" for one, taken in other["seconds"].items())
+    faster = ", ".join(
+        f"{own['seconds'][length] / taken:.2f} at {length}" for length, taken in other["seconds"].items()
+    )
     said += "; simulated: no speed" if simulated else f"; times as fast: {faster}"
     state = "passed" if all(ratio <= AS_FAR for ratio in ratios) else "failed"  # NaN is no such ratio
     return Result("attention", name, state, said, figures)
 
 
 _PARTS = (doctor, bandwidth, strategies, widths, compiled, hangs, saving, attention, liger)
-PARTS = {one.__name__: one for one in _PARTS}
+PARTS = {part.__name__: part for part in _PARTS}
 OVER_MACHINES = ("doctor", "bandwidth", "widths")
 AT_ONCE = ("compiled", "hangs", "saving", "attention", "liger")
 """Parts that share the GPUs: most of their time they wait, for a compiler or for a limit."""
 
 
 def page(about: dict[str, Any], results: list[Result]) -> str:
-    counts = [f"{sum(one.state == state for one in results)} {state}" for state in ("passed", "failed", "skipped")]
+    counts = [
+        f"{sum(result.state == state for result in results)} {state}" for state in ("passed", "failed", "skipped")
+    ]
     lines = [f"# {about['machines']} x {about['cards']} x {about['gpu']}: {', '.join(counts)}", ""]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines += [f"{about['date']}, {about['seconds']:.0f} s; {versions}"]
@@ -595,11 +603,11 @@ def page(about: dict[str, Any], results: list[Result]) -> str:
     lines += [f"Seconds of the parts, of which the last share the GPUs: {taken}."]
     lines += [f"**Ended by {about['ended']}.**"] if about.get("ended") else []
     lines += ["", "| part | what | | |", "|---|---|---|---|"]
-    for one in results:
-        said = one.said.replace("|", "/").replace("\n", " ")
-        if "mfu" in one.figures:
-            said += f"; {one.figures['mfu']:.1%} of the peak, {one.figures['step_seconds']:.3f} s a step"
-        lines.append(f"| {one.part} | {one.name} | {one.state} | {said} |")
+    for result in results:
+        said = result.said.replace("|", "/").replace("\n", " ")
+        if "mfu" in result.figures:
+            said += f"; {result.figures['mfu']:.1%} of the peak, {result.figures['step_seconds']:.3f} s a step"
+        lines.append(f"| {result.part} | {result.name} | {result.state} | {said} |")
     return "\n".join(lines) + "\n"
 
 
@@ -670,8 +678,8 @@ def main() -> None:
 
     def save() -> None:  # as parts end: what hangs loses nothing
         about["seconds"], about["parts"] = round(time.monotonic() - started, 1), seconds
-        ordered = sorted(results, key=lambda one: [*PARTS, "machines"].index(one.part))
-        told = json.dumps(about | {"results": [asdict(one) for one in ordered]}, indent=1)
+        ordered = sorted(results, key=lambda result: [*PARTS, "machines"].index(result.part))
+        told = json.dumps(about | {"results": [asdict(result) for result in ordered]}, indent=1)
         write(arguments.output / "node.json", told + "\n")
         write(arguments.output / "node.md", page(about, ordered))
 
@@ -699,7 +707,7 @@ def main() -> None:
         save()
     print(f"send back {arguments.output}/node.md and node.json; docs/on_gpu.md says what becomes of them:")
     print(f"  python benchmarks/gpu_node/fit.py {arguments.output}/node.json")
-    sys.exit(any(one.state == "failed" for one in results))
+    sys.exit(any(result.state == "failed" for result in results))
 
 
 def facts(node: Node) -> dict[str, Any]:
@@ -713,7 +721,7 @@ def facts(node: Node) -> dict[str, Any]:
     about |= {"cores": num_cores(), "host_gib": round(psutil.virtual_memory().total / GIB)}
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     about["commit"] = git.stdout.strip() or None
-    about["versions"] = {one: version(one) for one in PACKAGES if find_spec(one) is not None}
+    about["versions"] = {package: version(package) for package in PACKAGES if find_spec(package) is not None}
     return about
 
 

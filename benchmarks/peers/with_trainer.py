@@ -13,9 +13,9 @@ def tokenize(rows: Dataset, tokenizer: Any) -> Dataset:
     """Chats as tokens, of which those of the assistant carry loss."""
 
     def labelled(row: dict[str, Any]) -> dict[str, list[int]]:
-        found = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
-        return {"input_ids": found["input_ids"], "labels": [token if carries else -100 for token, carries in pairs]}
+        tokens = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        pairs = zip(tokens["input_ids"], tokens["assistant_masks"], strict=True)
+        return {"input_ids": tokens["input_ids"], "labels": [token if carries else -100 for token, carries in pairs]}
 
     return rows.map(labelled, remove_columns=rows.column_names)
 

@@ -61,22 +61,22 @@ class Cell:
 def all_cells(device: str) -> list[Cell]:
     """In the order of the table; "cpu" or "cuda"."""
     trl, trainer, loop = PEERS
-    found = []
+    chosen = []
     *small, large = MODELS
     if device == "cuda":
         cell = partial(Cell, model=large, precision="bf16")
-        found = [cell(trl), cell(trl, packed_rows=8), cell(trainer), cell(loop), cell(trl, packing=False)]
-        return [*found, cell(trl, checkpointing=True), cell(trl, lora=True)]
+        chosen = [cell(trl), cell(trl, packed_rows=8), cell(trainer), cell(loop), cell(trl, packing=False)]
+        return [*chosen, cell(trl, checkpointing=True), cell(trl, lora=True)]
     for model in small:
         for precision in PRECISIONS:
             kind: dict[str, Any] = {"model": model, "precision": precision}
-            found += [Cell(trl, **kind), Cell(trl, packed_rows=1, **kind), Cell(trainer, **kind)]
-    found += [Cell(loop), Cell(loop, precision="bf16"), Cell(trl, packed_rows=8)]
-    found += [Cell(peer, packing=False) for peer in (trl, trainer)]
-    found += [Cell(peer, checkpointing=True) for peer in (trl, trainer)]
-    found += [Cell(trl, precision=precision, lora=True) for precision in PRECISIONS]
-    found += [Cell(trl, precision=precision, objective="dpo") for precision in PRECISIONS]
-    return found + [Cell(peer, strategy) for strategy in ("ddp", "zero2", "zero3", "fsdp2") for peer in PEERS]
+            chosen += [Cell(trl, **kind), Cell(trl, packed_rows=1, **kind), Cell(trainer, **kind)]
+    chosen += [Cell(loop), Cell(loop, precision="bf16"), Cell(trl, packed_rows=8)]
+    chosen += [Cell(peer, packing=False) for peer in (trl, trainer)]
+    chosen += [Cell(peer, checkpointing=True) for peer in (trl, trainer)]
+    chosen += [Cell(trl, precision=precision, lora=True) for precision in PRECISIONS]
+    chosen += [Cell(trl, precision=precision, objective="dpo") for precision in PRECISIONS]
+    return chosen + [Cell(peer, strategy) for strategy in ("ddp", "zero2", "zero3", "fsdp2") for peer in PEERS]
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

@@ -89,9 +89,9 @@ def stop_after_updates(gate: Gate) -> None:
     step = DeepSpeedEngine.step
 
     def step_and_stop(*arguments: Any, **options: Any) -> Any:
-        found = step(*arguments, **options)
+        result = step(*arguments, **options)
         gate.stop()
-        return found
+        return result
 
     DeepSpeedEngine.step = step_and_stop
 

@@ -14,15 +14,15 @@ JUDGED_BY = {"cpu": "cpu", "cuda": "clock"}
 def ratios(row: dict[str, Any], key: str) -> list[float]:
     """How many times as fast ours is, step by step: by tokens where the batches differ."""
     ours, theirs = row["ours"], row["theirs"]
-    found = [b / a for a, b in zip(ours[key], theirs[key], strict=True)]
+    ratios = [b / a for a, b in zip(ours[key], theirs[key], strict=True)]
     if row["packed_rows"]:
-        found = [ratio * a / b for ratio, a, b in zip(found, ours["tokens"], theirs["tokens"], strict=True)]
-    return found
+        ratios = [ratio * a / b for ratio, a, b in zip(ratios, ours["tokens"], theirs["tokens"], strict=True)]
+    return ratios
 
 
-def compare(found: list[float]) -> tuple[float, str]:
+def compare(ratios: list[float]) -> tuple[float, str]:
     """The median, and a cell with the quartiles."""
-    low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return middle, f"{middle:.2f} [{low:.2f}..{high:.2f}]"
 
 
@@ -39,8 +39,8 @@ def loss_difference(row: dict[str, Any]) -> str:
     if row["packed_rows"]:
         return "other batches"
     pairs = list(zip(row["ours"]["losses"], row["theirs"]["losses"], strict=True))
-    found = max(abs(a - b) for a, b in (pairs[:1] if row["lora"] else pairs))
-    return f"{found:.0e}" + (", first step" if row["lora"] else "")
+    distance = max(abs(a - b) for a, b in (pairs[:1] if row["lora"] else pairs))
+    return f"{distance:.0e}" + (", first step" if row["lora"] else "")
 
 
 def speed_table(rows: list[dict[str, Any]], device: str) -> list[str]:
@@ -101,12 +101,12 @@ def render_device(name: str, results: dict[str, Any]) -> list[str]:
     lines = [f"### {DEVICES[name]}", ""]
     if name not in results:
         return [*lines, "Not measured.", ""]
-    found = results[name]
-    hardware, data, rows = found["hardware"], found["data"], found["rows"]
+    record = results[name]
+    hardware, data, rows = record["hardware"], record["data"], record["rows"]
     ran = [row for row in rows if "failed" not in row]
     days, loads = sorted({row["date"] for row in rows}), [row["load"] for row in rows]
-    versions = ", ".join(f"{package} {number}" for package, number in found["versions"].items())
-    commands = ", ".join(f"`{command}`" for command in found["commands"])
+    versions = ", ".join(f"{package} {number}" for package, number in record["versions"].items())
+    commands = ", ".join(f"`{command}`" for command in record["commands"])
     missing = [
         cell.words().replace(" | ", ", ").rstrip(", ") for cell in all_cells(name) if cell not in map(cell_of, rows)
     ]

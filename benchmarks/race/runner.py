@@ -82,10 +82,10 @@ class Runner:
 
     def _wait(self) -> list[dict[str, Any]]:
         """The reports of all processes, when the last stands at the gate."""
-        found = [lines.readline() for lines in self.lines]
-        if not all(found):
+        reports = [lines.readline() for lines in self.lines]
+        if not all(reports):
             raise Failed(self._last_error())
-        return [json.loads(report) for report in found]
+        return [json.loads(report) for report in reports]
 
     def _last_error(self) -> str:
         lines = [line for line in (self.folder / "log.txt").read_text().splitlines() if "Error" in line]
@@ -149,7 +149,7 @@ class Runner:
 
 def variables(folder: Path, processes: int, *, on_cpu: bool) -> dict[str, str]:
     """Environment variables of a program."""
-    found = {
+    variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
@@ -157,15 +157,15 @@ def variables(folder: Path, processes: int, *, on_cpu: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if on_cpu:
-        found |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        variables |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     elif processes == 1:  # else Trainer spreads a batch over all GPUs
-        found["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    return found
+        variables["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return variables
 
 
 def tokens_of(log: list[dict[str, Any]]) -> list[int]:
     """Tokens of each step, where they are logged: ours logs those of the step, TRL their sum so far."""
-    found = [int(line["num_tokens"]) for line in log if "num_tokens" in line]
+    counts = [int(line["num_tokens"]) for line in log if "num_tokens" in line]
     if log and "step_seconds" in log[0]:
-        return found
-    return [after - before for before, after in zip([0, *found], found, strict=False)]
+        return counts
+    return [after - before for before, after in zip([0, *counts], counts, strict=False)]
