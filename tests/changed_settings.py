@@ -254,7 +254,7 @@ def change_of(what: str, engine: Any) -> Change | None:
 
 
 def is_noticed(what: str, engine: Any) -> bool:
-    return next((asked != found for name, asked, found in engine.findings() if name == what), False)
+    return next((asked != in_force for name, asked, in_force in engine.findings() if name == what), False)
 
 
 def change_each(engine: Any) -> None:
@@ -270,8 +270,8 @@ def change_each(engine: Any) -> None:
                 unnoticed += [] if is_noticed(what, engine) else [what]
     right(engine)  # all is as it was
     if engine.is_main:
-        found = {"unknown": [what for what, change in changes.items() if change is None], "unnoticed": unnoticed}
-        print("\nCHANGED", json.dumps({"number": len(names), **found}), flush=True)
+        result = {"unknown": [what for what, change in changes.items() if change is None], "unnoticed": unnoticed}
+        print("\nCHANGED", json.dumps({"number": len(names), **result}), flush=True)
     if dist.is_initialized():
         dist.barrier()
     raise SystemExit(0)

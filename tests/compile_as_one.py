@@ -18,15 +18,15 @@ def compile_as_one(source: Path, place: Path, arguments: list[str]) -> int:
     """Compile the whole folder if `source` is `place`, else an empty file."""
     csrc = source.parents[source.parts[::-1].index("csrc") - 1]
     with tempfile.TemporaryDirectory() as name:
-        copy, one = Path(name, "csrc"), Path(name, "one.cpp")
-        one.write_text("")
+        copy, whole = Path(name, "csrc"), Path(name, "one.cpp")
+        whole.write_text("")
         if source == place:
             shutil.copytree(csrc, copy)
             for header in copy.rglob("*.h"):  # not all have a guard
                 header.write_text(f"#pragma once\n{header.read_text()}")
             copies = sorted((copy / source.parent.relative_to(csrc)).glob("*.cpp"))
-            one.write_text("".join(f'#include "{path}"\n' for path in copies))
-        replaced = [str(one) if word == str(source) else word.replace(str(csrc), str(copy)) for word in arguments]
+            whole.write_text("".join(f'#include "{path}"\n' for path in copies))
+        replaced = [str(whole) if word == str(source) else word.replace(str(csrc), str(copy)) for word in arguments]
         return subprocess.run(["c++", *replaced]).returncode
 
 

@@ -122,9 +122,9 @@ class Durations:
 
     def pytest_sessionfinish(self) -> None:
         known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        found = {name: seconds for name, seconds in known.items() if name not in self.seconds}
-        found |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > SHORT}
-        DURATIONS.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
+        durations = {name: seconds for name, seconds in known.items() if name not in self.seconds}
+        durations |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > SHORT}
+        DURATIONS.write_text(json.dumps(dict(sorted(durations.items())), indent=0) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

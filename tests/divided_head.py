@@ -41,14 +41,14 @@ def largest_difference(mesh: DeviceMesh, rows: int, *, is_frozen: bool) -> float
     inputs = [hidden.clone().requires_grad_() for _ in range(2)]
     pairs = []
     for transform in (None, LogitTransform(scale=3.0, cap=1.5)):
-        found, logits = head(inputs[0], targets, transform), whole(inputs[1])
+        losses_here, logits = head(inputs[0], targets, transform), whole(inputs[1])
         changed = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
         expected = torch.nn.functional.cross_entropy(changed, targets, reduction="none")
-        for losses in (found, expected):
+        for losses in (losses_here, expected):
             (losses * scale).sum().backward()
-        pairs.append((found, expected))
+        pairs.append((losses_here, expected))
         tokens = torch.tensor([[5, 6, 0], [0, 1, 10], [10, 9, 8], [6, 7, 5], [2, 5, 3]])
-        found = head(
+        losses_here = head(
             inputs[0],
             transform=transform,
             function=OfTargets(of_all_methods, ("columns",), {"targets": targets, "teacher_tokens": tokens}),
@@ -59,12 +59,15 @@ def largest_difference(mesh: DeviceMesh, rows: int, *, is_frozen: bool) -> float
         rest = (changed / 1.5).scatter(1, tokens, -torch.inf).logsumexp(1, keepdim=True)
         nll = torch.nn.functional.cross_entropy(changed, targets, reduction="none").unsqueeze(1)
         expected = torch.cat([nll, *columns, rest], 1)
-        for losses in (found[0], expected @ WEIGHTS):
+        for losses in (losses_here[0], expected @ WEIGHTS):
             (losses * scale).sum().backward()
-        pairs += [(found[0], expected @ WEIGHTS), (found[1], expected)]
+        pairs += [(losses_here[0], expected @ WEIGHTS), (losses_here[1], expected)]
     pairs.append((inputs[0].grad, inputs[1].grad))
     if not is_frozen:
-        pairs += [(head.get_parameter(name).grad.full_tensor(), one.grad) for name, one in whole.named_parameters()]
+        pairs += [
+            (head.get_parameter(name).grad.full_tensor(), parameter.grad)
+            for name, parameter in whole.named_parameters()
+        ]
     return max((left - right).abs().max().item() for left, right in pairs)
 
 

@@ -372,7 +372,7 @@ def try_part(given: argparse.Namespace) -> None:
     done = {facts["draw"] for facts in read_lines(lines)}
     with tempfile.TemporaryDirectory(prefix="drawn-") as name:
         copy = Copy(Path(name))
-        for place, change in [one for one in changes if one[0] not in done][number::count]:
+        for place, change in [drawn for drawn in changes if drawn[0] not in done][number::count]:
             begun = time.monotonic()
             batches = reached.batches(change.site, (ROOT / change.site.file).read_text(encoding="utf-8"), importers)
             test, num_passed = copy.noticed_by(change, batches, given.seconds)

@@ -62,22 +62,28 @@ def stuck(logs: Sequence[Sequence[Asked]], ranks_of: dict[str, list[int]], faile
 
 
 def _waits_for(head: list[Asked], ended: Collection[int], ranks_of: dict[str, list[int]]) -> bool:
-    return any({one.peer} & {*ended} if one.name in MESSAGES else {*ranks_of[one.group]} & {*ended} for one in head)
+    return any(
+        {asked.peer} & {*ended} if asked.name in MESSAGES else {*ranks_of[asked.group]} & {*ended} for asked in head
+    )
 
 
 def _steps(log: Sequence[Asked]) -> Iterator[list[Asked]]:
     """One at a time, but those of a batch at once."""
     alone = count()
-    for _, step in groupby(log, lambda one: (one.group, one.batch) if one.batch >= 0 else next(alone)):
+    for _, step in groupby(log, lambda asked: (asked.group, asked.batch) if asked.batch >= 0 else next(alone)):
         yield list(step)
 
 
 def _met(rank: int, heads: list[list[Asked]], ranks_of: dict[str, list[int]]) -> dict[int, Asked]:
     """By rank, the first of a process's step for which all others are there."""
     for asked in heads[rank]:
-        others = [asked.peer] if asked.name in MESSAGES else [one for one in ranks_of[asked.group] if one != rank]
-        found = {other: next((one for one in heads[other] if asked.agrees(rank, one, other)), None) for other in others}
-        met = {rank: asked} | {other: one for other, one in found.items() if one is not None}
+        others = (
+            [asked.peer] if asked.name in MESSAGES else [member for member in ranks_of[asked.group] if member != rank]
+        )
+        partners = {
+            other: next((head for head in heads[other] if asked.agrees(rank, head, other)), None) for other in others
+        }
+        met = {rank: asked} | {other: partner for other, partner in partners.items() if partner is not None}
         if len(met) == len(others) + 1 and _sizes_agree(asked, met, ranks_of):
             return met
     return {}

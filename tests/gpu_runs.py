@@ -159,8 +159,8 @@ class GpuRun:
 
     def races(self) -> set[str]:
         """Where a stream used what another may not have been done with."""
-        found = [race for report in self.reports() for race in report["races"]]
-        return {f"{race['why']} (ours {race['ours']}; at {race['at']})" for race in found}
+        races = [race for report in self.reports() for race in report["races"]]
+        return {f"{race['why']} (ours {race['ours']}; at {race['at']})" for race in races}
 
 
 @dataclass
@@ -271,13 +271,13 @@ class GpuLab:
         with FileLock(f"{folder}.lock"):
             if not (folder / "codes.json").exists():
                 self._run(folder, case, after)
-        found = GpuRun(folder, json.loads((folder / "codes.json").read_text()))
-        if ends is not None and not set(found.codes) <= set(ends):
-            bad = next(rank for rank, code in enumerate(found.codes) if code not in ends)
-            pytest.fail(f"{strategy} {settings}: codes {found.codes}\n{found.log(bad)[-4000:]}")
+        result = GpuRun(folder, json.loads((folder / "codes.json").read_text()))
+        if ends is not None and not set(result.codes) <= set(ends):
+            bad = next(rank for rank, code in enumerate(result.codes) if code not in ends)
+            pytest.fail(f"{strategy} {settings}: codes {result.codes}\n{result.log(bad)[-4000:]}")
         if on == "gpu" and not REAL and sabotage is None:
-            assert_orderly(found)
-        return found
+            assert_orderly(result)
+        return result
 
     def _run(self, folder: Path, case: dict[str, Any], after: GpuRun | None) -> None:
         need_builds_of(case["strategy"], on_gpus=REAL and case["on"] == "gpu")
@@ -359,5 +359,5 @@ def _write_data(folder: Path) -> None:
         "judged": ({**next(chats(1)), "label": i % 3 > 0} for i in range(24)),
         "groups": groups(12),
     }
-    for name, found in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))

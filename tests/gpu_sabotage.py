@@ -44,9 +44,9 @@ def result_read_before_its_wait() -> None:
     def all_reduce_max(self: Collectives, *values: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
-        found = tensor.tolist()
+        listed = tensor.tolist()
         work.wait()
-        return found
+        return listed
 
     Collectives.all_reduce_max = all_reduce_max
 

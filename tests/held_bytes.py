@@ -57,7 +57,7 @@ def state_tensors(optimizer: Any) -> Iterator[Any]:
 
 def quantization(model: Any) -> Iterator[Any]:
     """The constants beside 4-bit weights: a parameter carries them, or its module where FSDP replaced that."""
-    packed = (one for module in model.modules() for one in getattr(module, "packed", {}).values())
+    packed = (tensor for module in model.modules() for tensor in getattr(module, "packed", {}).values())
     for owner in (*model.parameters(), *model.modules(), *packed):
         state = getattr(owner, "quant_state", None)
         while state is not None:
@@ -96,13 +96,13 @@ def fsdp2_groups(model: Any) -> Iterator[Any]:
     """Until the last micro-batch HSDP keeps its sums in them, beside the parameters (torch 2.13, FSDPParamGroup)."""
     from torch.distributed.fsdp import FSDPModule
 
-    found: dict[int, Any] = {}
+    distinct: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            found |= {id(group): group for group in groups if group is not None}  # two modules may share one
-    yield from found.values()
+            distinct |= {id(group): group for group in groups if group is not None}  # two modules may share one
+    yield from distinct.values()
 
 
 def count_zero12(engine: Any, count: Count) -> None:
@@ -121,8 +121,8 @@ def count_zero12(engine: Any, count: Count) -> None:
     for gradients in (*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()):
         count.add("gpu", "gradients", gradients or [])
     for group in zero.bit16_groups:
-        found = (tensor for p in group for tensor in (p.grad, getattr(p, "grad_accum", None)))
-        count.add("gpu", "gradients", (tensor for tensor in found if tensor is not None))
+        summands = (tensor for p in group for tensor in (p.grad, getattr(p, "grad_accum", None)))
+        count.add("gpu", "gradients", (tensor for tensor in summands if tensor is not None))
     count.add(place, "moments", state_tensors(zero.optimizer))
     count.add("gpu", "buffers", (buffer for bucket in zero.ipg_buckets.values() for buffer in bucket.buffer))
     count.add("gpu", "buffers", engine.model.buffers())
@@ -160,8 +160,8 @@ def count_zero3(engine: Any, count: Count) -> None:
             count.add("host", "gradients", swapped_group.unswapped_gradients.values())
     swapped = engine.swap_folders
     if "offload_param" in swapped:
-        found = swapped["offload_param"].glob(f"**/*params/rank{engine.world.rank}/*.swp")
-        count.bytes["disk"]["weights"] = sum(path.stat().st_size for path in found)
+        files = swapped["offload_param"].glob(f"**/*params/rank{engine.world.rank}/*.swp")
+        count.bytes["disk"]["weights"] = sum(path.stat().st_size for path in files)
     if "offload_optimizer" in swapped:
         for path in swapped["offload_optimizer"].glob(f"**/optimizer/rank{engine.world.rank}/*.swp"):
             is_moment = path.name.startswith(("exp_avg", "momentum_buffer"))
@@ -177,7 +177,7 @@ def is_tensor(value: Any) -> bool:
 
 def uncounted(count: Count) -> list[tuple[int, str, list[int]]]:
     """Every other tensor that lives in Python: bytes, dtype and shape, largest first."""
-    found = []
+    tensors = []
     for thing in gc.get_objects():
         if is_tensor(thing) and thing.device.type == "cpu":
             try:
@@ -187,8 +187,8 @@ def uncounted(count: Count) -> list[tuple[int, str, list[int]]]:
                 continue
             if storage.nbytes() and place and place not in count.seen:
                 count.seen.add(place)
-                found.append((storage.nbytes(), str(thing.dtype), list(thing.shape)))
-    return sorted(found, reverse=True)
+                tensors.append((storage.nbytes(), str(thing.dtype), list(thing.shape)))
+    return sorted(tensors, reverse=True)
 
 
 def counted(engine: Any) -> Count:
@@ -212,8 +212,8 @@ def held(engine: Any) -> dict[str, Any]:
 
 def gradient_memory(engine: Any) -> list[int]:
     """Where the gradients lie."""
-    found = (plain(p.grad) for p in engine.model.parameters() if p.grad is not None)
-    return sorted({tensor.untyped_storage().data_ptr() for tensor in found})
+    gradients = (plain(p.grad) for p in engine.model.parameters() if p.grad is not None)
+    return sorted({tensor.untyped_storage().data_ptr() for tensor in gradients})
 
 
 def stop_at_third_update(folder: Path) -> None:
@@ -244,8 +244,8 @@ def stop_at_third_update(folder: Path) -> None:
         memory.append(gradient_memory(engine))
         if engine.current_step < 3:
             return right_step(engine, *arguments)
-        found = held(engine) | {"gradients_before": gradients, "gradients_stay": memory[1] == memory[2]}
-        (folder / f"held-{engine.world.rank}.json").write_text(json.dumps(found))
+        record = held(engine) | {"gradients_before": gradients, "gradients_stay": memory[1] == memory[2]}
+        (folder / f"held-{engine.world.rank}.json").write_text(json.dumps(record))
         engine.close()
         sys.stdout.flush()
         os._exit(0)

@@ -17,15 +17,15 @@ import train
 
 def bytes_by_device(model: Any) -> dict[str, int]:
     """Bytes of a model's tensors, each storage once; of a DTensor, this process's part."""
-    found: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
     seen: set[tuple[str, int]] = set()
     for tensor in (*model.parameters(), *model.buffers()):
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         place = storage.device.type, 0 if storage.device.type == "meta" else storage.data_ptr()
         if place not in seen or storage.device.type == "meta":
             seen.add(place)
-            found[storage.device.type] += storage.nbytes()
-    return dict(found)
+            num_bytes[storage.device.type] += storage.nbytes()
+    return dict(num_bytes)
 
 
 def resident() -> int:
@@ -39,19 +39,19 @@ def stop_after_prepare(folder: Path) -> None:
     from cookbook.training.models import language_model
 
     read, prepare = language_model.load_model, Engine.prepare
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
 
     def load_model(*arguments: Any, **options: Any) -> Any:
         before = resident()
         model = read(*arguments, **options)
-        found["read"] = bytes_by_device(model)
-        found["resident"] = resident() - before
+        record["read"] = bytes_by_device(model)
+        record["resident"] = resident() - before
         return model
 
     def prepare_and_stop(engine: Engine, model: Any, optimizer: Any, **options: Any) -> None:
         prepare(engine, model, optimizer, **options)
-        found["prepared"] = bytes_by_device(engine.transformer())
-        (folder / f"loading-{engine.world.rank}.json").write_text(json.dumps(found))
+        record["prepared"] = bytes_by_device(engine.transformer())
+        (folder / f"loading-{engine.world.rank}.json").write_text(json.dumps(record))
         engine.close()
         sys.stdout.flush()
         os._exit(0)

@@ -109,10 +109,10 @@ def is_noticed(tree: Path, fault: Fault) -> bool:
     right, times = path.read_text(encoding="utf-8"), path.stat()
     path.write_text(fault.planted_in(right), encoding="utf-8")
     # Cases of a test that are slow are tried only where the others pass.
-    found = any(first_failure([fault.test], *options) is not None for options in ((), ("-m", "not thorough")))
+    fails = any(first_failure([fault.test], *options) is not None for options in ((), ("-m", "not thorough")))
     path.write_text(right, encoding="utf-8")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # what is compiled of it holds again
-    return found
+    return fails
 
 
 def survivors(faults: list[Fault], *, checks_first: bool) -> list[Fault]:
@@ -132,15 +132,17 @@ def survivors(faults: list[Fault], *, checks_first: bool) -> list[Fault]:
         sys.path[:] = [str(tree), *(path for path in sys.path if path != str(ROOT))]
         for library in LIBRARIES:
             importlib.import_module(library)
-        for module in [one for one in sys.modules if one.partition(".")[0] in ("cookbook", "simulated_gpus", "tests")]:
+        for module in [
+            loaded for loaded in sys.modules if loaded.partition(".")[0] in ("cookbook", "simulated_gpus", "tests")
+        ]:
             del sys.modules[module]  # the child's are the tree's
         if checks_first and (failed := first_failure(sorted({fault.test for fault in faults}))):
             raise RuntimeError(f"without any fault: {failed}")
         for fault in faults:
             begun = time.monotonic()
-            alive += [] if (found := is_noticed(tree, fault)) else [fault]
+            alive += [] if (noticed := is_noticed(tree, fault)) else [fault]
             seconds = time.monotonic() - begun
-            print(f"{'noticed' if found else 'NOT NOTICED'}, {seconds:.1f} s: {fault.file}: {fault.harm}", flush=True)
+            print(f"{'noticed' if noticed else 'NOT NOTICED'}, {seconds:.1f} s: {fault.file}: {fault.harm}", flush=True)
         os.chdir(ROOT)
     return alive
 
@@ -149,7 +151,7 @@ def in_parallel(words: list[str], count: int) -> int:
     """The exit code of this program for so many parts at a time."""
     command = [sys.executable, __file__, *words]
     parts = [subprocess.Popen([*command, "--part", f"{i}/{count}"]) for i in range(count)]
-    return max(one.wait() for one in parts)
+    return max(part.wait() for part in parts)
 
 
 def part(text: str) -> tuple[int, int]:
@@ -175,7 +177,7 @@ def main() -> int:
     faults = [fault for fault in FAULTS if any(path in fault.file for path in given.paths or [""])][number::count]
     if not faults:  # pytest without names would run all tests
         return 0
-    for name in [one for one in os.environ if one.startswith(OTHER_RUNS)]:
+    for name in [variable for variable in os.environ if variable.startswith(OTHER_RUNS)]:
         del os.environ[name]
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True

@@ -118,8 +118,8 @@ def need_builds_of(strategy: str, *, on_gpus: bool = False) -> None:
 def _nvme_problem(on_gpus: bool) -> str | None:
     """Why DeepSpeed's reads and writes cannot be built, in the words of `cookbook doctor`."""
     with tempfile.TemporaryDirectory() as folder:
-        found = list(software.check_build(True, on_gpus, Path(folder)))
-    return "; ".join(f"{one.text} ({one.remedy})" for one in found if one.status == "failure") or None
+        checks = list(software.check_build(True, on_gpus, Path(folder)))
+    return "; ".join(f"{check.text} ({check.remedy})" for check in checks if check.status == "failure") or None
 
 
 @cache

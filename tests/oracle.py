@@ -180,19 +180,19 @@ def draw_by_hand(model: Any, setup: Setup, now: dict[str, int]) -> None:
 def number_of(samples: list[tuple[list[Answer], Any]], setup: Setup) -> float:
     """Divisor of the sum of all losses."""
     if setup.objective in ("sft", "cpt", "distill") or (setup.objective == "grpo" and setup.mean == "tokens"):
-        return sum(int((one.labels[:, 1:] != IGNORED).sum()) for answers, _ in samples for one in answers)
+        return sum(int((answer.labels[:, 1:] != IGNORED).sum()) for answers, _ in samples for answer in answers)
     return sum(len(answers) for answers, _ in samples) if setup.objective == "grpo" else len(samples)
 
 
 def with_advantages(samples: list[tuple[list[Answer], Any]], setup: Setup) -> list[tuple[list[Answer], Any]]:
     """arXiv 2402.03300, section 4.1.2: rewards become distances from the mean of the group, in deviations."""
     of_all = statistics.stdev([reward for _, (rewards, _) in samples for reward in rewards])
-    found = []
+    scored = []
     for answers, (rewards, sampled) in samples:
         divisor = {"group": statistics.stdev(rewards) + 1e-4, "batch": of_all + 1e-4, "none": 1.0}[setup.deviation]
         mean = sum(rewards) / len(rewards)
-        found.append((answers, ([(reward - mean) / divisor for reward in rewards], sampled)))
-    return found
+        scored.append((answers, ([(reward - mean) / divisor for reward in rewards], sampled)))
+    return scored
 
 
 def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[Answer], Any]:
@@ -203,7 +203,7 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
         lines = zip(row["completion_ids"], row["completion_mask"], strict=True)
         return [sampled_before(row["prompt_ids"], *line) for line in lines], (row["rewards"], None)
     if setup.objective == "grpo":
-        answers = [answer_of(row["prompt"] + one, tokenizer, "last") for one in row["completions"]]
+        answers = [answer_of(row["prompt"] + completion, tokenizer, "last") for completion in row["completions"]]
         return answers, (row["rewards"], row.get("logprobs"))
     if setup.objective == "cpt":
         ids = torch.tensor([[*tokenizer(row["text"]).input_ids, tokenizer.eos_token_id]])
@@ -223,7 +223,7 @@ def sample_of(row: dict[str, Any], tokenizer: Any, setup: Setup) -> tuple[list[A
 def answer_of(messages: list[dict[str, str]], tokenizer: Any, train_on: str) -> Answer:
     """The labels are the assistant's texts with the token that ends their turn, found in the rendered text."""
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     spans, start = [], 0
     for message in messages:
         whole = f"{message['content']}{tokenizer.eos_token}"
@@ -234,9 +234,9 @@ def answer_of(messages: list[dict[str, str]], tokenizer: Any, train_on: str) -> 
     spans = {"assistant": spans, "last": spans[-1:], "all": [(0, len(text))]}[train_on]
     labels = [
         token if any(start <= first and last <= end for start, end in spans) else IGNORED
-        for token, (first, last) in zip(found.input_ids, found.offset_mapping, strict=True)
+        for token, (first, last) in zip(encoded.input_ids, encoded.offset_mapping, strict=True)
     ]
-    return Answer(torch.tensor([found.input_ids]), torch.tensor([labels]))
+    return Answer(torch.tensor([encoded.input_ids]), torch.tensor([labels]))
 
 
 def sampled_before(asked: list[int], ids: list[int], mask: list[int]) -> Answer:
@@ -267,7 +267,7 @@ def loss_of(
     beta = setup.beta
     if setup.objective == "grpo":
         advantages, sampled = is_good
-        old = reference if sampled is None else [torch.tensor(one, dtype=torch.float64) for one in sampled]
+        old = reference if sampled is None else [torch.tensor(logps, dtype=torch.float64) for logps in sampled]
         return sum(map(loss_of_answer, logps, old, reference, advantages, [setup] * len(logps)), torch.tensor(0.0))
     if setup.objective in ("sft", "cpt"):
         return -logps[0].sum()
@@ -275,15 +275,17 @@ def loss_of(
         ratio = logps[0].sum() - reference[0].sum()
         return 1 - torch.sigmoid(beta * ratio if is_good else -beta * ratio)
     if setup.objective == "orpo":  # arXiv 2403.07691, eqs. 4 to 7
-        means = [one.mean() for one in logps]
+        means = [likelihoods.mean() for likelihoods in logps]
         odds = [mean.exp() / (1 - mean.exp()) for mean in means]
         return -means[0] - beta * F.logsigmoid(torch.log(odds[0] / odds[1]))
     if setup.objective in ("cpo", "simpo"):  # arXiv 2401.08417, eq. 3; arXiv 2405.14734, eq. 6
-        rewards = [beta * (one.mean() if setup.objective == "simpo" else one.sum()) for one in logps]
+        rewards = [
+            beta * (likelihoods.mean() if setup.objective == "simpo" else likelihoods.sum()) for likelihoods in logps
+        ]
         return -F.logsigmoid(rewards[0] - rewards[1] - setup.margin) - setup.nll_weight * logps[0].mean()
-    ratios = [one.sum() - first.sum() for one, first in zip(logps, reference, strict=True)]
+    ratios = [likelihoods.sum() - first.sum() for likelihoods, first in zip(logps, reference, strict=True)]
     if setup.objective == "ipo":  # arXiv 2310.12036, eq. 17, on means over tokens
-        per_token = [ratio / len(one) for ratio, one in zip(ratios, logps, strict=True)]
+        per_token = [ratio / len(likelihoods) for ratio, likelihoods in zip(ratios, logps, strict=True)]
         return (per_token[0] - per_token[1] - 1 / (2 * beta)) ** 2
     margin, swapped = beta * (ratios[0] - ratios[1]), setup.label_smoothing  # arXiv 2305.18290, eq. 7
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
@@ -303,9 +305,11 @@ def distance_from(model: Any, answer: Answer, taught: torch.Tensor, setup: Setup
     labels, total = answer.labels[0, 1:], torch.tensor(0.0, dtype=torch.float64)
     logits = model(input_ids=answer.ids).logits[0, :-1]
     for i in (labels != IGNORED).nonzero().flatten().tolist():
-        teacher, student = (torch.softmax(one[i] / setup.temperature, 0) for one in (taught, logits))
+        teacher, student = (torch.softmax(scores[i] / setup.temperature, 0) for scores in (taught, logits))
         likeliest = teacher.argsort(descending=True)[: setup.kept]
-        teacher, student = (torch.cat([one[likeliest], 1 - one[likeliest].sum()[None]]) for one in (teacher, student))
+        teacher, student = (
+            torch.cat([shares[likeliest], 1 - shares[likeliest].sum()[None]]) for shares in (teacher, student)
+        )
         if setup.kept == len(logits[i]):
             teacher, student = teacher[:-1], student[:-1]
         mixture = setup.beta * teacher + (1 - setup.beta) * student
@@ -325,7 +329,7 @@ def loss_of_scores(scores: list[torch.Tensor], label: Any, setup: Setup) -> torc
         return torch.log(torch.exp(scores[0]).sum()) - scores[0][label]
     if setup.objective == "regress":
         return (scores[0][0] - label) ** 2
-    chosen, rejected = (one[0] for one in scores)
+    chosen, rejected = (score[0] for score in scores)
     return -torch.log(torch.sigmoid(chosen - rejected)) + setup.center * (chosen + rejected) ** 2
 
 
@@ -346,8 +350,8 @@ def loss_of_answer(
 def optimizer_of(setup: Setup, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Matrices decay, biases and norms do not."""
     groups = [
-        {"params": [one for one in trained if one.ndim >= 2], "weight_decay": setup.weight_decay},
-        {"params": [one for one in trained if one.ndim < 2], "weight_decay": 0.0},
+        {"params": [weight for weight in trained if weight.ndim >= 2], "weight_decay": setup.weight_decay},
+        {"params": [weight for weight in trained if weight.ndim < 2], "weight_decay": 0.0},
     ]
     if setup.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=setup.peak)

@@ -54,7 +54,7 @@ def read_back(
     ends = [slice(tokens.offsets[i], tokens.offsets[i + 1]) for i in range(count)]
     return Outcome(
         texts=[mark_text(tokens, i, tokenizer, "[[{}]]".format) for i in range(count)],
-        samples=[list(zip(tokens.ids[one].tolist(), map(bool, tokens.is_label[one]), strict=True)) for one in ends],
+        samples=[list(zip(tokens.ids[span].tolist(), map(bool, tokens.is_label[span]), strict=True)) for span in ends],
         notes="\n".join(sets.notes),
     )
 

@@ -122,7 +122,7 @@ WRITERS = {
     "datasets, saved": save_to_disk,
 }
 JSON_WRITERS = {
-    "whole columns": lambda folder, rows: write_data_set(folder, rows, features=as_json(rows, lambda one: one)),
+    "whole columns": lambda folder, rows: write_data_set(folder, rows, features=as_json(rows, lambda value: value)),
     "items, saved": lambda folder, rows: save_to_disk(folder, rows, features=as_json(rows, datasets.List)),
     "mixed types": lambda folder, rows: write_data_set(folder, rows, on_mixed_types="use_json"),
 }

@@ -262,9 +262,9 @@ def loss_of_a_shard() -> None:
     right = logits.losses_of
 
     def losses(products, tokens, reading):
-        found = right(products, tokens, reading)
+        result = right(products, tokens, reading)
         own = logits.transform_logits(products, reading.transform).float().logsumexp(1)
-        return found if reading.part.group is None else torch.stack([found[0], own])
+        return result if reading.part.group is None else torch.stack([result[0], own])
 
     loss.losses_of = losses
 
@@ -341,10 +341,10 @@ def gradient_not_finite_in_step_3() -> None:
         parameter = next(iter(self.model.parameters()))
         is_one = self.current_step == 3 and self.world.rank == 1
         hook = parameter.register_hook(lambda gradient: gradient * float("nan")) if is_one else None
-        found = right(self, *arguments)
+        result = right(self, *arguments)
         if hook is not None:
             hook.remove()
-        return found
+        return result
 
     Engine.gradients = gradients
 
@@ -369,11 +369,11 @@ def layer_1_explodes() -> None:
             for place, factor in planted.get(self.current_step, {}).items():
                 if name.replace("_fsdp_wrapped_module.", "").endswith(place) and hasattr(module, "weight"):
                     watched.append(module.register_forward_pre_hook(partial(before, factor)))
-        found = right(self, *arguments)
+        result = right(self, *arguments)
         for hook in [*watched, *hooks.values()]:
             hook.remove()
         hooks.clear()
-        return found
+        return result
 
     Engine.gradients = gradients
 
@@ -606,12 +606,12 @@ def weights_diverge() -> None:
     right = Engine.step
 
     def step(self, *arguments):
-        found = right(self, *arguments)
+        result = right(self, *arguments)
         if self.current_step == 3 and self.world.rank == self.world.num_processes - 1:
             for name, tensor in self._replicated_tensors():
                 if name.startswith("weight of model.norm"):
                     tensor.detach().view(-1)[5] += 1e-6
-        return found
+        return result
 
     Engine.step = step
 
@@ -730,11 +730,11 @@ def bytes_on_the_wire() -> None:
         total = 0
         for link in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # no socket, or none of TCP
-                one = socket.socket(fileno=int(link.name))
+                link_socket = socket.socket(fileno=int(link.name))
                 try:
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    info = link_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 finally:
-                    one.detach()
+                    link_socket.detach()
                 total += struct.unpack_from("Q", info, 120)[0]  # linux/tcp.h, tcpi_bytes_acked
         return total
 
@@ -773,10 +773,10 @@ def messages_of_a_step() -> None:
                 if event.name().startswith(("c10d::", "gloo:"))
             ]
             print("CALLS", self.world.rank, json.dumps(calls), flush=True)
-        found = right(self, number)
+        result = right(self, number)
         if number == 3:
             running.start()
-        return found
+        return result
 
     Engine.begin_step = begin_step
 

@@ -171,10 +171,10 @@ def main() -> int:
         if status.exists():  # kills at the same step are no defect of that step here
             status.unlink()
     soak.close()
-    found = distance(Curve(soak.output), Curve(reference))
+    apart = distance(Curve(soak.output), Curve(reference))
     minutes = (time.monotonic() - started) / 60
-    print(json.dumps({"kills": kills, **counts, "minutes": round(minutes, 1), **vars(found)}))
-    ok = found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5
+    print(json.dumps({"kills": kills, **counts, "minutes": round(minutes, 1), **vars(apart)}))
+    ok = apart.loss < 1e-5 and apart.norm < 1e-4 and apart.weight < 1e-5
     print("the end is that of the uninterrupted run" if ok else f"DIFFERENT; see {base}")
     return 0 if ok else 1
 

@@ -120,9 +120,11 @@ class StandIn(ThreadingHTTPServer):
             past = (
                 {} if before is model else {"past_key_values": before(prompt[:, :-1], use_cache=True).past_key_values}
             )
-            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, **past)
-        ids = found.sequences[0, prompt.shape[1] :].tolist()
-        logps = [logits[0].log_softmax(-1)[one].item() for logits, one in zip(found.logits, ids, strict=True)]
+            generated = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings, **past
+            )
+        ids = generated.sequences[0, prompt.shape[1] :].tolist()
+        logps = [logits[0].log_softmax(-1)[token].item() for logits, token in zip(generated.logits, ids, strict=True)]
         reason = "stop" if ids[-1] in asked["stop_token_ids"] else "length"
         choice = {"index": 0, "text": "", "token_ids": ids, "finish_reason": reason, "seed": asked["seed"]}
         return {"choices": [choice | {"logprobs": {"token_logprobs": logps}}]}

@@ -39,16 +39,16 @@ SETTINGS = ADAMW | {
 
 def sample(parent: int, running: threading.Thread, output: Path) -> dict[int, list[tuple[float, int]]]:
     """Resident MB and open descriptors of each process of the run, once a second."""
-    found: dict[int, list[tuple[float, int]]] = {}
+    samples: dict[int, list[tuple[float, int]]] = {}
     while running.is_alive():
         if (output / "checkpoints" / "LATEST").exists():
             with contextlib.suppress(psutil.Error, IndexError):
                 for process in psutil.Process(parent).children()[0].children():
                     with process.oneshot():
                         row = process.memory_info().rss / 1e6, process.num_fds()
-                    found.setdefault(process.pid, []).append(row)
+                    samples.setdefault(process.pid, []).append(row)
         time.sleep(1.0)
-    return found
+    return samples
 
 
 def main() -> int:
@@ -69,13 +69,13 @@ def main() -> int:
         running.start()
         while parent.pid is None:
             time.sleep(0.1)
-        found = sample(parent.pid, running, output)
+        by_process = sample(parent.pid, running, output)
         done = done_of(job, answers[0])
         if done.returncode:
             print(done.stdout[-3000:])
             return 1
-        rows, ok = [], bool(found)
-        for samples in found.values():
+        rows, ok = [], bool(by_process)
+        for samples in by_process.values():
             memory, descriptors = zip(*samples[: len(samples) - 3], strict=True)  # the last seconds write the export
             quarter = len(memory) // 4
             early, late = statistics.median(memory[:quarter]), statistics.median(memory[-quarter:])

@@ -33,8 +33,8 @@ WITHIN = 2e-3
 
 def step_2(report: dict) -> list[Asked]:
     """Requests of a process from its first step to its second, each of which ends with five numbers of all."""
-    log = [Asked(*one) for one in report["asked"]]
-    first, second = [i for i, one in enumerate(log) if (one.type, one.sizes) == ("Double", [5])][:2]
+    log = [Asked(*asked) for asked in report["asked"]]
+    first, second = [i for i, asked in enumerate(log) if (asked.type, asked.sizes) == ("Double", [5])][:2]
     return log[first + 1 : second]
 
 
@@ -42,11 +42,11 @@ def sent(run: GpuRun) -> tuple[list[Counter[str]], Counter[str]]:
     """Calls by kind of each process, and bytes by kind, the mean of all: of whole tensors, as the ledger has them."""
     calls, mean = [Counter[str]() for _ in run.codes], Counter[str]()
     for counted, report in zip(calls, run.reports(), strict=True):
-        for one in step_2(report):
-            kind, elements = KINDS.get(one.name.partition(" ")[0]), sum(one.sizes)
-            elements *= (len(report["groups"][one.group]) or len(run.codes)) if kind == "all-gather" else 1
+        for asked in step_2(report):
+            kind, elements = KINDS.get(asked.name.partition(" ")[0]), sum(asked.sizes)
+            elements *= (len(report["groups"][asked.group]) or len(run.codes)) if kind == "all-gather" else 1
             elements //= 2 if kind == "all-to-all" else 1  # to and from
-            num_bytes = WIDTHS.get(one.type, 0) * elements
+            num_bytes = WIDTHS.get(asked.type, 0) * elements
             if kind is not None and num_bytes > FEW:
                 counted[kind] += 1
                 mean[kind] += num_bytes / len(run.codes)
@@ -55,8 +55,8 @@ def sent(run: GpuRun) -> tuple[list[Counter[str]], Counter[str]]:
 
 def labelled(run: GpuRun, strategy: Strategy) -> int:
     """Tokens in the loss of the step: two float32 numbers of each are gathered where the vocabulary is divided."""
-    gathers = [one for report in run.reports() for one in step_2(report) if one.name.startswith("all_gather")]
-    return sum(sum(one.sizes) for one in gathers if one.type == "Float") // 2 // strategy.tp_size
+    gathers = [asked for report in run.reports() for asked in step_2(report) if asked.name.startswith("all_gather")]
+    return sum(sum(gather.sizes) for gather in gathers if gather.type == "Float") // 2 // strategy.tp_size
 
 
 def forecast(
@@ -73,10 +73,10 @@ def forecast(
         recompute=recompute,
         precision="bf16",
     )
-    for one in transfers(strategy, sizes, step, count):
-        calls[one.kind] += one.calls or 0
-        num_bytes[one.kind] += one.sent if one.kind == "send" else one.num_bytes
-        vague |= {one.kind} if one.is_least or one.calls is None else set()
+    for transfer in transfers(strategy, sizes, step, count):
+        calls[transfer.kind] += transfer.calls or 0
+        num_bytes[transfer.kind] += transfer.sent if transfer.kind == "send" else transfer.num_bytes
+        vague |= {transfer.kind} if transfer.is_least or transfer.calls is None else set()
     return calls, num_bytes, vague
 
 
@@ -91,21 +91,23 @@ def assert_sends_what_is_forecast(run: GpuRun, name: str) -> None:
     strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
     config, count = find_config(recipe.model)[0], len(run.codes)
     sizes = sizes_of(config, skeleton(config, recipe))
-    calls, found = sent(run)
+    calls, volumes = sent(run)
     trained, in_loss = run.steps[1]["num_tokens"], labelled(run, strategy)
     multiple = strategy.mesh(count).length_multiple(recipe.data.max_length)
     tried = []
     for num_tokens in range(trained + -trained % multiple, SAMPLES * recipe.data.max_length + 1, multiple):
         expected_calls, expected, vague = forecast(strategy, sizes, count, num_tokens, in_loss, recipe.model.recompute)
         if strategy.zero_stage == 3:  # as shipped, it keeps the weights of so small a model whole
-            expected["all-gather"] = found["all-gather"]
+            expected["all-gather"] = volumes["all-gather"]
         tried.append(expected)
-    assert found.keys() == expected.keys(), f"{name}: {found}, forecast {expected}"
-    for kinds in ({"send"}, found.keys() - {"send"}):  # all of a pipeline's are as long as its longest micro-batch
-        mine = {kind: found[kind] for kind in kinds & found.keys()}
-        known = [{kind: one[kind] for kind in mine} for one in tried]
+    assert volumes.keys() == expected.keys(), f"{name}: {volumes}, forecast {expected}"
+    for kinds in ({"send"}, volumes.keys() - {"send"}):  # all of a pipeline's are as long as its longest micro-batch
+        mine = {kind: volumes[kind] for kind in kinds & volumes.keys()}
+        known = [{kind: forecast[kind] for kind in mine} for forecast in tried]
         within = WITHIN if strategy.fsdp is not None else 1e-9
-        assert any(mine == pytest.approx(one, rel=within) for one in known), f"{name}: {mine}, forecast {known}"
+        assert any(mine == pytest.approx(forecast, rel=within) for forecast in known), (
+            f"{name}: {mine}, forecast {known}"
+        )
     counted = expected.keys() - vague
-    mine, known = ({kind: one[kind] for kind in counted} for one in (calls[-1], expected_calls))
+    mine, known = ({kind: numbers[kind] for kind in counted} for numbers in (calls[-1], expected_calls))
     assert mine == known, f"{name}: {mine} calls, forecast {known}"

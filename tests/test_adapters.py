@@ -88,12 +88,12 @@ def test_half_of_a_tied_matrix_cannot_be_trained_whole():
 def test_only_the_adapter_is_trained_in_float32_and_counts_are_right(name: str, per_layer: int):
     model = new_model().to(torch.bfloat16)
     insertion.add_adapter(model, AdapterSection(name=name, rank=4), seed=7)
-    found = trained(model)
-    assert len(found) == 7 * per_layer * SIZES["num_hidden_layers"], "q k v o gate up down in each layer, no head"
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    tensors = trained(model)
+    assert len(tensors) == 7 * per_layer * SIZES["num_hidden_layers"], "q k v o gate up down in each layer, no head"
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     shapes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
     expected = sum(4 * (fan_in + fan_out) + (fan_out if name == "dora" else 0) for fan_in, fan_out in shapes)
-    assert sum(tensor.numel() for tensor in found.values()) == expected * SIZES["num_hidden_layers"]
+    assert sum(tensor.numel() for tensor in tensors.values()) == expected * SIZES["num_hidden_layers"]
 
 
 def test_first_weights_follow_from_the_seed_alone_and_change_nothing_yet():
@@ -183,19 +183,21 @@ def run(tmp_path: Path) -> Path:
 def test_a_saved_adapter_gives_its_tensors_back(run: Path):
     saved = load_file(run / "export" / "adapter_model.safetensors")
     model = AutoPeftModelForCausalLM.from_pretrained(run / "export")
-    found = {name.replace(".default", "").replace(".modules_to_save", ""): p for name, p in model.named_parameters()}
+    tensors = {name.replace(".default", "").replace(".modules_to_save", ""): p for name, p in model.named_parameters()}
     assert len(saved) == 7 * 3 * 2 + 1
     for name, tensor in saved.items():
-        assert torch.equal(found.get(name, found.get(f"{name}.weight")), tensor), name
+        assert torch.equal(tensors.get(name, tensors.get(f"{name}.weight")), tensor), name
 
 
 def test_an_adapter_that_is_trained_further_is_not_rounded_to_the_model_s_16_bits(run: Path):
     model = new_model().to(torch.bfloat16)
     insertion.open_adapter(model, run / "export")
     saved = load_file(run / "export" / "adapter_model.safetensors")
-    found = {f"base_model.model.{peft_folder.name_in_file(name)}": tensor for name, tensor in trained(model).items()}
-    assert found.keys() == saved.keys() and all(torch.equal(found[name], one) for name, one in saved.items())
-    assert any(not torch.equal(one, one.bfloat16().float()) for one in saved.values()), "which has more than 16"
+    tensors = {f"base_model.model.{peft_folder.name_in_file(name)}": tensor for name, tensor in trained(model).items()}
+    assert tensors.keys() == saved.keys() and all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values()), (
+        "which has more than 16"
+    )
 
 
 OTHERS = {
@@ -217,8 +219,8 @@ def test_an_adapter_begins_with_the_weights_of_another_that_fits(tmp_path):
     ours, ids = new_model(), torch.arange(12)[None]
     before = ours(input_ids=ids).logits
     insertion.add_adapter(ours, AdapterSection(**own), seed=7)
-    found = ours(input_ids=ids).logits
-    assert torch.equal(found, theirs(input_ids=ids).logits) and (found - before).abs().max() > 1e-3
+    logits = ours(input_ids=ids).logits
+    assert torch.equal(logits, theirs(input_ids=ids).logits) and (logits - before).abs().max() > 1e-3
     for message, changed in OTHERS.items():
         with pytest.raises(RecipeError) as error:
             adapter_files.check_names(config(), AdapterSection(**own | changed))
@@ -338,12 +340,12 @@ def test_a_fresh_process_computes_what_the_run_did(lab: Lab, tmp_path: Path, str
     tensors = load_file(path)
     key = next(key for key in tensors if "lora_B" in key)
     save_file({**tensors, key: tensors[key] * 1.1}, path, metadata={"format": "pt"})
-    found, changed = reopened(logits, output / "export", tmp_path / "changed")
-    error, moved = found["error"], found["moved"]
+    reread, changed = reopened(logits, output / "export", tmp_path / "changed")
+    error, moved = reread["error"], reread["moved"]
     print(f"{strategy} {name}: logits within {error:.1e} of the run's; without the adapter {moved:.1e} off")
     assert json.loads((output / "run.json").read_text())["strategy"]["processes"] == 2
-    assert found["tensors"] == 7 * 2 * (3 if name == "dora" else 2)
-    assert found["same names"] and not found["empty"] and not found["differ"]
+    assert reread["tensors"] == 7 * 2 * (3 if name == "dora" else 2)
+    assert reread["same names"] and not reread["empty"] and not reread["differ"]
     assert error < 1e-5
     assert moved > 1e-2, "the adapter does something"
     assert changed["error"] > 1e-5

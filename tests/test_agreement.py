@@ -24,8 +24,8 @@ def test_a_digest_knows_each_bit_and_its_place(dtype: torch.dtype):
     bits = flipped.view(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     bits[37] ^= 1
     swapped[[2, 3]] = tensor[[3, 2]]
-    found = digests({"a": tensor, "same": tensor.clone(), "flipped": flipped, "swapped": swapped}.items())
-    assert found["a"] == found["same"] and found["a"] != found["flipped"] != found["swapped"] != found["a"]
+    sums = digests({"a": tensor, "same": tensor.clone(), "flipped": flipped, "swapped": swapped}.items())
+    assert sums["a"] == sums["same"] and sums["a"] != sums["flipped"] != sums["swapped"] != sums["a"]
 
 
 def test_the_rank_that_differs_is_named_among_those_that_hold_the_same():
@@ -62,7 +62,7 @@ SELDOM = [pytest.mark.slow, pytest.mark.thorough]
     [
         ("ddp", True),
         pytest.param("zero3", True, marks=pytest.mark.slow),
-        *(pytest.param(one, True, marks=SELDOM) for one in ("zero2", "hsdp", "tp")),
+        *(pytest.param(strategy, True, marks=SELDOM) for strategy in ("zero2", "hsdp", "tp")),
         pytest.param("fsdp2", False, marks=pytest.mark.slow),
         pytest.param("fsdp1", False, marks=SELDOM),
     ],

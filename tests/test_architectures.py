@@ -56,7 +56,7 @@ def test_the_record_has_every_causal_type_and_no_error():
     assert architectures_page.LIMIT == SGD_LOSS
     rows = RECORD["rows"]
     assert rows.keys() == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | {name for name in rows if name in lacked_types()}
-    assert {name: found for name, row in rows.items() if (found := architectures_page.faults(row))} == {}
+    assert {name: wrong for name, row in rows.items() if (wrong := architectures_page.faults(row))} == {}
     served = {name: row for name, row in rows.items() if "plain" in row}
     assert len(served) > 100 and all(row.keys() <= architectures_page.HEADINGS.keys() for row in served.values())
     assert {name for name in REFUSED if "refused" not in rows[name]} == set()
@@ -81,8 +81,8 @@ def test_a_type_that_was_not_compared_is_noted_at_the_start_of_a_run():
 )
 def test_a_type_trains_as_the_record_says(lab: Lab, model_type: str):
     """An eightieth of them by turn."""
-    found, expected = architectures.try_type(lab, model_type, ("fsdp2", "zero3", "plan")), RECORD["rows"][model_type]
-    assert_as_recorded(found, expected)
+    row, expected = architectures.try_type(lab, model_type, ("fsdp2", "zero3", "plan")), RECORD["rows"][model_type]
+    assert_as_recorded(row, expected)
 
 
 NOISE = 2 * 2**-21
@@ -90,11 +90,11 @@ NOISE = 2 * 2**-21
 summed in the order of a machine. Of 80 types tried again on another machine 79 had another error, by 3.8e-7 at most."""
 
 
-def assert_as_recorded(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_as_recorded(row: dict[str, Any], expected: dict[str, Any]) -> None:
     """All that is no error of a sum, to equality: what is served, refused with which words, traced, and adapted."""
-    assert architectures_page.faults(found) == []
-    assert said(found) == said({name: expected.get(name, cell) for name, cell in found.items()})
-    errors = {name: cell["loss"] for name, cell in found.items() if isinstance(cell, dict) and "loss" in cell}
+    assert architectures_page.faults(row) == []
+    assert said(row) == said({name: expected.get(name, cell) for name, cell in row.items()})
+    errors = {name: cell["loss"] for name, cell in row.items() if isinstance(cell, dict) and "loss" in cell}
     assert {name: error for name, error in errors.items() if error > expected[name]["loss"] + NOISE} == {}
 
 
@@ -243,7 +243,7 @@ TRANSFORMED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("key", "how", "model_type"), [pytest.param(*one, marks=pytest.mark.thorough) for one in TRANSFORMED]
+    ("key", "how", "model_type"), [pytest.param(*case, marks=pytest.mark.thorough) for case in TRANSFORMED]
 )
 def test_a_model_type_does_to_its_logits_what_the_table_says(key, how, model_type, monkeypatch: pytest.MonkeyPatch):
     config = tiny_config(model_type)
@@ -338,13 +338,13 @@ def test_a_type_without_a_line_is_refused_with_the_command_that_measures_it():
 @pytest.mark.slow
 def test_no_architecture_that_is_served_has_frozen_weights():
     """transformers forgets requires_grad when it reads them."""
-    found = set()
+    frozen = set()
     for name in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.suppress(Exception), torch.device("meta"):  # sizes that do not suit it
             model = AutoModelForCausalLM.from_config(tiny_config(name))
-            found |= {name} if any(not parameter.requires_grad for parameter in model.parameters()) else set()
-    assert {name for name in REFUSED if "keeps frozen" in str(TYPES[name].refused)} <= found
-    assert all(not_served(tiny_config(name)) for name in found), found
+            frozen |= {name} if any(not parameter.requires_grad for parameter in model.parameters()) else set()
+    assert {name for name in REFUSED if "keeps frozen" in str(TYPES[name].refused)} <= frozen
+    assert all(not_served(tiny_config(name)) for name in frozen), frozen
 
 
 TRIED = [
@@ -372,12 +372,12 @@ def test_in_bf16_fsdp2_has_the_curve_of_autocast(lab: Lab, model_type: str):
     """
     asked = {"model": f"{{name_or_path: {folder_of(lab, model_type)}}}", "mixed_precision": "bf16"}
     asked |= {"run.max_steps": "2", "schedule.warmup_steps": "0", "optim.learning_rate": "0.02"}
-    found, expected = (lab.run(strategy, asked) for strategy in ("fsdp2", "single"))
-    (first, *rest), is_mixture = found.losses, num_experts(AutoConfig.from_pretrained(folder_of(lab, model_type))) > 1
+    curve, expected = (lab.run(strategy, asked) for strategy in ("fsdp2", "single"))
+    (first, *rest), is_mixture = curve.losses, num_experts(AutoConfig.from_pretrained(folder_of(lab, model_type))) > 1
     if first != pytest.approx(expected.losses[0], abs=0.03):
         assert is_mixture and first == pytest.approx(lab.run("zero2", asked).losses[0], abs=1e-6)
     assert rest == pytest.approx(expected.losses[1:], abs=0.03)
-    assert found.evaluations[-1][1] == pytest.approx(expected.evaluations[-1][1], abs=0.03)
+    assert curve.evaluations[-1][1] == pytest.approx(expected.evaluations[-1][1], abs=0.03)
 
 
 @pytest.mark.slow

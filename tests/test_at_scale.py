@@ -35,7 +35,7 @@ def test_every_strategy_is_in_the_plot_or_has_a_reason(results):
     assert shipped == {*at_scale.STRATEGIES, *results["left_out"]}
     assert len(shipped) == len(at_scale.STRATEGIES) + len(results["left_out"]) >= 26
     for at_size in results["scale"].values():
-        assert {one["verdict"] for one in at_size.values()} <= {"fits", "tight"}
+        assert {row["verdict"] for row in at_size.values()} <= {"fits", "tight"}
 
 
 def test_the_forecasts_of_the_large_model_are_those_of_today_and_what_a_mesh_is_for_shows(results):

@@ -46,14 +46,14 @@ def test_sizes_of_every_type_are_read_and_its_parameters_are_transformers_count(
         if config is None or not_served(config):
             continue
         try:
-            found = sizes_of(config, skeleton(config, recipe))
+            sizes = sizes_of(config, skeleton(config, recipe))
         except RecipeError as error:
             refused[model_type] = str(error)
             continue
         with torch.device("meta"):
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        assert found.num_parameters == sum(one.numel() for one in model.parameters()), model_type
-        assert found.num_layers > 0 and found.num_matrix > 0, model_type
+        assert sizes.num_parameters == sum(weight.numel() for weight in model.parameters()), model_type
+        assert sizes.num_layers > 0 and sizes.num_matrix > 0, model_type
         counted.add(model_type)
     assert all(f"model {name}: transformers" in why and "\n" not in why for name, why in refused.items()), refused
     named = {name for name, why in refused.items() if "does not name its layers" in why}
@@ -79,14 +79,14 @@ BY_HAND = {
 @pytest.mark.parametrize("model_type", BY_HAND)
 def test_layers_have_the_heads_and_windows_that_their_configuration_says(model_type: str):
     layers = attention_layers(AutoConfig.for_model(model_type))
-    assert Counter((one.num_heads, one.head_dim, one.window) for one in layers) == BY_HAND[model_type]
+    assert Counter((layer.num_heads, layer.head_dim, layer.window) for layer in layers) == BY_HAND[model_type]
 
 
 def test_attention_of_layers_that_differ_is_counted_layer_by_layer(recipe: Recipe):
     config = AutoConfig.for_model("gemma4_text")
-    found = sizes_of(config, skeleton(config, recipe))
+    sizes = sizes_of(config, skeleton(config, recipe))
     in_window, whole = 512 - 512**2 / 8192, 2048
-    assert attention_flops(found, 4096) == 4 * 8 * (25 * 256 * in_window + 5 * 512 * whole)
+    assert attention_flops(sizes, 4096) == 4 * 8 * (25 * 256 * in_window + 5 * 512 * whole)
     config = AutoConfig.for_model("mamba2")
     assert attention_flops(sizes_of(config, skeleton(config, recipe)), 4096) == 0
 

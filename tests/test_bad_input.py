@@ -84,15 +84,15 @@ def test_mistakes_of_the_environment_and_the_batch_come_with_those_of_the_files(
     book.edit(RECIPE, ("seed:", "sede:"))
     settings = ("--set", "batch.global_batch_size=7", "--set", "run.deterministic=true", "--dry-run")
     done = book.train(RECIPE, *settings, FSDP_VERSION="2", CUBLAS_WORKSPACE_CONFIG=":1:1")
-    found = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and len(found) == 4
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 4
     starts = (
         f"{RECIPE}:4: sede: unknown key",
         "FSDP_VERSION=2",
         "run.deterministic and CUBLAS",
         f"{RECIPE}: batch.global",
     )
-    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 def test_sound_files_pass_the_same_door(book):
@@ -1009,7 +1009,7 @@ def test_a_mistake_in_a_strategy_is_one_line_with_its_place(book, name, file, ol
     book.edit(file.format(name), (old, new))
     line, *more = mistakes(book, f"strategy=accelerate_configs/{name}.yaml")
     assert says(file.format(name) + message, line), line
-    assert all("cookbook convert" in one for one in more) and len(more) <= 1
+    assert all("cookbook convert" in line for line in more) and len(more) <= 1
 
 
 @pytest.mark.parametrize(
@@ -1059,8 +1059,8 @@ def test_a_mistake_in_an_override_says_so(book, assignment, message):
 def test_a_broken_recipe_does_not_hide_the_strategy_of_an_override(book):
     book.edit(RECIPE, ("seed: 42", "sead: 42"))
     book.edit("accelerate_configs/zero1.yaml", ("auto", "0"))
-    found = mistakes(book, "strategy=accelerate_configs/zero1.yaml")
-    assert [line.split(":")[0] for line in found] == [RECIPE, "accelerate_configs/zero1.yaml"]
+    lines = mistakes(book, "strategy=accelerate_configs/zero1.yaml")
+    assert [line.split(":")[0] for line in lines] == [RECIPE, "accelerate_configs/zero1.yaml"]
 
 
 CONTRADICTION = "ds_configs/zero3.json:11: gradient_clipping is 0.5, but the recipe's optim.max_grad_norm is 1.0; ..."
@@ -1077,7 +1077,7 @@ def test_what_a_file_with_mistakes_says_against_the_other_is_reported_with_them(
     assert says(CONTRADICTION, last) and f"`cookbook convert {ZERO3}`" in way, last
     assert len(others) == (2 if what == "both" else 1)
     book.edit(ZERO3_JSON, ("0.5", "1.0"))
-    assert [one for one in mistakes(book, f"strategy={ZERO3}") if one != way] == others
+    assert [mistake for mistake in mistakes(book, f"strategy={ZERO3}") if mistake != way] == others
 
 
 @pytest.mark.parametrize("command", ["check", "launch"])
@@ -1178,7 +1178,7 @@ def test_no_mutation_of_the_characters_ever_gives_anything_but_a_clear_refusal(b
 def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
     done = book.train(RECIPE, "--dry-run", "--set", "run.max_steps=3")
     assert done.returncode == 0
-    (short,) = [one for one in doubts(load_recipe(Path(RECIPE), ["run.max_steps=3"])) if "warm-up" in one]
+    (short,) = [doubt for doubt in doubts(load_recipe(Path(RECIPE), ["run.max_steps=3"])) if "warm-up" in doubt]
     assert short == "schedule.warmup_steps is 10, but the run has 3 steps: none would follow the warm-up"
     book.edit(RECIPE, ("max_steps: 30", "max_steps: 3"))
     assert "write less than 3" in mistakes(book)[0]

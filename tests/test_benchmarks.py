@@ -46,8 +46,10 @@ def test_each_cell_is_measured_or_named_as_not_measured(device, results):
     def name(cell: Cell) -> str:
         return cell.words().replace(" | ", ", ").rstrip(", ")
 
-    def unmeasured(found: dict) -> list[str]:
-        lines = [line for line in render({device: found}).splitlines() if line.startswith("Not measured: ")] or [": ."]
+    def unmeasured(results: dict) -> list[str]:
+        lines = [line for line in render({device: results}).splitlines() if line.startswith("Not measured: ")] or [
+            ": ."
+        ]
         return lines[0].split(": ", 1)[1].removesuffix(".").split("; ")
 
     cells = all_cells(device)
@@ -74,42 +76,42 @@ def test_both_sides_have_the_same_losses(results):
 def test_the_versions_are_the_pinned_ones(results):
     peers = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["peers"]
     pins = dict(re.findall(r"(?m)^(\w+)==(\S+)$", "\n".join([(ROOT / "requirements.txt").read_text(), *peers])))
-    found = {name: number.partition("+")[0] for name, number in results["cpu"]["versions"].items()}
-    assert len(found) >= 6
-    assert found == {name: pins[name] for name in found}
+    measured = {name: number.partition("+")[0] for name, number in results["cpu"]["versions"].items()}
+    assert len(measured) >= 6
+    assert measured == {name: pins[name] for name in measured}
 
 
 def test_a_ratio_is_the_median_of_pairs_and_not_of_sides():
     # Theirs over ours is 3, 2 and 4; the medians of the sides would say 2 over 1, and the sums say 11 over 4.
-    found = cells(speed_table([row(Cell("trl"), [1.0, 2.0, 1.0], [3.0, 4.0, 4.0])], "cpu")[-1])
+    line = cells(speed_table([row(Cell("trl"), [1.0, 2.0, 1.0], [3.0, 4.0, 4.0])], "cpu")[-1])
     assert compare([3.0, 2.0, 4.0]) == (3.0, "3.00 [2.50..3.50]")
-    assert found[5:9] == ["3", "3.00 [2.50..3.50]", "2.75", "3.00 [2.50..3.50]"]
+    assert line[5:9] == ["3", "3.00 [2.50..3.50]", "2.75", "3.00 [2.50..3.50]"]
 
 
 def test_other_batches_are_compared_by_their_tokens():
-    one = row(Cell("trl", packed_rows=1), [1.0] * 3, [3.0] * 3)
-    one["theirs"]["tokens"] = [1200] * 3
-    found = cells(speed_table([one], "cpu")[-1])
-    assert found[6:8] == ["1.50 [1.50..1.50]", "1.50"] and found[9] == "other batches"
+    pair = row(Cell("trl", packed_rows=1), [1.0] * 3, [3.0] * 3)
+    pair["theirs"]["tokens"] = [1200] * 3
+    line = cells(speed_table([pair], "cpu")[-1])
+    assert line[6:8] == ["1.50 [1.50..1.50]", "1.50"] and line[9] == "other batches"
 
 
 @pytest.mark.parametrize(("peer", "seconds", "verdict"), [("trl", 2.1, "2.0: reached"), ("trl", 1.9, "2.0: missed")])
 def test_a_row_says_whether_its_goal_is_reached(peer, seconds, verdict):
-    found = cells(speed_table([row(Cell(peer), [1.0] * 8, [seconds] * 8)], "cpu")[-1])
-    assert found[:6] == ["TRL", "single", "5 M", "fp32", "", "8"] and found[-1] == verdict
+    line = cells(speed_table([row(Cell(peer), [1.0] * 8, [seconds] * 8)], "cpu")[-1])
+    assert line[:6] == ["TRL", "single", "5 M", "fp32", "", "8"] and line[-1] == verdict
 
 
 def test_on_a_gpu_the_clock_decides():
-    one = row(Cell("trl"), [1.0] * 3, [1.5] * 3)
-    one["theirs"]["clock"] = [2.5] * 3
-    verdicts = [cells(speed_table([one], device)[-1])[-1] for device in ("cpu", "cuda")]
+    pair = row(Cell("trl"), [1.0] * 3, [1.5] * 3)
+    pair["theirs"]["clock"] = [2.5] * 3
+    verdicts = [cells(speed_table([pair], device)[-1])[-1] for device in ("cpu", "cuda")]
     assert verdicts == ["2.0: missed", "2.0: reached"]
 
 
 def test_losses_that_differ_show():
-    one = row(Cell("trl"), [1.0] * 3, [2.0] * 3)
-    one["theirs"]["losses"] = [2.0, 1.5, 1.01]
-    assert loss_difference(one) == "1e-02"
+    pair = row(Cell("trl"), [1.0] * 3, [2.0] * 3)
+    pair["theirs"]["losses"] = [2.0, 1.5, 1.01]
+    assert loss_difference(pair) == "1e-02"
 
 
 def test_a_program_that_failed_is_a_row_with_its_reason(results):
@@ -149,8 +151,8 @@ def race_of_one_cell(results, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(vs_peers, "measure", lambda cell, shared, num_pairs: made | asdict(cell))
         monkeypatch.setattr(sys, "argv", ["vs_peers.py", *(words or ("--cells", "TRL", "single", "fp32"))])
         vs_peers.main()
-        found = (vs_peers.read_results(path) for path in (vs_peers.RESULTS, vs_peers.APART))
-        return committed, here["hardware"], capsys.readouterr().out, *found
+        records = (vs_peers.read_results(path) for path in (vs_peers.RESULTS, vs_peers.APART))
+        return committed, here["hardware"], capsys.readouterr().out, *records
 
     return run
 
@@ -162,7 +164,7 @@ def test_rows_of_another_machine_are_printed_beside_the_committed_ones_and_kept_
     assert cells(first)[0] == "committed" and cells(first)[7] == "2.00 [2.00..2.00]"
     assert cells(others[0])[:6] == ["here", "TRL", "single", "5 M", "fp32", ""] and "made up" in others[0]
     assert written == {"cpu": committed} and "as committed" in vs_peers.PAGE.read_text()
-    assert apart["cpu"]["hardware"] == here and {one["failed"] for one in apart["cpu"]["rows"]} == {"made up"}
+    assert apart["cpu"]["hardware"] == here and {failure["failed"] for failure in apart["cpu"]["rows"]} == {"made up"}
     *_, again = race_of_one_cell(ELSEWHERE, "--cells", "TRL", "zero3")
     assert len(again["cpu"]["rows"]) == len(apart["cpu"]["rows"]) + 1, "rows of one machine gather there"
 

@@ -175,14 +175,14 @@ def test_all_peers_race_and_have_our_losses():
     words = [sys.executable, "benchmarks/vs_peers.py", "--quick"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout[done.stdout.index("{\n") :])
-    assert found.keys() == {"ours", "trl", "trainer", "accelerate"}
-    for name, side in found.items():
-        assert side["losses"] == pytest.approx(found["ours"]["losses"], abs=1e-5), name
+    sides = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert sides.keys() == {"ours", "trl", "trainer", "accelerate"}
+    for name, side in sides.items():
+        assert side["losses"] == pytest.approx(sides["ours"]["losses"], abs=1e-5), name
         assert len(side["cpu"]) == len(side["clock"]) == 1 and min(side["cpu"]) > 0, name
         assert side["parts"]["matrices"] > 0, name
-    assert len(set(found["ours"]["losses"])) == len(found["ours"]["losses"]) == 4, "it trains"
-    assert found["trl"]["tokens"] == found["ours"]["tokens"], "both count the same tokens"
+    assert len(set(sides["ours"]["losses"])) == len(sides["ours"]["losses"]) == 4, "it trains"
+    assert sides["trl"]["tokens"] == sides["ours"]["tokens"], "both count the same tokens"
 
 
 ON_TERMINAL = (
@@ -221,14 +221,14 @@ def test_the_picture_of_a_step_fills_each_lane_to_the_share_of_its_time(tmp_path
     made += [event("aten::copy_", 1300, 1400), event("gloo:all_reduce", 1200, 1500, thread=2)]
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": made}).encode()))
     events = trace_picture.read_trace(path)
-    found = trace_picture.stretches(events, next(one for one in events if one.name == "run: step"))
-    assert {part: sum(b - a for a, b in of) // 1000 for part, of in found.items()} == {
+    parts = trace_picture.stretches(events, next(event for event in events if event.name == "run: step"))
+    assert {part: sum(b - a for a, b in of) // 1000 for part, of in parts.items()} == {
         "compute": 250,
         "copies": 100,
         "communication": 300,
         "other": 500,
     }
-    filled = trace_picture.shares(found["communication"], 1e6, 2e6, 8)
+    filled = trace_picture.shares(parts["communication"], 1e6, 2e6, 8)
     assert [round(share, 3) for share in filled] == [0, 0.4, 1, 1, 0, 0, 0, 0]
     drawn = trace_picture.draw([path, path], "two ranks")
     assert drawn.count("communication 30%") == 2 and ">forward<" in drawn
@@ -252,7 +252,7 @@ def test_the_pictures_are_made_from_runs(lab: Lab, copy: Path):
 
 
 def test_workers_of_the_gpu_tests_have_gpus_of_their_own(tmp_path: Path):
-    with own_gpus(tmp_path, 2, 4) as one, own_gpus(tmp_path, 2, 4) as other:
-        assert sorted(one + other) == [0, 1, 2, 3]
+    with own_gpus(tmp_path, 2, 4) as own, own_gpus(tmp_path, 2, 4) as other:
+        assert sorted(own + other) == [0, 1, 2, 3]
     with own_gpus(tmp_path, 4, 4) as all_of_them:
         assert all_of_them == [0, 1, 2, 3]

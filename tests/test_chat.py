@@ -101,8 +101,8 @@ def plain_answer(folder: Path, text: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    answers = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    return tokenizer.decode(answers[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def talk(lines: list[str], monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -152,8 +152,8 @@ def test_compare_switches_an_adapter_off(shelf, monkeypatch, capsys):
     assert talk(["add"], monkeypatch, shelf.adapter, "--compare") == 0
     expected = shown(answer(shelf.base, [user("add")]))
     printed = capsys.readouterr().out
-    tuned, found, base = printed.partition("\n[base] ")
-    assert found and base == f"{expected}\n"
+    tuned, separator, base = printed.partition("\n[base] ")
+    assert separator and base == f"{expected}\n"
     assert tuned.startswith("[tuned] ") and tuned != f"[tuned] {expected}"
 
 
@@ -417,7 +417,7 @@ def test_evaluate_repeats_the_last_evaluation_of_a_run(settings: list[str], shel
     if len(settings) > 3:
         settings += [f"model={{name_or_path: {shelf.base}}}", f"data.train={shelf.rows}", f"data.eval={shelf.rows}"]
         settings.append("optim.learning_rate=0.1")
-    done = book.train("recipes/small.yaml", *(word for one in settings for word in ("--set", one)))
+    done = book.train("recipes/small.yaml", *(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, (book.root / "outputs/small/metrics.jsonl").read_text().splitlines())
     first, last = [line for line in lines if "eval_loss" in line]

@@ -64,9 +64,9 @@ def test_the_folder_gives_the_weights_back_in_the_dtype_asked_for(tmp_path: Path
     again = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert again.dtype == dtype and again.config.dtype == dtype
     expected = dict(trained.to(dtype).named_parameters())
-    found = dict(again.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    weights = dict(again.named_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "4KB"])
@@ -84,9 +84,9 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path, shard_size: str)
         if name.endswith(".json"):
             assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
             continue
-        with safe_open(ours, "pt") as one, safe_open(theirs, "pt") as other:
-            assert one.metadata() == other.metadata() and sorted(one.keys()) == sorted(other.keys())
-            assert all(torch.equal(one.get_tensor(key), other.get_tensor(key)) for key in other.keys())  # noqa: SIM118
+        with safe_open(ours, "pt") as own, safe_open(theirs, "pt") as other:
+            assert own.metadata() == other.metadata() and sorted(own.keys()) == sorted(other.keys())
+            assert all(torch.equal(own.get_tensor(key), other.get_tensor(key)) for key in other.keys())  # noqa: SIM118
 
 
 def test_experts_that_are_stacked_in_memory_are_apart_in_the_files(tmp_path: Path):
@@ -129,8 +129,8 @@ def test_a_folder_takes_the_place_of_an_older_one_as_a_whole(tmp_path: Path):
 def test_how_to_generate_is_taken_over_from_the_model_that_was_trained(tmp_path: Path):
     GenerationConfig(eos_token_id=[1, 2], temperature=0.5, do_sample=True).save_pretrained(tmp_path)
     write_generation_config(tmp_path / "export", like=tmp_path, end_of_turn=None)
-    found = GenerationConfig.from_pretrained(tmp_path / "export")
-    assert (found.eos_token_id, found.temperature) == ([1, 2], 0.5)
+    settings = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert (settings.eos_token_id, settings.temperature) == ([1, 2], 0.5)
 
 
 @pytest.mark.parametrize(("own", "expected"), [(1, [1, 5]), ([1, 2], [1, 2, 5]), (5, 5)])

@@ -132,10 +132,10 @@ def test_the_files_are_plain_safetensors(tmp_path: Path):
     whole = torch.randn(6, 4)
     pieces = [*flat_pieces("a", whole, "weight", []), *column_pieces("b", whole, "exp_avg", 2)]
     record = write_pieces(tmp_path / "x.safetensors", pieces, room=room_for(["a", "b"]), step=1)
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == {"a|weight|0", "b|exp_avg|0/4", "b|exp_avg|2/4"}
-    assert torch.equal(found["a|weight|0"], whole.flatten())
-    assert torch.equal(found["b|exp_avg|2/4"], whole[:, 2:])
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors.keys() == {"a|weight|0", "b|exp_avg|0/4", "b|exp_avg|2/4"}
+    assert torch.equal(tensors["a|weight|0"], whole.flatten())
+    assert torch.equal(tensors["b|exp_avg|2/4"], whole[:, 2:])
     assert record.bytes == (tmp_path / "x.safetensors").stat().st_size
     assert record.digest == folder.digest_file(tmp_path / "x.safetensors")
 
@@ -160,7 +160,7 @@ def test_what_is_saved_in_the_background_is_the_moment_at_which_it_began(tmp_pat
     target, before = saver(tmp_path, in_background=True), whole.clone()
     for step in (1, 2):
         staged = [StagedPiece.copy_of(piece) for piece in flat_pieces("a", whole, "weight", [12])]
-        assert not any(one.data.data_ptr() == whole.data_ptr() for one in staged)
+        assert not any(tensor.data.data_ptr() == whole.data_ptr() for tensor in staged)
         target.save(step, flat_pieces("a", whole, "weight", [12]), STATE)
         whole += 100  # as the next step does
         target.wait()

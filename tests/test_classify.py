@@ -34,8 +34,8 @@ def read(folder: Path, objective: Objective, *rows: dict) -> list[dict]:
 
 def test_a_label_is_a_name_or_a_number_of_a_class(tmp_path: Path):
     texts = [{"text": "a", "label": label} for label in ("good", 0, 1, "1")]
-    found = read(tmp_path, CLASSIFY, *texts)
-    assert [row["label"] for row in found] == [1, 0, 1, 1] and read(tmp_path, CLASSIFY, *found) == found
+    rows = read(tmp_path, CLASSIFY, *texts)
+    assert [row["label"] for row in rows] == [1, 0, 1, 1] and read(tmp_path, CLASSIFY, *rows) == rows
     named = Objective.of(name="classify", classes=["1", "0"])
     assert [row["label"] for row in read(tmp_path, named, texts[3], texts[3] | {"label": "0"})] == [0, 1]
     stars = Objective.of(name="classify", classes=["0", "1", "many"])  # each number names itself
@@ -52,9 +52,9 @@ def test_a_number_that_names_another_class_is_refused(tmp_path: Path, classes: l
     objective = Objective.of(name="classify", classes=classes)
     with pytest.raises(RecipeError, match=r"name of class \d and the number of '\w+'; write the name, as a text"):
         read(tmp_path, objective, {"text": "a", "label": label})
-    found = read(tmp_path, objective, {"text": "a", "label": str(label)})
-    assert found[0]["label"] == classes.index(str(label))
-    assert read(tmp_path, objective, *with_names(found, objective)) == found, "as a rehearsal reads its held-out rows"
+    rows = read(tmp_path, objective, {"text": "a", "label": str(label)})
+    assert rows[0]["label"] == classes.index(str(label))
+    assert read(tmp_path, objective, *with_names(rows, objective)) == rows, "as a rehearsal reads its held-out rows"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_pipeline_of_transformers_names_the_classes_that_the_run_counted(
     name = pipeline("text-classification", model=model, tokenizer=tokenizer)
     answers = [name(row["text"], top_k=None) for row in rows]
     of_label = [
-        next(one["score"] for one in some if one["label"] == row["label"])
+        next(answer["score"] for answer in some if answer["label"] == row["label"])
         for some, row in zip(answers, rows, strict=True)
     ]
     assert -sum(map(math.log, of_label)) / 9 == pytest.approx(expected["eval_loss"], rel=1e-5)

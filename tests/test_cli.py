@@ -140,9 +140,9 @@ def test_version_names_the_project_and_its_libraries_without_torch():
     answer = cookbook_without_torch("--version")
     assert answer.returncode == 0, answer.stderr
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    found = dict(line.split(" ", 1) for line in answer.stdout.splitlines())
+    answers = dict(line.split(" ", 1) for line in answer.stdout.splitlines())
     libraries = ("torch", "accelerate", "deepspeed", "transformers")
-    assert found == {
+    assert answers == {
         "cookbook": citation["version"],
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in libraries},
@@ -162,7 +162,7 @@ def complete(line: str, folder: Path, shell: str = "bash") -> list[str]:
     command = [sys.executable, "-c", NO_TORCH]
     done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.stderr == "", done.stderr
-    return [found.split("\t")[0] for found in done.stdout.split()]
+    return [line.split("\t")[0] for line in done.stdout.split()]
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ Z_NAMES = sorted(["zebra", *(name for name in SHIPPED if name.startswith("z"))])
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "offered"),
     [
         ("cookbook che", ["check", "checkpoint"]),
         ("cookbook s", ["sweep", "submit"]),
@@ -202,8 +202,8 @@ Z_NAMES = sorted(["zebra", *(name for name in SHIPPED if name.startswith("z"))])
         ("cookbook launch elsewhere/", []),  # then bash completes files
     ],
 )
-def test_tab_completes_commands_files_runs_and_flags(folder, line, found):
-    assert complete(line, folder) == found
+def test_tab_completes_commands_files_runs_and_flags(folder, line, offered):
+    assert complete(line, folder) == offered
 
 
 def test_completion_speaks_with_other_shells(folder):
@@ -290,11 +290,11 @@ def test_what_the_help_of_a_target_names_is_what_its_rule_reads():
     values = dict(re.findall(r"^(\w+) [:?]?= (.*)$", makefile, flags=re.MULTILINE))
 
     def read(text):
-        found = set()
+        words = set()
         for name in re.findall(r"\$\(([A-Z_]+)\)|if \$\(([A-Z_]+)\)", text):
             word = "".join(name)
-            found |= read(values[word]) if word in values else {word}
-        return found
+            words |= read(values[word]) if word in values else {word}
+        return words
 
     rules = re.findall(r"^([a-z0-9-]+):.*?##-? (.*)\n((?:(?:\t|ifeq|endif).*\n)*)", makefile, flags=re.MULTILINE)
     assert [target for target, *_ in rules] == make_targets()
@@ -314,8 +314,8 @@ MODEL_IS_HERE = tuple(
 
 
 def test_check_finds_every_shipped_file_fine_and_needs_no_torch_but_for_the_one_whose_model_is_here():
-    found = [*sorted((ROOT / "recipes").rglob("*.yaml")), *sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
-    shipped = [str(path.relative_to(ROOT)) for path in found]
+    paths = [*sorted((ROOT / "recipes").rglob("*.yaml")), *sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+    shipped = [str(path.relative_to(ROOT)) for path in paths]
     assert len(shipped) >= 15
     others = [name for name in shipped if name.startswith("recipes/") and name not in MODEL_IS_HERE]
     for answer, named in (
@@ -468,8 +468,8 @@ def test_launch_takes_the_accelerate_of_its_python_and_forwards_its_exit_code(tm
     for path, code in ((package / "accelerate_cli.py", 75), (programs / "accelerate", 1)):
         path.write_text(f"#!{sys.executable}\nimport sys\nprint('stand-in', *sys.argv[1:])\nsys.exit({code})\n")
         path.chmod(0o755)
-    found = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
-    answer = run(sys.executable, "-m", "cookbook", "launch", QUICKSTART, "--strategy", "single", **found)
+    variables = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+    answer = run(sys.executable, "-m", "cookbook", "launch", QUICKSTART, "--strategy", "single", **variables)
     assert answer.returncode == 75, answer.stderr
     printed, received = answer.stdout.splitlines()
     assert received.split()[1:] == printed.split()[1:]

@@ -34,7 +34,9 @@ def test_the_mean_of_equal_gradients_over_a_part_of_the_ranks_is_each(four_ranks
     for parameter, value in zip(parameters, values, strict=False):
         parameter.grad = torch.full_like(parameter, value)
     average_gradients(parameters, dist.new_group([0, 2]), dtype)
-    assert [one.grad.unique().tolist() for one in parameters if one.grad is not None] == [[value] for value in values]
+    assert [parameter.grad.unique().tolist() for parameter in parameters if parameter.grad is not None] == [
+        [value] for value in values
+    ]
 
 
 def test_what_ranks_compute_together_counts_once(four_ranks):

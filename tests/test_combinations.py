@@ -92,9 +92,9 @@ BESIDE = [
 def plan(assignments: list[str], strategy: str, num_gpus: int):
     micro = ["batch.micro_batch_size=2"]
     name = str(ROOT / "recipes/olmoe_1b_7b/sft.yaml") if strategy == "fsdp2_ep" else RECIPE
-    recipe, found = load_pair(Path(name), assignments + micro, Path(f"accelerate_configs/{strategy}.yaml"))
-    count = max(2, found.written_mesh.num_processes)
-    return make_plan(recipe, found, num_processes=count, num_gpus=num_gpus, recipe_name=name)
+    recipe, loaded = load_pair(Path(name), assignments + micro, Path(f"accelerate_configs/{strategy}.yaml"))
+    count = max(2, loaded.written_mesh.num_processes)
+    return make_plan(recipe, loaded, num_processes=count, num_gpus=num_gpus, recipe_name=name)
 
 
 def test_every_row_has_a_clash_here():

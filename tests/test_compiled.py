@@ -55,9 +55,9 @@ forward and backward."""
 
 def is_served(strategy: str) -> bool:
     path = ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    recipe, found = load_pair(ROOT / "recipes/qwen3_0_6b/sft.yaml", ["model.compile=true"], path)
+    recipe, loaded = load_pair(ROOT / "recipes/qwen3_0_6b/sft.yaml", ["model.compile=true"], path)
     try:
-        make_plan(recipe, found, num_processes=found.written_mesh.num_processes, num_gpus=0, recipe_name="sft")
+        make_plan(recipe, loaded, num_processes=loaded.written_mesh.num_processes, num_gpus=0, recipe_name="sft")
     except RecipeError:
         return False
     return True
@@ -71,8 +71,8 @@ def compiled(lab: Lab, strategy: str, settings: dict[str, str]) -> dict:
     need_compiler()
     asked = settings_for(strategy, COMPILED | settings)
     curve = lab.run(strategy, asked, processes=processes_of(strategy), sabotage="compile_without_inductor")
-    found = distance(curve, lab.run("single", settings_for(strategy, PLAIN | settings)))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(curve, lab.run("single", settings_for(strategy, PLAIN | settings)))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     (event,) = [line for line in curve.events if line["event"] == "compiled"]
     return event
 
@@ -213,8 +213,8 @@ def folder_of(model_type: str, folder: Path) -> Path:
 )
 def test_compiled_layers_of_a_type_do_what_the_record_says(model_type: str, tmp_path: Path):
     """An eightieth of the types by turn."""
-    found = architectures.compiled(folder_of(model_type, tmp_path))
-    assert_as_recorded({"plain": {}, "compiled": found}, ROWS[model_type])
+    cell = architectures.compiled(folder_of(model_type, tmp_path))
+    assert_as_recorded({"plain": {}, "compiled": cell}, ROWS[model_type])
 
 
 @pytest.mark.slow
@@ -232,9 +232,9 @@ def test_compiled_layers_of_a_type_do_what_the_record_says(model_type: str, tmp_
     ],
 )
 def test_layers_of_the_shipped_recipes_are_whole_graphs(model_type: str, options: dict[str, Any], tmp_path: Path):
-    found = compiled_layers.compare(folder_of(model_type, tmp_path), **options)
-    assert found["graphs"] > 0 and found["graph_breaks"] == found["given_up"] == 0, found
-    assert found["loss"] < SGD_LOSS and found["gradient"] < architectures_page.GRADIENT_LIMIT, found
+    change = compiled_layers.compare(folder_of(model_type, tmp_path), **options)
+    assert change["graphs"] > 0 and change["graph_breaks"] == change["given_up"] == 0, change
+    assert change["loss"] < SGD_LOSS and change["gradient"] < architectures_page.GRADIENT_LIMIT, change
 
 
 @pytest.mark.slow
@@ -303,13 +303,13 @@ def test_the_compiled_loss_is_torch_s(
     for rows in (12, 37, 23, 1, 0):
         hidden, targets = torch.randn(rows, 32).mul(3).to(dtype), torch.randint(VOCAB, (rows,))
         ours, wide = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-        found, logits = head(ours, targets, transform), exact(wide)
+        losses, logits = head(ours, targets, transform), exact(wide)
         logits = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
         expected = F.cross_entropy(logits, targets, reduction="none")
-        (found * torch.linspace(0.5, 1.5, rows)).sum().backward()
+        (losses * torch.linspace(0.5, 1.5, rows)).sum().backward()
         (expected * torch.linspace(0.5, 1.5, rows)).sum().backward()
         rounding = torch.finfo(dtype).eps
-        torch.testing.assert_close(found, expected.float(), rtol=2 * rounding, atol=4 * rounding)
+        torch.testing.assert_close(losses, expected.float(), rtol=2 * rounding, atol=4 * rounding)
         torch.testing.assert_close(ours.grad, wide.grad.to(dtype), rtol=8 * rounding, atol=8 * rounding)
     counts = {name: compile_counts()[name] - before[name] for name in ("graphs", "graph_breaks", "given_up")}
     assert counts["graphs"] == 8 and counts["graph_breaks"] == counts["given_up"] == 0, counts

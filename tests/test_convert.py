@@ -333,7 +333,7 @@ def test_every_key_is_in_the_recipe_or_listed(folder, capsys, project):
     values["not_known"] = 1
     known = tables().projects[project].keys
     sections = [
-        key for key in values if isinstance(values[key], dict) and any(one.startswith(f"{key}.") for one in known)
+        key for key in values if isinstance(values[key], dict) and any(name.startswith(f"{key}.") for name in known)
     ]
     sections = [key for key in sections if key not in tables().projects[project].open_sections]
     for key in sections:
@@ -1148,7 +1148,7 @@ OTHER_TRAININGS = {
 def test_what_is_no_training_here_is_refused_and_nothing_is_written(project, line, folder, capsys):
     text, lines = OTHER_TRAININGS[project]
     key = line.partition(":")[0]
-    text = "".join(one for one in text.splitlines(keepends=True) if not one.startswith(f"{key}:"))
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(f"{key}:"))
     assert convert(text, "--from", project) == 0
     Path("recipes/theirs.yaml").unlink(missing_ok=True)
     before = sorted(Path().rglob("*"))
@@ -1336,11 +1336,11 @@ def test_where_a_file_is_silent_the_projects_own_defaults_are_written(folder, ca
     text, wanted = SILENT_FILES[case]
     assert convert(text, "--from", case.partition(",")[0]) == 0
     recipe = yaml.safe_load(Path("recipes/file.yaml").read_text())
-    found = {f"{section}.{key}": value for section in recipe if isinstance(recipe[section], dict)
+    values = {f"{section}.{key}": value for section in recipe if isinstance(recipe[section], dict)
              for key, value in recipe[section].items()}  # fmt: skip
-    found |= {key: value for key, value in recipe.items() if not isinstance(value, dict)}
+    values |= {key: value for key, value in recipe.items() if not isinstance(value, dict)}
     places = ("strategy", "model.name_or_path", "data.train", "batch.global_batch_size", "run.output_dir")
-    assert {key: value for key, value in found.items() if key not in places} == _as_yaml(wanted)
+    assert {key: value for key, value in values.items() if key not in places} == _as_yaml(wanted)
 
 
 RUN_CLM = "model_name_or_path: m\ntrain_file: r.txt\nblock_size: 512\nvalidation_split_percentage: 10\n"
@@ -1539,8 +1539,8 @@ def test_two_slices_of_one_split_hold_out_the_rest(folder, capsys):
 
 
 def test_several_data_sets_of_torchtune_and_their_columns(folder):
-    one = "{source: a/b, column_map: {input: q, output: a}}"
-    recipe = recipe_of(re.sub("dataset: .*", f"dataset: [{one}, {{source: json, data_files: r.jsonl}}]", TORCHTUNE))
+    renamed = "{source: a/b, column_map: {input: q, output: a}}"
+    recipe = recipe_of(re.sub("dataset: .*", f"dataset: [{renamed}, {{source: json, data_files: r.jsonl}}]", TORCHTUNE))
     columns = {"user": "q", "assistant": "a"}
     assert recipe["data"]["train"] == [{"path": "a/b", "columns": columns}, {"path": "r.jsonl"}]
 
@@ -2551,8 +2551,8 @@ def test_a_mixer_of_rows_has_numbers_of_rows(folder):
         {"path": "b", "weight": 0.5},
         {"path": "c"},
     ]
-    one = "model_name_or_path: m\ndataset_name: d\ndataset_configs: [main]\nmax_length: 64\n"
-    assert recipe_of(one)["data"]["train"] == {"path": "d", "name": "main"}
+    config = "model_name_or_path: m\ndataset_name: d\ndataset_configs: [main]\nmax_length: 64\n"
+    assert recipe_of(config)["data"]["train"] == {"path": "d", "name": "main"}
 
 
 def test_a_program_that_is_named_after_what_is_not_here_says_so(folder, capsys):

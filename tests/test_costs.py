@@ -107,11 +107,11 @@ def test_doctor_and_plan_ask_for_the_same_memory_of_the_host_and_the_same_disk(r
     run = recipe.run.model_copy(update={"save_every_steps": None, "save_every_minutes": None})
     recipe = with_checkpointing(recipe.model_copy(update={"run": run}), "offload")  # one checkpoint, at the end
     (planned,) = forecast_all(recipe, [strategy], machines, SFT_7B).forecasts
-    found = sizes(recipe, strategy, each, on_gpus=True)
-    assert found is not None
-    assert found.host == pytest.approx(planned.host, rel=0.02)
-    assert found.nvme == pytest.approx(planned.disk, rel=0.02)
-    assert found.disk - 2 * 7_615_616_512 == pytest.approx(planned.checkpoint, rel=1e-4)
+    planned_sizes = sizes(recipe, strategy, each, on_gpus=True)
+    assert planned_sizes is not None
+    assert planned_sizes.host == pytest.approx(planned.host, rel=0.02)
+    assert planned_sizes.nvme == pytest.approx(planned.disk, rel=0.02)
+    assert planned_sizes.disk - 2 * 7_615_616_512 == pytest.approx(planned.checkpoint, rel=1e-4)
 
 
 def test_the_host_memory_of_an_offloaded_7b_by_hand(recipe: Recipe):
@@ -148,8 +148,8 @@ def test_inputs_of_layers_that_wait_on_the_host_by_hand(recipe: Recipe, name: st
     kept, waiting = (with_checkpointing(recipe, kind) for kind in (True, "offload"))
     model = skeleton(find_config(recipe.model)[0], recipe)
 
-    def offloaded(one: Recipe, *, on_gpus: bool = True) -> int:
-        inputs = cost_inputs(one, shipped(name), 4)
+    def offloaded(other: Recipe, *, on_gpus: bool = True) -> int:
+        inputs = cost_inputs(other, shipped(name), 4)
         return machine_bytes(model, inputs, states(model, inputs), 4, hidden=3584, on_gpus=on_gpus)[1]
 
     assert offloaded(waiting) - offloaded(kept) == INPUTS_BY_HAND[name]
@@ -161,7 +161,7 @@ def with_checkpointing(recipe: Recipe, kind: bool | str) -> Recipe:
 
 
 def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
-    found = 0
+    count = 0
     for path in labels.recipe_files():
         recipe, needs = load_recipe(path), labels.read_needs(labels.read_label(path))
         if needs.host_gb is None or needs.num_gpus is None:
@@ -175,8 +175,8 @@ def test_a_label_asks_for_the_host_memory_and_disk_that_the_ledger_counts():
         host, _, disk = machine_bytes(model, inputs, held, needs.num_gpus, hidden=hidden, on_gpus=True)
         assert host / 1e9 <= needs.host_gb, path
         assert disk == 0 or (needs.nvme_gb is not None and disk / 1e9 <= needs.nvme_gb), path
-        found += 1
-    assert found >= 1
+        count += 1
+    assert count >= 1
 
 
 # Texts.
@@ -202,7 +202,7 @@ def wrong_bytes(text: str, strategy: Strategy) -> list[str]:
     """Every "N bytes a parameter" that is not what all processes hold of one, on their GPUs or hosts."""
     inputs = CostInputs(strategy=strategy, num_processes=strategy.num_processes or 8, accumulation=2)
     sums = {where: sum(share.num_bytes for share in shares(inputs) if share.where == where) for where in PLACES}
-    return [one for one in BYTES.findall(text) if float(one) not in sums.values()]
+    return [number for number in BYTES.findall(text) if float(number) not in sums.values()]
 
 
 def test_another_number_in_a_header_would_be_found():
@@ -225,7 +225,8 @@ def bytes_of_cell(cell: str, num_shards: int) -> float:
     terms = re.findall(r"(\d+|\([\d +]+\)) P(?:/\(?([DMSTL]+))?", cell)
     shared = SHARED | {"S": num_shards}
     return sum(
-        sum(map(int, re.findall(r"\d+", number))) / math.prod(shared[one] for one in cut) for number, cut in terms
+        sum(map(int, re.findall(r"\d+", number))) / math.prod(shared[dimension] for dimension in cut)
+        for number, cut in terms
     )
 
 
@@ -240,9 +241,9 @@ def wrong_cells(table: list[list[str]]) -> list[str]:
             strategy = shipped(name)
             count = strategy.num_processes or 8
             inputs = CostInputs(strategy=strategy, num_processes=count, num_local=SHARED["M"], accumulation=2)
-            found = [total(shares(inputs), where) for where in PLACES]
+            totals = [total(shares(inputs), where) for where in PLACES]
             cells = [bytes_of_cell(cell, SHARDS.get(name, 0)) for cell in (gpu, elsewhere)]
-            if cells != pytest.approx([found[0], found[1] + found[2]]):
+            if cells != pytest.approx([totals[0], totals[1] + totals[2]]):
                 wrong.append(name)
     return wrong
 
@@ -259,11 +260,11 @@ def test_the_table_of_memory_is_the_ledgers():
 
 def times_of_cell(cell: str, accumulation: int) -> dict[str, int]:
     """`2 A gathers, one all-reduce` -> how often each comes."""
-    found = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    counts = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
     kinds = {"gather": "all-gather", "reduction": "reduce-scatter", "all-reduce": "all-reduce"}
     for number, each, kind in re.findall(r"(?:\b(one|\d+) )?(?:\b(A) )?(gather|reduction|all-reduce)s?\b", cell):
-        found[kinds[kind]] += (1 if number in ("one", "") else int(number)) * (accumulation if each else 1)
-    return found
+        counts[kinds[kind]] += (1 if number in ("one", "") else int(number)) * (accumulation if each else 1)
+    return counts
 
 
 def test_the_table_of_communication_is_the_ledgers():
@@ -275,10 +276,10 @@ def test_the_table_of_communication_is_the_ledgers():
             strategy = shipped(name)
             count = strategy.num_processes or 8
             inputs = CostInputs(strategy=strategy, num_processes=count, num_local=SHARED["M"], accumulation=3)
-            found = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+            times = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
             for message in messages(inputs):
-                found[message.kind] += message.times
-            assert times_of_cell(cell, 3) == found, name
+                times[message.kind] += message.times
+            assert times_of_cell(cell, 3) == times, name
 
 
 def test_the_formula_of_host_memory_beside_nvme_is_the_ledgers():
@@ -304,12 +305,13 @@ def test_hpz_costs_memory_and_lowers_the_traffic_between_machines():
     assert total(shares(hpz), "GPU") == pytest.approx(total(shares(plain), "GPU") + 2 / 8)
     assert "second copy of the weights 0.25" in states_in_words(hpz, "GPU")
     between = {
-        key: sum(one.over_links(8)[1] for one in messages(inputs)) for key, inputs in (("plain", plain), ("hpz", hpz))
+        key: sum(message.over_links(8)[1] for message in messages(inputs))
+        for key, inputs in (("plain", plain), ("hpz", hpz))
     }
     # Gathers of 2 bytes: four across machines in two micro-batches, or the first one alone; reductions as before.
     assert between["plain"] == pytest.approx((4 * 2 + 2 * 2) * 15 / 16)
     assert between["hpz"] == pytest.approx((1 * 2 + 2 * 2) * 15 / 16)
-    assert sum(one.volume for one in messages(hpz)) == sum(one.volume for one in messages(plain))
+    assert sum(message.volume for message in messages(hpz)) == sum(message.volume for message in messages(plain))
     by_itself = replace(plain, strategy=shipped("zero3_hpz"), num_local=8)
     assert shares(by_itself) == shares(hpz) and messages(by_itself) == messages(hpz)
 
@@ -317,8 +319,8 @@ def test_hpz_costs_memory_and_lowers_the_traffic_between_machines():
 def test_hpz_beside_offloaded_weights_lies_on_the_host_and_beside_nvme_is_refused(tmp_path: Path):
     offloaded = with_zero(shipped("zero3_offload"), zero_hpz_partition_size=8)
     plain, hpz = (
-        total(shares(CostInputs(strategy=one, num_processes=16)), "host")
-        for one in (shipped("zero3_offload"), offloaded)
+        total(shares(CostInputs(strategy=strategy, num_processes=16)), "host")
+        for strategy in (shipped("zero3_offload"), offloaded)
     )
     assert hpz == pytest.approx(plain + 2 / 8)
     for name in ("accelerate_configs/zero3_nvme.yaml", "ds_configs/zero3_nvme.json"):
@@ -357,8 +359,8 @@ def test_the_table_of_adapters_is_the_ledgers():
         )
         written = re.search(row, text)
         assert written is not None, row
-        found = [8 * total(one(inputs), "GPU") for one in (frozen_shares, shares)]
-        assert [float(number) for number in written.groups()] == found, name
+        sizes = [8 * total(of_part(inputs), "GPU") for of_part in (frozen_shares, shares)]
+        assert [float(number) for number in written.groups()] == sizes, name
     qlora = CostInputs(strategy=shipped("ddp"), num_processes=8, adapter=AdapterSection(name="qlora"))
     assert total(frozen_shares(qlora), "GPU") == pytest.approx(0.5 + 1 / 64, abs=0.001)
 
@@ -427,7 +429,7 @@ def counted_by_torch(config: PreTrainedConfig, recipe: Recipe) -> float:
         model(ids).logits.float().logsumexp(-1).sum().backward()
     counts = counter.get_flop_counts()
     # Rotary frequencies x positions is a matrix product for the dispatcher.
-    rotary = sum(sum(found.values()) for name, found in counts.items() if name.endswith("rotary_emb"))
+    rotary = sum(sum(numbers.values()) for name, numbers in counts.items() if name.endswith("rotary_emb"))
     return counter.get_total_flops() - rotary
 
 
@@ -450,17 +452,17 @@ def test_flops_are_those_that_torch_counts(recipe: Recipe, name: str, adapter: s
         else:
             targets = ["q_proj", "down_proj"]
         recipe = recipe.model_copy(update={"adapter": AdapterSection(name="lora", rank=4, targets=targets)})
-    found = sizes_of(config, skeleton(config, recipe))
+    sizes = sizes_of(config, skeleton(config, recipe))
     step = Step(num_tokens=LENGTH, num_labelled=LENGTH, length=LENGTH)
-    ours = work(found, step).of_model
-    attention = 3 * LENGTH * attention_flops(found, LENGTH)
-    windows = found.windows
+    ours = work(sizes, step).of_model
+    attention = 3 * LENGTH * attention_flops(sizes, LENGTH)
+    windows = sizes.windows
     assert len(windows) == config.get_text_config().num_hidden_layers
-    whole = sum(3 * 4 * found.width * LENGTH * LENGTH for _ in windows)
+    whole = sum(3 * 4 * sizes.width * LENGTH * LENGTH for _ in windows)
     assert ours - attention == pytest.approx(counted_by_torch(config, recipe) - whole, rel=1e-6)
     # A token sees itself too: half a position that T / 2 leaves out, or W / 2T of a window.
     by_mask = sum(seen(window) - (window or LENGTH) / (2 * LENGTH) for window in windows)
-    assert attention == pytest.approx(3 * 4 * found.width * LENGTH * by_mask, rel=1e-6)
+    assert attention == pytest.approx(3 * 4 * sizes.width * LENGTH * by_mask, rel=1e-6)
     assert (WINDOW in windows) == ("window" in name)
 
 
@@ -471,24 +473,24 @@ def test_a_score_is_counted_once_a_sequence_and_not_as_the_words_of_a_head():
         ["objective={name: classify, classes: [bad, fair, good]}"],
     )
     config, _ = config_of(recipe)
-    found = sizes_of(config, skeleton(config, recipe))
-    assert found.vocab == 3
+    sizes = sizes_of(config, skeleton(config, recipe))
+    assert sizes.vocab == 3
     step = Step(num_tokens=2 * LENGTH, num_labelled=2, length=LENGTH)
-    attention = 3 * 2 * LENGTH * attention_flops(found, LENGTH)
-    by_hand = 6 * found.num_matrix * 2 * LENGTH + 6 * 3 * config.hidden_size * 2
-    assert work(found, step).of_model - attention == pytest.approx(by_hand, rel=1e-9)
+    attention = 3 * 2 * LENGTH * attention_flops(sizes, LENGTH)
+    by_hand = 6 * sizes.num_matrix * 2 * LENGTH + 6 * 3 * config.hidden_size * 2
+    assert work(sizes, step).of_model - attention == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_a_ruler_that_counts_everything_would_be_found(recipe: Recipe):
     """All experts, or all parameters with the embedding, are not what torch counts."""
     for name in ("mixtral", "llama"):
-        found = sizes_of(ARCHITECTURES[name], skeleton(ARCHITECTURES[name], recipe))
-        active = 6 * LENGTH * (found.num_matrix + found.head)
-        assert active < 0.9 * 6 * LENGTH * found.num_parameters, name
+        sizes = sizes_of(ARCHITECTURES[name], skeleton(ARCHITECTURES[name], recipe))
+        active = 6 * LENGTH * (sizes.num_matrix + sizes.head)
+        assert active < 0.9 * 6 * LENGTH * sizes.num_parameters, name
 
 
 def test_a_window_in_a_long_sample_is_what_a_token_sees():
-    found = ModelSizes(
+    sizes = ModelSizes(
         num_parameters=1,
         num_trained=1,
         num_matrix=1,
@@ -500,5 +502,5 @@ def test_a_window_in_a_long_sample_is_what_a_token_sees():
         vocab=1,
         windows=(4096, None),
     )
-    assert attention_flops(found, 32768) == 4 * (4096 - 4096**2 / 65536 + 32768 / 2)
-    assert attention_flops(found, 2048) == 4 * (1024 + 1024)
+    assert attention_flops(sizes, 32768) == 4 * (4096 - 4096**2 / 65536 + 32768 / 2)
+    assert attention_flops(sizes, 2048) == 4 * (1024 + 1024)

@@ -86,7 +86,7 @@ def header(change: Callable[[dict], object] | bytes) -> Callable[[Path], None]:
 
 
 def first(values: dict) -> dict:
-    return next(one for key, one in values.items() if key != "__metadata__")
+    return next(entry for key, entry in values.items() if key != "__metadata__")
 
 
 def shards(files: object) -> Callable[[Path], None]:
@@ -302,7 +302,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    ("damage", "command"), [(damage, one) for damage, commands in OTHERS.items() for one in commands.split()]
+    ("damage", "command"), [(damage, command) for damage, commands in OTHERS.items() for command in commands.split()]
 )
 def test_every_command_that_opens_the_file_names_it(
     damage: str, command: str, place_of: Path, capsys: pytest.CaptureFixture[str]
@@ -374,9 +374,9 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights gone": (lambda folder: (folder / ADAPTED).unlink(), f"no {ADAPTED} in it"),
     "weights a pipe": (place(ADAPTED, os.mkfifo), f"{ADAPTED} is no file"),
     "weights cut": (lambda folder: os.truncate(folder / ADAPTED, 100), f"{ADAPTED} does not begin as safetensors"),
-    "weights of another shape": (first_is(lambda one: one[:, :7].contiguous()), r"\[4, 7\]"),
-    "weights that are not finite": (first_is(lambda one: one.fill_(math.nan)), "no finite fractions"),
-    "weights that are whole": (first_is(lambda one: one.int()), "no finite fractions"),
+    "weights of another shape": (first_is(lambda weight: weight[:, :7].contiguous()), r"\[4, 7\]"),
+    "weights that are not finite": (first_is(lambda weight: weight.fill_(math.nan)), "no finite fractions"),
+    "weights that are whole": (first_is(lambda weight: weight.int()), "no finite fractions"),
     "weights of no adapter": (
         tensors(lambda values: values.update({"base_model.model.model.norm.weight": torch.ones(32)})),
         "norm.weight is",

@@ -77,10 +77,10 @@ def test_two_epochs_of_twelve_rows_by_hand():
     steps = train_steps(
         token_set([3] * 12), Layout(num_ranks=1, rank=0, pad_id=PAD, micro_batch_size=5), seed=7, global_batch_size=5
     )
-    found = [sorted(number for mine in next(steps).sample_numbers for number in mine) for _ in range(6)]
+    windows = [sorted(number for mine in next(steps).sample_numbers for number in mine) for _ in range(6)]
     first, second = [5, 11, 0, 1, 7, 3, 4, 10, 9, 6, 2, 8], [7, 5, 10, 0, 11, 2, 6, 3, 9, 8, 1, 4]
     expected = [order[begin : begin + 5] for order in (first, second) for begin in (0, 5, 10)]
-    assert found == [sorted(window) for window in expected]
+    assert windows == [sorted(window) for window in expected]
 
 
 @pytest.mark.parametrize(("num_samples", "size", "steps"), [(10, 4, 3), (8, 4, 2), (3, 4, 1)])
@@ -197,8 +197,8 @@ def test_an_epoch_shows_every_sample_once_and_its_last_step_is_partial():
 def test_the_comparison_of_splits_sees_a_wrong_window():
     """Negative control: another seed changes what each step shows, and the checks above would say so."""
     tokens = token_set(LENGTHS)
-    one, other = steps_of(tokens, 0, 1, 1)[0], steps_of(tokens, 0, 1, 1, seed=8)[0]
-    assert targets_in(one.micro_batches) != targets_in(other.micro_batches)
+    first, other = steps_of(tokens, 0, 1, 1)[0], steps_of(tokens, 0, 1, 1, seed=8)[0]
+    assert targets_in(first.micro_batches) != targets_in(other.micro_batches)
     half = steps_of(tokens, 0, 2, 1)[0]
     assert len(targets_in(half.micro_batches)) < half.num_targets
 
@@ -208,9 +208,9 @@ def test_resumed_steps_are_those_of_the_uninterrupted_run(consumed, done):
     tokens = token_set(LENGTHS)
     whole, rest = steps_of(tokens, 1, 2, 8), steps_of(tokens, 1, 2, 8 - done, num_samples_consumed=consumed)
     assert sum(step.num_samples for step in whole[:done]) == consumed
-    for one, other in zip(whole[done:], rest, strict=True):
-        assert one.epoch == other.epoch
-        for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
+    for own, other in zip(whole[done:], rest, strict=True):
+        assert own.epoch == other.epoch
+        for a, b in zip(own.micro_batches, other.micro_batches, strict=True):
             assert all(same(a[key], b[key]) for key in a)
 
 
@@ -305,10 +305,10 @@ def test_rows_of_a_multiple_by_hand():
 def test_a_budget_of_tokens_counts_what_rows_are_padded_with(packing):
     tokens = token_set(LENGTHS)
     limit = {"micro_batch_tokens": 32, "packing": packing}
-    for one in steps_of(tokens, 0, 1, 6, length_multiple=8, **limit):
-        sizes = [batch["input_ids"].shape for batch in one.micro_batches]
+    for step in steps_of(tokens, 0, 1, 6, length_multiple=8, **limit):
+        sizes = [batch["input_ids"].shape for batch in step.micro_batches]
         assert all(rows * length <= 32 and length % 8 == 0 for rows, length in sizes)
-    loose = [batch["input_ids"].shape for one in steps_of(tokens, 0, 1, 6, **limit) for batch in one.micro_batches]
+    loose = [batch["input_ids"].shape for step in steps_of(tokens, 0, 1, 6, **limit) for batch in step.micro_batches]
     assert any(length % 8 for _, length in loose)
 
 
@@ -332,19 +332,19 @@ def test_packing_limit_and_ranks_do_not_change_what_a_step_shows(num_ranks, limi
     tokens = token_set(LENGTHS)
     expected = steps_of(tokens, 0, 1, 6)
     ranks = [steps_of(tokens, rank, num_ranks, 6, packing=packing, **limit) for rank in range(num_ranks)]
-    for one, shares in zip(expected, zip(*ranks, strict=True), strict=True):
+    for step, shares in zip(expected, zip(*ranks, strict=True), strict=True):
         assert len({len(share.micro_batches) for share in shares}) == 1
         batches = [batch for share in shares for batch in share.micro_batches]
-        assert targets_in(batches) == targets_in(one.micro_batches)
+        assert targets_in(batches) == targets_in(step.micro_batches)
         if packing:
             alone = sorted(
-                unpacked(collate(tokens, [i], PAD, packing=True))[0] for i in samples_in(tokens, one.micro_batches)
+                unpacked(collate(tokens, [i], PAD, packing=True))[0] for i in samples_in(tokens, step.micro_batches)
             )
             shown = sorted(sequence for batch in batches for sequence in unpacked(batch))
             assert [sequence for sequence in shown if sequence[0] != [PAD, PAD]] == alone
         for share in shares:
             counts = (share.num_targets, share.num_tokens, share.num_samples, share.epoch)
-            assert counts == (one.num_targets, one.num_tokens, one.num_samples, one.epoch)
+            assert counts == (step.num_targets, step.num_tokens, step.num_samples, step.epoch)
         if "micro_batch_tokens" in limit:
             assert all(batch["input_ids"].numel() <= limit["micro_batch_tokens"] for batch in batches)
 
@@ -354,12 +354,12 @@ def test_packing_limit_and_ranks_do_not_change_what_a_step_shows(num_ranks, limi
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_padding_of_an_epoch_is_what_its_batches_have(num_ranks, limit, packing):
     tokens, limit = token_set(LENGTHS), limit | {"packing": packing}
-    steps = [one for rank in range(num_ranks) for one in steps_of(tokens, rank, num_ranks, 3, **limit)]
-    batches = [batch["input_ids"] for one in steps for batch in one.micro_batches if batch["num_sequences"]]
+    steps = [step for rank in range(num_ranks) for step in steps_of(tokens, rank, num_ranks, 3, **limit)]
+    batches = [batch["input_ids"] for step in steps for batch in step.micro_batches if batch["num_sequences"]]
     layout = Layout(num_ranks=num_ranks, rank=0, pad_id=PAD, **limit)
-    found = measure(tokens, epoch_order(tokens, 7, 0), layout, global_batch_size=4)
-    assert found.padding == pytest.approx(1 - sum(LENGTHS) / sum(ids.numel() for ids in batches))
-    assert found.forwards == pytest.approx(len(batches) / 3 / num_ranks)
+    waste = measure(tokens, epoch_order(tokens, 7, 0), layout, global_batch_size=4)
+    assert waste.padding == pytest.approx(1 - sum(LENGTHS) / sum(ids.numel() for ids in batches))
+    assert waste.forwards == pytest.approx(len(batches) / 3 / num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_cuts_by_tokens_by_hand(packing, expected):
     lengths = [9, 3, 4, 4, 4, 2, 1]
     layout = Layout(num_ranks=1, rank=0, pad_id=PAD, micro_batch_tokens=12, packing=packing)
     cuts = split_micro_batches(np.array(lengths)[:, None], range(7), layout)
-    assert [[lengths[i] for i in one] for one in cuts] == expected
+    assert [[lengths[i] for i in cut] for cut in cuts] == expected
 
 
 def test_the_number_of_forwards_is_that_of_the_rank_with_most():
@@ -450,7 +450,7 @@ def test_pairs_stay_together_and_each_is_shown_once_an_epoch(num_ranks, limit, p
                 continue
             numbers, targets = zip(*sequences_in(batch), strict=True)
             assert numbers == tuple(range(len(batch["reference_logps"])))
-            firsts = [tokens.offsets[:-1].tolist().index(one[0] - 2) for one in targets]
+            firsts = [tokens.offsets[:-1].tolist().index(target[0] - 2) for target in targets]
             for chosen, rejected in zip(firsts[::2], firsts[1::2], strict=True):
                 assert rejected == chosen + 1 and chosen % 2 == 0
             assert [-first - 1.0 for first in firsts] == batch["reference_logps"].tolist()
@@ -469,9 +469,9 @@ def test_results_by_sequence_add_up_over_ranks(num_ranks, limit, packing):
     whole, counts = np.zeros(14), set()
     for rank in range(num_ranks):
         layout = Layout(num_ranks=num_ranks, rank=rank, pad_id=PAD, packing=packing, **limit)
-        found = list(indexed_batches(tokens, layout))
-        counts.add(len(found))
-        for batch, index in found:
+        batches = list(indexed_batches(tokens, layout))
+        counts.add(len(batches))
+        for batch, index in batches:
             if len(index):
                 sums = torch.zeros(len(index), dtype=torch.int64)
                 sums.index_add_(0, batch["target_sequences"], batch["targets"])
@@ -494,11 +494,11 @@ def shown_in(tokens, epoch, seed=3):
 
 
 def test_without_weights_the_order_of_several_sources_is_that_of_one():
-    one = epoch_order(token_set([2] * 9), 3, 1).tolist()
-    assert epoch_order(mixture([4, 5], []), 3, 1).tolist() == one
-    assert epoch_order(mixture([4, 5], [1.0, 1.0]), 3, 1).tolist() == one
+    order = epoch_order(token_set([2] * 9), 3, 1).tolist()
+    assert epoch_order(mixture([4, 5], []), 3, 1).tolist() == order
+    assert epoch_order(mixture([4, 5], [1.0, 1.0]), 3, 1).tolist() == order
     # numpy's legacy generator, written out: an upgrade must not change the order of a run that is resumed.
-    assert one == np.random.RandomState([3, 1]).permutation(9).tolist()
+    assert order == np.random.RandomState([3, 1]).permutation(9).tolist()
 
 
 def test_a_whole_weight_shows_each_row_that_often():
@@ -521,15 +521,15 @@ def test_any_weight_evens_out_over_epochs(size, weight, count):
     tokens = mixture([size], [weight])
     shown = np.zeros(size, dtype=int)
     for epoch in range(25):
-        one = np.array(shown_in(tokens, epoch)[0])
-        assert one.sum() == count and one.max() - one.min() <= 1
-        shown += one
+        times = np.array(shown_in(tokens, epoch)[0])
+        assert times.sum() == count and times.max() - times.min() <= 1
+        shown += times
         assert shown.max() - shown.min() <= 1
 
 
 def test_resuming_a_mixture_goes_on_where_it_stood():
     tokens = mixture([8, 3], [0.25, 2.0])  # 2 + 6 samples an epoch
     whole, rest = steps_of(tokens, 1, 2, 9), steps_of(tokens, 1, 2, 4, num_samples_consumed=20)
-    for one, other in zip(whole[5:], rest, strict=True):
-        assert one.epoch == other.epoch
-        assert targets_in(one.micro_batches) == targets_in(other.micro_batches)
+    for own, other in zip(whole[5:], rest, strict=True):
+        assert own.epoch == other.epoch
+        assert targets_in(own.micro_batches) == targets_in(other.micro_batches)

@@ -66,8 +66,8 @@ LAYOUTS = {
 def test_the_files_of_a_split_are_those_that_the_library_finds(tmp_path, names, split):
     lay_out(tmp_path, names)
     rows = [name for name in names if Path(name).suffix in (".jsonl", ".parquet")]
-    found = datasets.load_dataset_builder(str(tmp_path), cache_dir=str(tmp_path / ".cache")).config.data_files
-    expected = sorted(os.path.relpath(name, tmp_path) for name in found.get(split, []))
+    files = datasets.load_dataset_builder(str(tmp_path), cache_dir=str(tmp_path / ".cache")).config.data_files
+    expected = sorted(os.path.relpath(name, tmp_path) for name in files.get(split, []))
     expected = [name for name in expected if name in rows]
     if not expected:
         with pytest.raises(RecipeError, match=f"for split '{split}'"):

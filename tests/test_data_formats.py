@@ -36,7 +36,7 @@ def tool(name, **properties):
 
 
 def talk(*calls, question="Frage?", answer="Antwort"):
-    results = [{"role": "tool", "content": f"→ {one['id']}", "tool_call_id": one["id"]} for one in calls]
+    results = [{"role": "tool", "content": f"→ {call['id']}", "tool_call_id": call["id"]} for call in calls]
     user, end = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
     return (
         [user, {"role": "assistant", "content": "", "tool_calls": list(calls)}, *results, end] if calls else [user, end]
@@ -95,10 +95,11 @@ CHATS_OF = {
 def test_chats_in_other_columns_have_one_fingerprint_too(tmp_path: Path, form, objective):
     rows = CHATS_OF[objective]
     lines, path = write_json_lines(tmp_path, rows), WRITERS[form](tmp_path, rows)
-    expected, found = (
-        read_rows(Source(path=str(one)), "error", Objective.of(name=objective)).fingerprint for one in (lines, path)
+    expected, result = (
+        read_rows(Source(path=str(source)), "error", Objective.of(name=objective)).fingerprint
+        for source in (lines, path)
     )
-    assert found == expected
+    assert result == expected
 
 
 def test_a_cell_is_json_only_if_it_holds_messages(tmp_path: Path):
@@ -113,7 +114,7 @@ def test_a_cell_is_json_only_if_it_holds_messages(tmp_path: Path):
     ]
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["text"], *([one] for one in texts)])
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
     assert [row["text"] for row in rows_in(path)] == texts
     path.write_text('text\n"[{""role"": ""user"", ""role"": ""user""}]"\nb\n')
     rows = read_rows(Source(path=str(path)), "drop", SFT)
@@ -125,7 +126,7 @@ def test_a_cell_is_json_only_if_it_holds_messages(tmp_path: Path):
 def test_json_within_a_table_is_the_json_that_it_was(tmp_path: Path, form):
     """With what no type of Arrow holds: keys of changing types, and nulls that are the row's own."""
     calls = [call("set", value=value, unset=None) for value in (1, "1", [1, "x", None], {"a": {}}, True, None)]
-    rows = [{"messages": talk(one), "tools": [tool("set", value={"default": None}), NESTED]} for one in calls]
+    rows = [{"messages": talk(call), "tools": [tool("set", value={"default": None}), NESTED]} for call in calls]
     expected = fingerprint(write_json_lines(tmp_path, [*rows, *CHATS]))
     assert fingerprint(JSON_WRITERS[form](tmp_path, [*rows, *CHATS])) == expected
 
@@ -196,10 +197,10 @@ def test_a_reader_that_takes_tables_as_they_are_would_be_found(tmp_path: Path, m
     path = write(tmp_path, CHATS)
     monkeypatch.setattr(arrow, "row_decoder", keep_all)
     try:
-        found = fingerprint(path)
+        changed = fingerprint(path)
     except RecipeError:
         return  # texts of JSON where objects are needed
-    assert found != expected
+    assert changed != expected
 
 
 def rows_in(path, **columns):
@@ -235,18 +236,20 @@ def test_a_slice_of_a_table_gives_the_rows_of_the_slice():
     }
     for name, kind in kinds.items():
         values = [None if i % 3 == 1 else [{"a": str(i)} if i % 2 else {}] for i in range(9)]
-        given = [one and [("k", one[0])] for one in values] if name == "map" else values
-        expected = [one and {"k": one[0]} for one in values] if name == "map" else values
+        given = [value and [("k", value[0])] for value in values] if name == "map" else values
+        expected = [value and {"k": value[0]} for value in values] if name == "map" else values
         batch = pyarrow.record_batch({"text": pyarrow.array(given, kind)})
         decode = arrow.row_decoder(batch.schema)
         for start in range(9):
-            found = [row["text"] for row in decode(batch.slice(start, 4))]
-            assert found == expected[start : start + 4], name
+            texts = [row["text"] for row in decode(batch.slice(start, 4))]
+            assert texts == expected[start : start + 4], name
 
 
 def test_encoded_texts_and_maps_are_read(tmp_path: Path):
     for kind in (pyarrow.large_string(), pyarrow.string_view(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())):
-        assert rows_in(written(tmp_path, column(["a", None, "ü"], kind))) == [{"text": one} for one in ("a", None, "ü")]
+        assert rows_in(written(tmp_path, column(["a", None, "ü"], kind))) == [
+            {"text": text} for text in ("a", None, "ü")
+        ]
     encoded = pyarrow.compute.run_end_encode(pyarrow.array(["a", "a", None]))
     batch = pyarrow.record_batch({"text": encoded})
     assert arrow.row_decoder(batch.schema)(batch) == [{"text": "a"}, {"text": "a"}, {"text": None}]
@@ -261,7 +264,9 @@ def test_encoded_texts_and_maps_are_read(tmp_path: Path):
 def test_a_sequence_of_datasets_is_a_list_of_messages(tmp_path: Path):
     """A dictionary of lists: told by the schema of `datasets`, or by a column whose `role` is a list."""
     chat = talk(question="hi")
-    table = pyarrow.Table.from_pylist([{"messages": {key: [one[key] for one in chat] for key in ("role", "content")}}])
+    table = pyarrow.Table.from_pylist(
+        [{"messages": {key: [message[key] for message in chat] for key in ("role", "content")}}]
+    )
     assert fingerprint(written(tmp_path, table)) == fingerprint(write_json_lines(tmp_path, [{"messages": chat}]))
     table = table.rename_columns(["talk"])
     says = pyarrow.Table.from_pylist([{"talk": {"who": ["user", "assistant"], "says": ["hi", "Antwort"]}}])
@@ -326,7 +331,7 @@ def test_a_value_that_json_does_not_have_is_refused_only_where_it_is_read(tmp_pa
 
 
 def test_a_value_that_json_does_not_have_is_refused_within_a_call(tmp_path: Path):
-    rows = [{"messages": [one | {"when": WHEN} for one in talk(call("add", a=1))]}]
+    rows = [{"messages": [message | {"when": WHEN} for message in talk(call("add", a=1))]}]
     expected = [{"messages": talk(call("add", a=1))}]
     assert fingerprint(write_parquet(tmp_path, rows)) == fingerprint(write_json_lines(tmp_path, expected))
     place = "messages.tool_calls.function.arguments.at.when"
@@ -388,7 +393,7 @@ ONE_OBJECT = {"version": 1, "conversations": talk()}
     ("ending", "remedy"), [("json", "write a list of objects, or"), ("jsonl", "write each object")]
 )
 def test_an_object_over_several_lines_is_refused_as_a_whole(tmp_path: Path, objects, ending, remedy):
-    path = write_lines(tmp_path / f"rows.{ending}", *(json.dumps(one, indent=2) for one in objects))
+    path = write_lines(tmp_path / f"rows.{ending}", *(json.dumps(record, indent=2) for record in objects))
     words = f"an object with the keys 'version', 'conversations', written over several lines; {remedy}"
     with pytest.raises(RecipeError, match=f"^{path}: {words}"):
         read_rows(Source(path=path), "drop", SFT)

@@ -63,7 +63,7 @@ def test_every_kind_with_chats_reads_system_history_tools_and_what_is_for_the_te
     rows = read(tmp_path, raw | more | {"chat_template_kwargs": {"mark": "XX"}}, objective=objective)
     row = rows.rows[0]
     chats = kinds()[rows.kind].chats(row)
-    assert all(one[:4] == [SYSTEM, *HISTORY, USER] for one, _ in chats)
+    assert all(messages[:4] == [SYSTEM, *HISTORY, USER] for messages, _ in chats)
     assert row["tools"] == [TOOL] and row["chat_template_kwargs"] == {"mark": "XX"}
     assert not rows.unread and kinds()[rows.kind].check(row) == row
     # Earlier turns carry loss as others do, but not in front of an answer that is judged or compared.
@@ -148,10 +148,10 @@ NOT_READ = {
 
 @pytest.mark.parametrize(("raw", "objective", "message"), NOT_READ.values(), ids=NOT_READ.keys())
 def test_a_column_with_a_meaning_that_is_not_read_is_a_bad_row_with_the_way_out(tmp_path, raw, objective, message):
-    found = refusal(tmp_path, raw, objective=objective)
-    assert found.startswith(f"1: {message}")
+    mistake = refusal(tmp_path, raw, objective=objective)
+    assert mistake.startswith(f"1: {message}")
     column = message.split("`")[1]
-    assert found.endswith(f"data.ignore: [{column}]")
+    assert mistake.endswith(f"data.ignore: [{column}]")
     rows = read(tmp_path, raw, objective=objective, ignore=[column])
     assert rows.unread == f"passed over by data.ignore: {column}"
     without = {key: value for key, value in raw.items() if key != column}
@@ -223,8 +223,8 @@ def test_a_key_of_columns_that_the_kind_has_not_is_an_error(tmp_path):
     raw = {"ask": "q", "say": "y", "sys": "S"}
     columns = {"prompt": "ask", "completion": "say"}
     assert read(tmp_path, raw, columns=columns).unread == "not read: sys"
-    found = refusal(tmp_path, raw, columns=columns | {"system": "sys"})
-    assert found.startswith("1: columns has system: sys, but a row with `prompt` and `completion` has no `system`")
+    mistake = refusal(tmp_path, raw, columns=columns | {"system": "sys"})
+    assert mistake.startswith("1: columns has system: sys, but a row with `prompt` and `completion` has no `system`")
     assert "no `role`" in refusal(tmp_path, raw, columns=columns | {"role": "ask"})
     raw = {"talk": [USER, said()], "sys": "S"}
     rows = read(tmp_path, raw, columns={"messages": "talk", "system": "sys"})
@@ -239,10 +239,10 @@ def test_a_column_that_no_row_has_is_an_error_and_a_note_where_others_may_have_i
     ):
         with pytest.raises(RecipeError, match=words):
             read(tmp_path, CHAT, **source)
-        one, other = (write_lines(tmp_path / f"{name}.jsonl", json.dumps(CHAT)) for name in "ab")
+        first, other = (write_lines(tmp_path / f"{name}.jsonl", json.dumps(CHAT)) for name in "ab")
         with pytest.raises(RecipeError, match=words):
-            read_data(DataSection(train=one, **source), Objective.of(name="sft"))
-        shared = read_data(DataSection(train=[one, other], **source), Objective.of(name="sft"))
+            read_data(DataSection(train=first, **source), Objective.of(name="sft"))
+        shared = read_data(DataSection(train=[first, other], **source), Objective.of(name="sft"))
         assert [rows.unread for rows in shared.train] == [words] * 2
 
 
@@ -592,8 +592,8 @@ def test_a_result_may_follow_a_call_that_is_text(tmp_path):
 
 def test_a_system_message_may_be_parts(tmp_path):
     system = [{"type": "text", "text": "S"}]
-    found = read(tmp_path, CHAT | {"system": system})
-    assert found.rows == [{"messages": [SYSTEM, USER, said()]}] and not found.unread
+    rows = read(tmp_path, CHAT | {"system": system})
+    assert rows.rows == [{"messages": [SYSTEM, USER, said()]}] and not rows.unread
 
 
 def test_renamed_keys_of_messages_win_over_those_that_have_the_name(tmp_path):
@@ -628,8 +628,8 @@ def test_messages_that_are_texts_of_json_are_messages_and_those_of_python_are_re
     assert read(tmp_path, as_text(json.dumps), objective=objective).fingerprint == expected.fingerprint
     parquet = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([as_text(json.dumps)]), parquet)
-    found = reading.read_rows(Source(path=str(parquet)), "error", Objective.of(name=objective))
-    assert found.fingerprint == expected.fingerprint
+    rows = reading.read_rows(Source(path=str(parquet)), "error", Objective.of(name=objective))
+    assert rows.fingerprint == expected.fingerprint
     assert "messages as Python prints them: `" in refusal(tmp_path, as_text(str), objective=objective)
 
 
@@ -740,8 +740,8 @@ def test_tools_may_be_one_object_and_functions_may_be_tools(tmp_path):
 
 
 def test_a_second_system_column_is_refused_as_such(tmp_path):
-    found = refusal(tmp_path, CHAT | {"system": "S", "system_prompt": "T"})
-    assert found.startswith("1: `system_prompt` is not read: it is a string; the row has `system` too.")
+    mistake = refusal(tmp_path, CHAT | {"system": "S", "system_prompt": "T"})
+    assert mistake.startswith("1: `system_prompt` is not read: it is a string; the row has `system` too.")
 
 
 def test_a_message_with_two_contents_is_refused(tmp_path):
@@ -756,8 +756,8 @@ def test_a_message_with_two_contents_is_refused(tmp_path):
 def test_a_row_whose_label_is_null_is_a_bad_row_among_others(tmp_path):
     rows = [JUDGED, JUDGED | {"label": None}, JUDGED]
     path = write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))
-    found = reading.read_rows(Source(path=path), "drop", Objective.of(name="kto_zero"))
-    assert len(found.rows) == 2 and found.num_dropped == {"another kind of row": 1}
+    rows_read = reading.read_rows(Source(path=path), "drop", Objective.of(name="kto_zero"))
+    assert len(rows_read.rows) == 2 and rows_read.num_dropped == {"another kind of row": 1}
 
 
 def test_a_text_does_not_answer_a_conversation_that_ends_with_an_answer(tmp_path):

@@ -50,8 +50,10 @@ def test_rows_are_read_once_and_known_afterwards(tmp_path, reads):
     assert facts(first) == facts(second) == facts(read_data(data, SFT))
     assert first.fingerprint == second.fingerprint
     # Asked for, they are read, once for all sets.
-    for one, other in zip(first.train + first.eval["holdout"], second.train + second.eval["holdout"], strict=True):
-        assert list(other.rows) == list(one.rows) and other.where(3) == one.where(3)
+    for first_set, other in zip(
+        first.train + first.eval["holdout"], second.train + second.eval["holdout"], strict=True
+    ):
+        assert list(other.rows) == list(first_set.rows) and other.where(3) == first_set.where(3)
     assert reads == [1, 1]
 
 
@@ -100,8 +102,8 @@ def test_other_classes_make_other_rows_of_the_same_file(tmp_path, reads):
     path, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
     path.write_text("".join(json.dumps({"text": label, "label": label}) + "\n" for label in ("good", "bad")))
     data = DataSection(train=[str(path)])
-    one, other = (Objective.of(name="classify", classes=names) for names in (["bad", "good"], ["good", "bad"]))
-    before, after = (known_rows(data, objective, cache=cache) for objective in (one, other))
+    first, other = (Objective.of(name="classify", classes=names) for names in (["bad", "good"], ["good", "bad"]))
+    before, after = (known_rows(data, objective, cache=cache) for objective in (first, other))
     assert len(reads) == 2 and facts(after) == facts(read_data(data, other)) != facts(before)
     known_rows(data, other, cache=cache)
     assert len(reads) == 2

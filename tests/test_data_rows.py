@@ -157,10 +157,10 @@ def test_parquet_and_jsonl_of_the_same_rows_have_the_same_fingerprint(tmp_path):
     values = [chat("a", "b"), chat("c", "d", "e", "f")]
     jsonl = write_lines(tmp_path / "rows.jsonl", *(json.dumps(row | {"id": f"x{i}"}) for i, row in enumerate(values)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "rows.parquet")
-    one, other = (read_rows(Source(path=path), "error") for path in (jsonl, str(tmp_path / "rows.parquet")))
-    assert one.rows == other.rows == values
-    assert one.fingerprint == other.fingerprint
-    assert one.fingerprint != read_rows(Source(path=jsonl, max_rows=1), "error").fingerprint
+    of_lines, other = (read_rows(Source(path=path), "error") for path in (jsonl, str(tmp_path / "rows.parquet")))
+    assert of_lines.rows == other.rows == values
+    assert of_lines.fingerprint == other.fingerprint
+    assert of_lines.fingerprint != read_rows(Source(path=jsonl, max_rows=1), "error").fingerprint
 
 
 def test_columns_of_other_kinds_that_are_null_do_not_make_a_row_ambiguous(tmp_path):
@@ -600,20 +600,20 @@ def test_all_bad_groups_are_named_together_with_line_and_reason(tmp_path, prompt
     with pytest.raises(RecipeError) as error:
         read_rows(Source(path=path), "error", "grpo")
     for line, (_, message) in enumerate(BAD_GROUPS.values(), start=2):
-        found = [one for one in error.value.mistakes if one.startswith(f"{path}:{line}: ")]
-        assert found and message in found[0], (found, message)
+        here = [mistake for mistake in error.value.mistakes if mistake.startswith(f"{path}:{line}: ")]
+        assert here and message in here[0], (here, message)
 
 
 def test_each_answer_of_a_group_is_a_sample_with_its_advantage_and_its_log_probabilities(tmp_path):
     rows = [GROUP | {"logprobs": [[-1.0] * 2, [-2.0] * 3]}, GROUP | {"completions": ["no", "no"], "rewards": [2, 2]}]
     rows[1]["logprobs"] = [[-3.0] * 3, [-4.0] * 3]
-    found = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))), "error", "grpo")
-    tokens, _ = run_tokenize(found, make_tokenizer(), max_length=60, name="grpo")
-    assert (found.kind, len(tokens), tokens.num_targets.tolist()) == ("chat_group", 4, [2, 3, 3, 3])
+    rows_read = read_rows(Source(path=write_lines(tmp_path / "rows.jsonl", *map(json.dumps, rows))), "error", "grpo")
+    tokens, _ = run_tokenize(rows_read, make_tokenizer(), max_length=60, name="grpo")
+    assert (rows_read.kind, len(tokens), tokens.num_targets.tolist()) == ("chat_group", 4, [2, 3, 3, 3])
     assert tokens.old_logps.tolist() == [-1.0] * 2 + [-2.0] * 3 + [-3.0] * 3 + [-4.0] * 3
     assert tokens.values.tolist() == pytest.approx([0.25 / (0.125**0.5 + 1e-4), -0.25 / (0.125**0.5 + 1e-4), 0, 0])
-    assert [one.num_rows for one in tokens.remarks if "one reward" in one.words] == [1]
-    short, _ = run_tokenize(found, make_tokenizer(), max_length=int(tokens.lengths.max()) - 2, name="grpo")
+    assert [remark.num_rows for remark in tokens.remarks if "one reward" in remark.words] == [1]
+    short, _ = run_tokenize(rows_read, make_tokenizer(), max_length=int(tokens.lengths.max()) - 2, name="grpo")
     assert short.num_targets.tolist() == [2, 2, 2, 2] and len(short.old_logps) == 8
 
 
@@ -623,8 +623,8 @@ SAMPLED = {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [7, 8, 9]], "rewards
 def test_tokens_that_were_sampled_are_trained_as_they_are(tmp_path):
     """The second answer was cut off: no end token follows it, as one does where texts are tokenized."""
     path = write_lines(tmp_path / "rows.jsonl", json.dumps(SAMPLED | {"logprobs": [[-1.0, -2.0], [-3.0] * 3]}))
-    found = read_rows(Source(path=path), "error", "grpo")
-    tokens, _ = run_tokenize(found, make_tokenizer(), max_length=60, name="grpo")
+    rows_read = read_rows(Source(path=path), "error", "grpo")
+    tokens, _ = run_tokenize(rows_read, make_tokenizer(), max_length=60, name="grpo")
     assert tokens.ids.tolist() == [5, 6, 7, 2, 5, 6, 7, 8, 9]
     assert tokens.is_label.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
     assert tokens.old_logps.tolist() == [-1.0, -2.0, -3.0, -3.0, -3.0]
@@ -661,7 +661,7 @@ def test_log_probabilities_that_are_not_those_of_the_tokens_are_bad_rows(tmp_pat
     rows = read_rows(Source(path=path), "error", "grpo")
     with pytest.raises(RecipeError) as error:
         run_tokenize(rows, make_tokenizer(), max_length=60, name="grpo")
-    assert [one for one in error.value.mistakes if reason in one] == [error.value.mistakes[0]]
+    assert [mistake for mistake in error.value.mistakes if reason in mistake] == [error.value.mistakes[0]]
     assert "rows.jsonl:2: " in error.value.mistakes[0] or "row 2" in error.value.mistakes[0], error.value.mistakes
 
 

@@ -53,10 +53,10 @@ def decoded(tokens, tokenizer):
 
 
 def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_path, tokenizer):
-    one = text_file(tmp_path / "one.jsonl", "a", "b")
+    first = text_file(tmp_path / "one.jsonl", "a", "b")
     two = write_lines(tmp_path / "two.jsonl", json.dumps(chat("q", "y")), json.dumps({"id": 1}))
     data = DataSection(
-        train=[{"path": one, "weight": 2.0}, two], eval={"x": one, "y": two}, on_bad_row="drop", max_length=21
+        train=[{"path": first, "weight": 2.0}, two], eval={"x": first, "y": two}, on_bad_row="drop", max_length=21
     )
     sets = prepare(data, tokenizer, tmp_path / "cache")
     texts = decoded(sets.train, tokenizer)
@@ -69,7 +69,7 @@ def test_sources_of_several_kinds_stand_in_order_and_evaluation_sets_apart(tmp_p
         "data.train: dropped 1 row: missing keys",
         f"data.train: 1 of 3 rows (33.3%) {long}",
         # Twice the end of "a" and of "b", which nothing but a first token precedes; once the "y", cut before its end.
-        f"data.train: an epoch has 5 samples: {one} 4 samples (80% of them, 80% of the trained tokens), "
+        f"data.train: an epoch has 5 samples: {first} 4 samples (80% of them, 80% of the trained tokens), "
         f"{two} 1 samples (20% of them, 20% of the trained tokens)",
         "data.eval.y: dropped 1 row: missing keys",
         f"data.eval.y: 1 of 1 rows (100.0%) {long}",
@@ -106,10 +106,10 @@ def test_one_source_has_the_texts_and_the_place_it_always_had(tmp_path):
 
 
 def test_a_number_of_rows_of_each_source_is_used_in_an_epoch_and_others_in_the_next(tmp_path, tokenizer):
-    one, two = (text_file(tmp_path / f"{name}.jsonl", *words(5, start)) for name, start in (("one", 0), ("two", 5)))
-    data = DataSection(train=[{"path": one, "rows_per_epoch": 2}, {"path": two, "rows_per_epoch": 7}], max_length=8)
+    first, two = (text_file(tmp_path / f"{name}.jsonl", *words(5, start)) for name, start in (("one", 0), ("two", 5)))
+    data = DataSection(train=[{"path": first, "rows_per_epoch": 2}, {"path": two, "rows_per_epoch": 7}], max_length=8)
     sets = prepare(data, tokenizer, tmp_path / "cache")
-    assert f"{one} 2 samples (22% of them, 22% of the trained tokens), {two} 7 samples (78%" in sets.notes[-1]
+    assert f"{first} 2 samples (22% of them, 22% of the trained tokens), {two} 7 samples (78%" in sets.notes[-1]
     order = [text for (text,) in shown(stream_steps(sets.train, 45, size=1), tokenizer)]
     used = [Counter(order[i : i + 9]) for i in range(0, 45, 9)]
     for epoch in used:
@@ -141,15 +141,15 @@ def held_out(*files, share=0.3):
 
 def test_equal_rows_fall_on_one_side_whatever_the_order_and_the_sources(tmp_path):
     texts = words(200) * 2
-    one = text_file(tmp_path / "one.jsonl", *texts)
-    out, kept = held_out(one)
+    file = text_file(tmp_path / "one.jsonl", *texts)
+    out, kept = held_out(file)
     assert not out & kept and out | kept == set(texts)
     assert 40 < len(out) < 80  # 60 expected; 6.5 is one standard deviation
     backwards = text_file(tmp_path / "backwards.jsonl", *texts[::-1])
     halves = [text_file(tmp_path / f"{i}.jsonl", *texts[i::2]) for i in (0, 1)]
     assert held_out(backwards) == held_out(*halves) == (out, kept)
     # A larger share only adds, and a row does not care for its neighbours.
-    assert out < held_out(one, share=0.5)[0]
+    assert out < held_out(file, share=0.5)[0]
     assert held_out(text_file(tmp_path / "half.jsonl", *words(100)))[0] == out & set(words(100))
 
 
@@ -274,12 +274,12 @@ def test_resumed_stream_goes_on_at_the_next_sample(tmp_path, tokenizer, consumed
 
 def test_stream_shows_the_same_on_any_number_of_ranks(tmp_path, tokenizer):
     path = text_file(tmp_path / "a.jsonl", *(word * (1 + i % 3) for i, word in enumerate(words(10))))
-    one = stream_steps(stream_of([path], tokenizer), 6)
+    steps = stream_steps(stream_of([path], tokenizer), 6)
     for num_ranks in (2, 3):
         ranks = [
             stream_steps(stream_of([path], tokenizer), 6, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)
         ]
-        for step, shares in zip(one, zip(*ranks, strict=True), strict=True):
+        for step, shares in zip(steps, zip(*ranks, strict=True), strict=True):
             together = sorted(text for share in shares for text in shown([share], tokenizer)[0])
             assert [together] == shown([step], tokenizer)
             assert {(share.num_targets, share.num_tokens, share.num_samples, share.epoch) for share in shares} == {
@@ -301,13 +301,13 @@ def test_a_stream_whose_source_grew_is_other_data(tmp_path, tokenizer, place):
     """A count of samples would resume it elsewhere, once its first pass is over."""
     (tmp_path / "rows").mkdir()
     first = Path(text_file(tmp_path / "rows/a.jsonl", *words(10)))
-    found = []
+    digests = []
     for num_words in (10, 10, 11):
         grown = first if place else first.with_name("b.jsonl")
         text_file(first, *words(10))
         text_file(grown, *words(num_words if place else num_words - 9))
-        found.append(stream_of([str(tmp_path / "rows" / place)], tokenizer).fingerprint(tmp_path / "cache"))
-    assert found[0] == found[1] != found[2]
+        digests.append(stream_of([str(tmp_path / "rows" / place)], tokenizer).fingerprint(tmp_path / "cache"))
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_stream_holds_two_blocks_at_most(tmp_path, tokenizer, monkeypatch):

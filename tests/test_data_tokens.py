@@ -319,10 +319,10 @@ def test_prefix_rendering_agrees_with_the_markers_of_a_shipped_template(path):
     plain = without_markers(template)
     assert plain.count("generation ") < template.count("generation ")
     rows = rows_of("messages", ODD_CHATS)
-    tokenizers = [make_tokenizer(one, bos="<s>", merges=MERGES, specials=specials) for one in (template, plain)]
-    one, other = (run_tokenize(rows, tokenizer)[0] for tokenizer in tokenizers)
-    assert_same_tokens(one, other)
-    assert 0 < one.num_targets.sum() < run_tokenize(rows, tokenizers[0], train_on="all")[0].num_targets.sum()
+    tokenizers = [make_tokenizer(text, bos="<s>", merges=MERGES, specials=specials) for text in (template, plain)]
+    marked, other = (run_tokenize(rows, tokenizer)[0] for tokenizer in tokenizers)
+    assert_same_tokens(marked, other)
+    assert 0 < marked.num_targets.sum() < run_tokenize(rows, tokenizers[0], train_on="all")[0].num_targets.sum()
 
 
 @pytest.mark.parametrize("trims", [False, True])
@@ -575,11 +575,11 @@ def test_split_text_by_hand(tokenizer):
 def test_tokens_do_not_depend_on_the_number_of_processes(tokenizer, monkeypatch):
     monkeypatch.setattr(tokens_module, "ROWS_PER_TASK", 2)
     rows = rows_of("messages", [*ODD_CHATS, chat("x" * 100, "ho")])
-    one, other = (
+    marked, other = (
         run_tokenize(rows, tokenizer, num_processes=count, max_length=60, on_bad_row="drop") for count in (1, 2)
     )
-    assert_same_tokens(one[0], other[0])
-    assert one[1] == other[1] == {"no trained token after truncation": 1}
+    assert_same_tokens(marked[0], other[0])
+    assert marked[1] == other[1] == {"no trained token after truncation": 1}
 
 
 def test_mistake_found_by_a_worker_names_the_row(monkeypatch):
@@ -595,9 +595,9 @@ def run_cached(cache, rows, tokenizer, objective=None, **changes):
     return cached_tokens([rows], tokenizer, data, objective or Objective.of(), cache=cache, place="data.train")
 
 
-def assert_same_tokens(one, other):
+def assert_same_tokens(own, other):
     for name in ("ids", "is_label", "offsets"):
-        a, b = getattr(one, name), getattr(other, name)
+        a, b = getattr(own, name), getattr(other, name)
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 

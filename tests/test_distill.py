@@ -86,7 +86,7 @@ def test_the_head_gives_log_probabilities_and_gradients_of_all_logits(top_k, tra
     scale = of_targets.outer(weights)
     if top_k == VOCAB:
         scale[:, 1] = 0  # nothing is left over
-    wide = [one.detach().double().requires_grad_() for one in (hidden, head.weight, head.bias)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, head.weight, head.bias)]
     logits = F.linear(*wide)
     logits = logits if transform is None else 1.5 * torch.tanh(3.0 * logits / 1.5)
     tempered = F.log_softmax(logits / 2, 1)
@@ -104,25 +104,25 @@ def test_the_head_gives_log_probabilities_and_gradients_of_all_logits(top_k, tra
         weighed = torch.where(torch.isfinite(columns), columns * weights.float(), 0.0).sum(1)
         return weighed, columns
 
-    losses, found = head(inputs, transform=transform, function=OfTargets(function, ("columns",), batch))
+    losses, logps = head(inputs, transform=transform, function=OfTargets(function, ("columns",), batch))
     (losses * of_targets).sum().backward()
-    assert not found.requires_grad
-    assert found.dtype == torch.float32 and bool((found[:, 1] == -math.inf).all()) == (top_k == VOCAB)
+    assert not logps.requires_grad
+    assert logps.dtype == torch.float32 and bool((logps[:, 1] == -math.inf).all()) == (top_k == VOCAB)
     columns = [i for i in range(2 + top_k) if i != 1 or top_k < VOCAB]
-    assert (found - expected)[:, columns].abs().max() < 1e-6
+    assert (logps - expected)[:, columns].abs().max() < 1e-6
     for ours, theirs in zip((inputs, head.weight, head.bias), wide, strict=True):
         assert (ours.grad - theirs.grad).abs().max() < 2e-6
     # What peft's layer on a head makes of it.
     plain = terms(logits_of(head(hidden), transform), batch, 2.0)
-    assert torch.allclose(plain, found, atol=1e-6)
+    assert torch.allclose(plain, logps, atol=1e-6)
 
 
 def test_what_is_left_over_has_its_digits_where_the_candidates_have_nearly_all():
     """1 less their sum would be 0 in float32, or rounding alone."""
     logits = torch.tensor([[30.0, 2.0, 1.0, 0.0]], requires_grad=True)
-    found = terms(logits_of(logits), {"targets": torch.tensor([0]), "teacher_tokens": torch.tensor([[0]])}, 1.0)
+    parts = terms(logits_of(logits), {"targets": torch.tensor([0]), "teacher_tokens": torch.tensor([[0]])}, 1.0)
     expected = logits.double().softmax(1)[0, 1:].sum().log().item()
-    assert found[0, 1].item() == pytest.approx(expected, rel=1e-6) and expected < -27
+    assert parts[0, 1].item() == pytest.approx(expected, rel=1e-6) and expected < -27
 
 
 def test_a_teacher_s_likeliest_tokens_are_those_of_its_softmax_over_common_tokens():
@@ -131,12 +131,12 @@ def test_a_teacher_s_likeliest_tokens_are_those_of_its_softmax_over_common_token
     log_probabilities = F.log_softmax(head(hidden)[:, : VOCAB - 2] / 1.5, 1)
     head.__class__ = loss.LossHead
     with torch.no_grad():
-        found, tokens = head(hidden, function=LikeliestTokens(Question("teacher", 3, 1.5), VOCAB - 2))
+        logps, tokens = head(hidden, function=LikeliestTokens(Question("teacher", 3, 1.5), VOCAB - 2))
     for row, expected in enumerate(log_probabilities.tolist()):
         order = sorted(range(VOCAB - 2), key=lambda i: -expected[i])
         assert tokens[row].tolist() == order[:3]
         rest = math.log(sum(math.exp(expected[i]) for i in order[3:]))
-        assert found[row].tolist() == pytest.approx([rest, *(expected[i] for i in order[:3])], abs=1e-5)
+        assert logps[row].tolist() == pytest.approx([rest, *(expected[i] for i in order[:3])], abs=1e-5)
 
 
 def asked(logits: torch.Tensor, top_k: int, temperature: float) -> dict[str, Any]:
@@ -163,10 +163,10 @@ def student(logits: torch.Tensor):
 
 def by_formula(student: list[float], teacher: list[float], top_k: int, temperature: float, beta: float) -> float:
     """The divergence of one token from its logits, in plain Python: eq. 1 of arXiv 2306.13649 over outcomes."""
-    spread = [[math.exp(one / temperature) for one in logits] for logits in (teacher, student)]
-    whole = [[one / sum(weights) for one in weights] for weights in spread]
+    spread = [[math.exp(logit / temperature) for logit in logits] for logits in (teacher, student)]
+    whole = [[weight / sum(weights) for weight in weights] for weights in spread]
     likeliest = sorted(range(len(teacher)), key=lambda i: -teacher[i])[:top_k]
-    p, q = ([one[i] for i in likeliest] + [1 - sum(one[i] for i in likeliest)] for one in whole)
+    p, q = ([shares[i] for i in likeliest] + [1 - sum(shares[i] for i in likeliest)] for shares in whole)
     if top_k == len(teacher):
         p, q = p[:-1], q[:-1]
 
@@ -195,8 +195,8 @@ def objective(**keys: Any) -> Objective:
 def test_the_loss_is_the_formula_over_the_likeliest_tokens_and_the_rest(pair, top_k: int, beta: float):
     ours, teacher = pair
     batch = asked(teacher, top_k, 1.7)
-    found = objective(loss_top_k=top_k, temperature=1.7, beta=beta, kd_ratio=0.6)
-    outcome = found.compute(student(ours), batch)
+    settings = objective(loss_top_k=top_k, temperature=1.7, beta=beta, kd_ratio=0.6)
+    outcome = settings.compute(student(ours), batch)
     rows = zip(ours.tolist(), teacher.tolist(), strict=True)
     divergence = sum(by_formula(*row, top_k, 1.7, beta) for row in rows)
     nll = F.cross_entropy(ours.detach().double(), batch["targets"], reduction="sum").item()
@@ -238,14 +238,14 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient_of_one(
 
 def test_parts_of_a_batch_add_up_to_its_loss(pair):
     ours, teacher = pair
-    batch, found = asked(teacher, 3, 1.0), objective(loss_top_k=3)
+    batch, settings = asked(teacher, 3, 1.0), objective(loss_top_k=3)
     names = ("targets", "target_positions", "teacher_tokens", "teacher_logps")
     parts = [{**batch, **{name: batch[name][part] for name in names}} for part in (slice(0, 2), slice(2, COUNT))]
     sums = [
-        found.compute(student(ours[part["target_positions"]]), part | {"target_positions": part["targets"]}).loss_sum
+        settings.compute(student(ours[part["target_positions"]]), part | {"target_positions": part["targets"]}).loss_sum
         for part in parts
     ]
-    assert sum(sums).item() == pytest.approx(found.compute(student(ours), batch).loss_sum.item(), rel=1e-5)
+    assert sum(sums).item() == pytest.approx(settings.compute(student(ours), batch).loss_sum.item(), rel=1e-5)
 
 
 # What is kept.
@@ -267,10 +267,10 @@ def test_answers_are_read_back_as_they_were_written_by_us_and_by_safetensors(tmp
 
     path = tmp_path / "teacher.safetensors"
     expected = written(path)
-    for found in (load_answers(path, 6, 2), [load_file(path)[name] for name in ("tokens", "logps")]):
-        assert found is not None and all(np.array_equal(*both) for both in zip(found, expected, strict=True))
+    for answers in (load_answers(path, 6, 2), [load_file(path)[name] for name in ("tokens", "logps")]):
+        assert answers is not None and all(np.array_equal(*both) for both in zip(answers, expected, strict=True))
     assert load_answers(path, 6, 3) is None and load_answers(path, 5, 2) is None
-    assert [one.name for one in tmp_path.iterdir()] == ["teacher.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]
 
 
 @pytest.mark.parametrize("place", [-1, -60, -100, 40])
@@ -344,8 +344,8 @@ REFUSED = {
 def test_a_teacher_that_does_not_fit_is_refused_by_its_files(shelf, tmp_path, capsys, teacher, top_k, words):
     recipe = recipe_of(shelf, tmp_path, teacher=str(shelf / teacher), loss_top_k=top_k)
     assert main(["check", recipe]) == 2
-    found = capsys.readouterr().err
-    assert "objective." in found and words in " ".join(found.split())
+    error = capsys.readouterr().err
+    assert "objective." in error and words in " ".join(error.split())
 
 
 def test_a_teacher_with_more_rows_is_served_and_a_stream_is_refused(shelf, tmp_path, capsys):
@@ -362,7 +362,9 @@ def test_a_teacher_is_asked_once_and_its_own_student_starts_at_no_divergence(she
     own = shutil.copytree(shelf / "student", tmp_path / "own")
     unseen = f'{{"of": "{uuid.uuid4()}, this test",'  # answers are kept from one pytest to the next
     (own / "config.json").write_text((own / "config.json").read_text().replace("{", unseen, 1))
-    settings = {name: json.dumps(one) for name, one in sections_of(shelf, teacher=str(own), kd_ratio=0.3).items()}
+    settings = {
+        name: json.dumps(section) for name, section in sections_of(shelf, teacher=str(own), kd_ratio=0.3).items()
+    }
     settings |= {"run.output_dir": str(tmp_path / "out"), "run.save_every_steps": "1", "run.max_steps": "2"}
 
     def run(**more: str) -> tuple[int, str, list[dict[str, Any]]]:
@@ -411,11 +413,11 @@ def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, mo
         """Notes of a run on asking about the same rows: one, if there was no answer."""
         question = objective(**{"loss_top_k": 5} | asks).asks
         assert question is not None
-        found: list[str] = []
+        told: list[str] = []
         teacher = find_teacher(question, str(own), tokenizer, None, 64)
         data = TokenSets(train=tokens, eval={}, notes=[])
-        with_answers(data, teacher, weights_digest(own), recipe, 0, engine, cache=tmp_path, notes=found)
-        return found
+        with_answers(data, teacher, weights_digest(own), recipe, 0, engine, cache=tmp_path, notes=told)
+        return told
 
     def scale(factor: float) -> None:
         weights = load_file(own / "model.safetensors")
@@ -424,7 +426,7 @@ def test_another_question_and_another_teacher_are_asked_anew(shelf, tmp_path, mo
 
     whole = engines("no")
     questions: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {"loss_top_k": 4}]
-    assert [len(notes(whole, **one)) for one in questions] == [1] * 3
+    assert [len(notes(whole, **question)) for question in questions] == [1] * 3
     assert [notes(whole, beta=1.0, kd_ratio=0.2), notes(whole, loss_top_k=4)] == [[], []]
     scale(2)
     assert len(notes(whole)) == 1 and notes(whole) == []
@@ -453,7 +455,9 @@ def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path)
     assert "each process holds the whole teacher" in takes and "take a smaller one" not in takes
     assert "million" not in takes  # 80 GB have no rate
     teacher = AutoModelForCausalLM.from_pretrained(shelf / "teacher")
-    matrices = sum(one.numel() for name, one in teacher.named_parameters() if one.ndim == 2 and "embed" not in name)
+    matrices = sum(
+        matrix.numel() for name, matrix in teacher.named_parameters() if matrix.ndim == 2 and "embed" not in name
+    )
     in_bf16 = recipe.model_copy(update={"mixed_precision": "bf16"})
     _, takes = _teacher_notes(in_bf16, parse_machines("8xA100-80GB"))
     fastest = 2 * matrices * 1e6 / (8 * 312e12)  # of a data sheet's dense rate 40 to 70% are reached

@@ -188,8 +188,8 @@ def attempt_make(arguments: list[str], folder: Path) -> list[list[str]]:
         assert any(f"{variable}=" in TARGETS[target] for target in targets), f"make {targets} ignores {variable}"
     lines = []
     for line in run(folder, "make", "-n", *arguments).splitlines():
-        if found := re.match(r"\.venv/bin/python -m cookbook (.*)", line):
-            lines += attempt_cookbook(shlex.split(found.group(1)), folder)
+        if match := re.match(r"\.venv/bin/python -m cookbook (.*)", line):
+            lines += attempt_cookbook(shlex.split(match.group(1)), folder)
     return lines
 
 
@@ -265,12 +265,12 @@ def label(path: Path) -> list[str]:
 
 def label_commands(path: Path) -> list[str]:
     """The commands of a label's `Run:`, which may go on over lines; a remark stands two spaces away."""
-    found, is_run = [], False
+    commands, is_run = [], False
     for line in label(path):
         is_run = line.startswith("Run:") or (is_run and not re.match(r"[A-Z][a-z]+:", line))
         if is_run:
-            found.append(re.split(r"  +", line.removeprefix("Run:").strip())[0])
-    return found
+            commands.append(re.split(r"  +", line.removeprefix("Run:").strip())[0])
+    return commands
 
 
 @cache
@@ -299,8 +299,8 @@ def trials(shared_folder: Path) -> Callable[[str], list[Trial]]:
         with FileLock(f"{folder}.lock"):
             if not outcomes.exists():
                 workplace(folder)
-                found = [asdict(try_command(line, folder)) for there, line in all_commands() if there == place]
-                outcomes.write_text(json.dumps(found, default=str))
+                tried = [asdict(try_command(line, folder)) for there, line in all_commands() if there == place]
+                outcomes.write_text(json.dumps(tried, default=str))
         return [Trial(**trial | {"folder": folder}) for trial in json.loads(outcomes.read_text())]
 
     return try_all
@@ -494,12 +494,12 @@ def test_the_quickstart_of_the_readme_is_the_run_that_its_label_records():
 def test_the_readme_has_the_errors_of_memory_that_were_measured():
     rows = json.loads((ROOT / "benchmarks/forecast_accuracy/results/simulated.json").read_text())["rows"]
     errors = [abs(row["peak_bytes"] / row["forecast_bytes"] - 1) for row in rows if "peak_bytes" in row]
-    found = re.search(
+    match = re.search(
         r"(\d+) runs of (\d+) strategies peak within ([\d.]+)% of", " ".join(text_of("README.md").split())
     )
-    assert found is not None
-    assert (int(found[1]), int(found[2])) == (len(errors), len({row["strategy"] for row in rows}))
-    assert 0 <= float(found[3]) / 100 - max(errors) < 0.001
+    assert match is not None
+    assert (int(match[1]), int(match[2])) == (len(errors), len({row["strategy"] for row in rows}))
+    assert 0 <= float(match[3]) / 100 - max(errors) < 0.001
 
 
 def test_the_readme_is_short():
@@ -519,9 +519,9 @@ def test_the_page_of_strategies_offers_every_one():
 
 def section(page: str, heading: str) -> str:
     """Text under a heading, up to the next one of any depth."""
-    _, _, found = text_of(page).partition(f"\n{heading}\n")
-    assert found, f"{page} has no {heading}"
-    return re.split(r"(?m)^#+ (?=\w)", found)[0]
+    _, _, text = text_of(page).partition(f"\n{heading}\n")
+    assert text, f"{page} has no {heading}"
+    return re.split(r"(?m)^#+ (?=\w)", text)[0]
 
 
 def table(page: str, heading: str) -> list[list[str]]:
@@ -558,15 +558,19 @@ def test_the_longest_samples_are_those_of_plan():
     recipe, options = plan_options("docs/long_context.md")
     room = {key: float(options[f"--{key.replace('_', '-')}"]) for key in ("host_gib", "nvme_gib")}
     report = forecast_all(recipe, load_known(), parse_machines(options["--gpus"], **room), "recipe")
-    found = {one.strategy.name: one.longest or 0 for one in report.forecasts if one.verdict != "cannot run"}
+    longest = {
+        forecast.strategy.name: forecast.longest or 0
+        for forecast in report.forecasts
+        if forecast.verdict != "cannot run"
+    }
     shown = [
         (name, int(cell.replace(",", "")) if cell[0].isdigit() else 0)
         for names, cell in table("docs/long_context.md", "## The longest sample")
         for name in names_in(names)
     ]
-    assert dict(shown) == found
+    assert dict(shown) == longest
     lengths = [length for _, length in shown]
-    assert len(lengths) == len(found) >= 25 and lengths == sorted(lengths, reverse=True)
+    assert len(lengths) == len(longest) >= 25 and lengths == sorted(lengths, reverse=True)
 
 
 LINKS = "## Links, and what a strategy sends over them"
@@ -575,7 +579,7 @@ HOST = "### Inside a machine, and to its host"
 
 @cache
 def known() -> dict[str, Strategy]:
-    return {one.name: one for one in load_known()}
+    return {strategy.name: strategy for strategy in load_known()}
 
 
 def sizes_for(recipe: Recipe) -> ModelSizes:
@@ -615,7 +619,7 @@ def sent(
 
 
 def gb_to_others(messages: list[Transfer]) -> float:
-    return sum(one.over_links(8)[1] for one in messages) / 1e9
+    return sum(message.over_links(8)[1] for message in messages) / 1e9
 
 
 NUMBER = 3
@@ -625,11 +629,11 @@ KINDS = {"gather": "all-gather", "reduction": "reduce-scatter", "all-reduce": "a
 
 def times_in(cell: str) -> dict[str, int]:
     """`2 A - 1 gathers, one all-reduce` -> how often each kind comes in `NUMBER` micro-batches."""
-    found = dict.fromkeys(KINDS.values(), 0)
+    calls = dict.fromkeys(KINDS.values(), 0)
     for factor, is_each, less, kind in re.findall(r"(\d |one )?(A )?(- \d )?\b(gather|reduction|all-reduce)s?\b", cell):
         times = (1 if factor in ("", "one ") else int(factor)) * (NUMBER if is_each else 1)
-        found[KINDS[kind]] += times - int(less[2:] or 0)
-    return found
+        calls[KINDS[kind]] += times - int(less[2:] or 0)
+    return calls
 
 
 @pytest.mark.usefixtures("in_the_repository")
@@ -640,12 +644,12 @@ def test_the_table_of_links_has_what_each_strategy_sends_over_which():
     dense = [(name, row) for row in rows for name in names_in(row[0]) if name != "fsdp2_ep"]
     for name, (_, between, inside, gigabytes, _) in dense:
         messages, _ = sent(name, sizes, recipe, NUMBER)
-        of_states = [one for one in messages if one.what.startswith(("weights", "gradients"))]
+        of_states = [message for message in messages if message.what.startswith(("weights", "gradients"))]
         for cell, leaves in ((between, True), (inside, False)):
-            here = [one for one in of_states if (one.over_links(8)[1] > 0) == leaves]
-            times = {kind: sum(one.times for one in here if one.kind == kind) for kind in KINDS.values()}
+            here = [message for message in of_states if (message.over_links(8)[1] > 0) == leaves]
+            times = {kind: sum(message.times for message in here if message.kind == kind) for kind in KINDS.values()}
             assert times_in(cell) == times, (name, cell)
-        others = {one.what: one.over_links(8)[1] > 0 for one in messages if one not in of_states}
+        others = {message.what: message.over_links(8)[1] > 0 for message in messages if message not in of_states}
         assert all(leaves == (what == "hidden states") for what, leaves in others.items()), name
         assert ("activations" in inside, name.startswith("pp")) == ("activations" in others, "hidden states" in others)
         assert float(gigabytes) == two_digits(gb_to_others(sent(name, sizes, recipe)[0])), name
@@ -664,17 +668,21 @@ def test_the_network_is_the_limit_at_the_rates_of_the_page():
     assert said is not None
     rates = list(map(int, said.groups()[:4]))
     first = {
-        one: 0 if rate == "none" else int(rate)
+        name: 0 if rate == "none" else int(rate)
         for rate, names in re.findall(r"(?:from|at) (\d+|none)((?: \w+)*? `.+?)(?=, from|, at|, and at|$)", said[5])
-        for one in names_in(names)
+        for name in names_in(names)
     }
     assert len(first) >= 6
-    strategies = [known()[one] for one in first]
+    strategies = [known()[name] for name in first]
     for rate in rates:
         machines = parse_machines(options["--gpus"], fabric_gbits=float(rate))
         report = forecast_all(recipe, strategies, machines, "recipe", limits=False)
-        limits = {one.strategy.name: one.time.bottleneck == "network" for one in report.forecasts if one.time}
-        assert limits == {one: rate <= most for one, most in first.items()}, rate
+        limits = {
+            forecast.strategy.name: forecast.time.bottleneck == "network"
+            for forecast in report.forecasts
+            if forecast.time
+        }
+        assert limits == {name: rate <= most for name, most in first.items()}, rate
 
 
 @pytest.mark.usefixtures("in_the_repository")
@@ -689,7 +697,7 @@ def test_what_expert_parallel_sends_is_that_of_the_ledger():
     for strategy, number in (("fsdp2_ep", written[3]), ("fsdp2", written[4])):
         messages, _ = sent(strategy, sizes, recipe)
         assert float(number) == float(f"{gb_to_others(messages):.2g}"), strategy
-        assert all(one.kind != "all-to-all" or one.over_links(8)[1] == 0 for one in messages)
+        assert all(message.kind != "all-to-all" or message.over_links(8)[1] == 0 for message in messages)
 
 
 @pytest.mark.usefixtures("in_the_repository")
@@ -701,16 +709,18 @@ def test_the_table_of_offloading_has_what_the_ledger_copies():
     values = {"A": NUMBER, "P": sizes.num_trained, "H": sizes.head, "D": 16}
     for names, down, up, cell in rows:
         for name in names_in(names):
-            formulas = [re.sub(r"(?<=[\d)]) (?=[A-Z(])|(?<=[A-Z]) (?=[A-Z])", "*", one) for one in (down, up)]
-            assert [eval(one, {}, values) for one in formulas] == pytest.approx(sent(name, sizes, recipe, NUMBER)[1])
-            numbers = [two_digits(one / 1e9) for one in sent(name, sizes, recipe)[1]]
+            formulas = [re.sub(r"(?<=[\d)]) (?=[A-Z(])|(?<=[A-Z]) (?=[A-Z])", "*", formula) for formula in (down, up)]
+            assert [eval(formula, {}, values) for formula in formulas] == pytest.approx(
+                sent(name, sizes, recipe, NUMBER)[1]
+            )
+            numbers = [two_digits(amount / 1e9) for amount in sent(name, sizes, recipe)[1]]
             assert list(map(float, cell.split(" and "))) == numbers, name
 
 
 def branches() -> dict[str, list[str]]:
     """The leaves under each line of the tree that has no other line above it, and of several machines each branch."""
     (drawing,) = fences(section("docs/strategies.md", "## The tree"), "text")
-    found: dict[str, list[str]] = {}
+    branches_of: dict[str, list[str]] = {}
     root = where = ""
     for line in drawing.splitlines():
         words, _, leaves = line.partition(" ..")
@@ -718,12 +728,12 @@ def branches() -> dict[str, list[str]]:
             root = where = words
         elif re.match(r"[├└]", words) and root.startswith("several machines"):
             where = words.lstrip("├└─ ")
-        found.setdefault(where, []).extend(re.findall(r"\w+", leaves))
-    return {where: leaves for where, leaves in found.items() if leaves}
+        branches_of.setdefault(where, []).extend(re.findall(r"\w+", leaves))
+    return {where: leaves for where, leaves in branches_of.items() if leaves}
 
 
 def test_each_leaf_of_the_tree_is_a_strategy_and_each_strategy_a_leaf_or_named_beside_it():
-    leaves = {leaf for found in branches().values() for leaf in found}
+    leaves = {leaf for names in branches().values() for leaf in names}
     beside = re.findall(r"(?m)^Not a leaf is `(\w+)`: \w+", section("docs/strategies.md", "## The tree"))
     assert leaves.isdisjoint(beside)
     assert sorted([*leaves, *beside]) == STRATEGIES
@@ -731,12 +741,12 @@ def test_each_leaf_of_the_tree_is_a_strategy_and_each_strategy_a_leaf_or_named_b
 
 def test_the_branches_of_several_machines_are_what_goes_between_them():
     """By the table of links, which has what the ledger counts."""
-    found = branches()
+    tree = branches()
     between = {name: times_in(row[1]) for row in table("docs/several_machines.md", LINKS) for name in names_in(row[0])}
-    at = [where for where in found if re.match(r"one sum|sums in each|gathers of|no more than hidden", where)]
+    at = [where for where in tree if re.match(r"one sum|sums in each|gathers of|no more than hidden", where)]
     assert len(at) == 4
     for where, gathers, sums in zip(at, ({0, 1}, {0, 1}, {2 * NUMBER}, {0}), (1, NUMBER, NUMBER, 0), strict=True):
-        for name in found[where]:
+        for name in tree[where]:
             times = between[name]
             assert times["all-gather"] in gathers, (where, name)
             assert times["reduce-scatter"] + times["all-reduce"] == sums, (where, name)
@@ -744,7 +754,7 @@ def test_the_branches_of_several_machines_are_what_goes_between_them():
 
 def test_the_readme_starts_with_leaves_of_the_tree():
     named = [name for row in table("README.md", "## Which strategy") for name in names_in(row[0])]
-    leaves = {leaf for found in branches().values() for leaf in found}
+    leaves = {leaf for names in branches().values() for leaf in names}
     assert len(named) >= 7 and set(named) <= leaves
 
 
@@ -823,10 +833,10 @@ def test_every_strategy_has_its_own_section():
 def test_every_setting_of_a_strategy_file_is_explained_with_its_value():
     text = text_of("docs/strategies.md")
     files = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
-    found = [pair for path in files for pair in settings(yaml.safe_load(path.read_text()))]
-    assert len({key for key, _ in found}) >= 35
+    pairs = [pair for path in files for pair in settings(yaml.safe_load(path.read_text()))]
+    assert len({key for key, _ in pairs}) >= 35
     # stage, device and enabled are what a file is named for.
-    keys = {key for key, _ in found} - {"stage", "zero_optimization", "device", "enabled"}
+    keys = {key for key, _ in pairs} - {"stage", "zero_optimization", "device", "enabled"}
     assert sorted(key for key in keys if f"`{key}`" not in text) == []
     rows = re.findall(r"(?m)^\| ((?:`\w+`(?:, )?)+) \| (\d[^|`]*) \|", text)
     numbers = {
@@ -835,7 +845,7 @@ def test_every_setting_of_a_strategy_file_is_explained_with_its_value():
         for key in keys[1:-1].split("`, `")
     }
     assert len(keys & set(numbers)) >= 10
-    for key, value in found:
+    for key, value in pairs:
         if key in numbers:
             assert value in numbers[key], f"{key} is {value}"
 
@@ -861,20 +871,20 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 def recipe_keys(model: type[Section] = Recipe, path: str = "") -> list[tuple[str, Any]]:
     """(key, default) of every key; ... for one that must be written. `data.eval` has the keys of `data.train`."""
-    found = []
+    keys = []
     for name, info in model.model_fields.items():
         inner, key = section_in(info.annotation), f"{path}{name}"
         if inner is None or path == "data." or info.default is None:
             default = "derived" if info.default_factory else info.default
-            found.append((key, ... if info.is_required() else default))
+            keys.append((key, ... if info.is_required() else default))
         if inner is not None and key != "data.eval":
             if issubclass(inner, NamedSection):
-                found.append((f"{key}.name", inner.default))
+                keys.append((f"{key}.name", inner.default))
                 of_kinds = [pair for kind in inner.kinds() for pair in recipe_keys(kind, f"{key}.")]
-                found += [pair for pair in of_kinds if pair[0] != f"{key}.name"]
+                keys += [pair for pair in of_kinds if pair[0] != f"{key}.name"]
             else:
-                found += recipe_keys(inner, f"{key}.")
-    return found
+                keys += recipe_keys(inner, f"{key}.")
+    return keys
 
 
 def test_every_key_of_a_recipe_is_explained_with_its_default():
@@ -928,13 +938,13 @@ def test_a_key_that_only_some_kinds_have_is_explained_for_each():
 
 
 def test_every_piece_of_a_recipe_in_the_pages_is_a_good_one():
-    found = 0
+    count = 0
     for page in PAGES:
         for block in fences(text_of(page), "yaml"):
             for name, values in yaml.safe_load(block).items():
                 TypeAdapter(Recipe.model_fields[name].annotation).validate_python(values)
-                found += 1
-    assert found >= 6
+                count += 1
+    assert count >= 6
 
 
 def test_a_whole_recipe_in_the_readme_lacks_nothing():
@@ -944,13 +954,13 @@ def test_a_whole_recipe_in_the_readme_lacks_nothing():
 
 def keys_of_dicts(source: str, where: str) -> set[str]:
     """The text keys of the dicts in `source` that stand in calls of `where`, or are assigned to it."""
-    found = set()
+    keys = set()
     for node in ast.walk(ast.parse(text_of(source))):
         is_call = isinstance(node, ast.Call) and ast.unparse(node.func) == where
         if is_call or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == where):
-            inner = [one for one in ast.walk(node) if isinstance(one, ast.Dict)]
-            found |= {key.value for one in inner for key in one.keys if isinstance(key, ast.Constant)}
-    return found
+            inner = [inside for inside in ast.walk(node) if isinstance(inside, ast.Dict)]
+            keys |= {key.value for table in inner for key in table.keys if isinstance(key, ast.Constant)}
+    return keys
 
 
 def reported(source: str) -> set[str]:

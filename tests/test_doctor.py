@@ -71,11 +71,11 @@ def link_of(driver):
 
 
 def statuses(findings):
-    return [(one.status, one.text) for one in findings]
+    return [(result.status, result.text) for result in findings]
 
 
 def worst(findings):
-    return max((one.status for one in findings), key=finding.EXIT_CODES.__getitem__, default="ok")
+    return max((result.status for result in findings), key=finding.EXIT_CODES.__getitem__, default="ok")
 
 
 def test_eight_h100_are_read_as_such():
@@ -94,12 +94,12 @@ def test_two_4090_without_peer_access_a_narrow_slot_and_company_are_read_as_such
     # 16 GT/s x 128/130 / 8 bits = 1.969 GB/s for a lane; the slower card has 8.
     assert link.kind == "PCIe through the CPU" and link.gb == pytest.approx(8 * 16 * 128 / 130 / 8, rel=1e-3)
     said = [*gpus.check_gpus(driver), *gpus.check_links(driver)]
-    (busy,) = [one for one in said if "in use" in one.text]
+    (busy,) = [result for result in said if "in use" in result.text]
     assert busy.status == "warning" and "python3.11 (4242)" in busy.text and busy.text.startswith("GPU 1: 8.9 GiB")
     assert busy.remedy == "end it, or export CUDA_VISIBLE_DEVICES=0"
-    (lanes,) = [one for one in said if "lanes" in one.text]
+    (lanes,) = [result for result in said if "lanes" in result.text]
     assert lanes.text == "GPU 1 has 8 of 16 PCIe lanes" and lanes.status == "warning"
-    assert any("no peer access between GPU 0 and 1 (the chipset does not support it)" in one.text for one in said)
+    assert any("no peer access between GPU 0 and 1 (the chipset does not support it)" in result.text for result in said)
 
 
 def test_nvlinks_without_a_switch_are_counted_pair_by_pair():
@@ -129,10 +129,10 @@ def test_lack_of_peers_and_unlike_gpus_are_reported():
 
 
 def test_the_label_of_a_recipe_is_held_against_the_gpus():
-    found = simulated_driver.read(H100).gpus
+    installed = simulated_driver.read(H100).gpus
     needs = Needs(gpus_each=8, gpu_gb=80)
-    assert list(gpus.check_needs(needs, found, 8, "r.yaml")) == []
-    (few,) = gpus.check_needs(needs, found[:2], 2, "r.yaml")
+    assert list(gpus.check_needs(needs, installed, 8, "r.yaml")) == []
+    (few,) = gpus.check_needs(needs, installed[:2], 2, "r.yaml")
     assert few.status == "failure" and few.text == "r.yaml needs 8 GPUs of 80 GB; a run would see 2"
     (small,) = gpus.check_needs(Needs(gpus_each=2, gpu_gb=80), simulated_driver.read(TWO_4090).gpus, 2, "r.yaml")
     assert small.status == "warning" and "the smallest here has 24 GiB" in small.text
@@ -162,10 +162,10 @@ def test_no_gpu_is_fine_and_a_driver_that_is_not_loaded_is_not():
 )
 def test_torch_is_held_against_gpus_and_driver(monkeypatch, cuda, driver, status):
     monkeypatch.setattr(software, "torch_cuda", lambda: cuda)
-    found = list(software.check_torch_build(8, driver))
-    assert worst(found) == status
+    findings = list(software.check_torch_build(8, driver))
+    assert worst(findings) == status
     if cuda is None:
-        assert "built for CPU only, and 8 GPUs are here" in found[0].text and "torch==" in found[0].remedy
+        assert "built for CPU only, and 8 GPUs are here" in findings[0].text and "torch==" in findings[0].remedy
         assert worst(software.check_torch_build(0, None)) == "ok"
 
 
@@ -187,13 +187,13 @@ def test_versions_are_held_against_the_pins(tmp_path, monkeypatch):
         return here[name]
 
     monkeypatch.setattr(software.metadata, "version", version)
-    found = list(software.check_versions(pins))
-    assert [(one.status, one.remedy) for one in found] == [
+    findings = list(software.check_versions(pins))
+    assert [(result.status, result.remedy) for result in findings] == [
         ("failure", "pip install torch==2.13.0"),
         ("warning", "pip install transformers==5.23.0"),
         ("failure", "pip install not-there==1.0"),
     ]
-    assert "CVE-2025-32434" in found[0].text and "not-there is not installed" in found[2].text
+    assert "CVE-2025-32434" in findings[0].text and "not-there is not installed" in findings[2].text
     here |= {"torch": "2.13.0+cu130", "transformers": "5.23.0", "not-there": "1.0"}
     assert statuses(software.check_versions(pins)) == [("ok", "all 4 packages are those of requirements.txt")]
 
@@ -269,13 +269,13 @@ def test_sizes_are_those_by_hand(monkeypatch):
     recipe, strategy = load_pair(RECIPE_7B, strategy=Path("accelerate_configs/zero3_nvme.yaml"))
     count = 7_615_616_512  # of Qwen2.5-7B, as its safetensors index has it
     kept = recipe.run.keep_last + 1  # the next checkpoint is written before the oldest goes
-    found = sizes(recipe, strategy, 2, on_gpus=False)
+    needed = sizes(recipe, strategy, 2, on_gpus=False)
     # On disk lie weights in bf16, and in float32 gradients, masters and two moments. In memory gradients in bf16, and
     # of each process four buffers for the largest group's part, five for its half of the embedding, and its new
     # weights whole.
-    assert found.nvme == pytest.approx(18 * count, rel=0.01)
-    assert found.disk == pytest.approx((12 * kept + 2) * count, rel=1e-6)
-    assert found.host == pytest.approx(2 * count + 2 * (4 * 4e9 + 5 * 152_064 * 3584 + 2 * 2e9), rel=0.05)
+    assert needed.nvme == pytest.approx(18 * count, rel=0.01)
+    assert needed.disk == pytest.approx((12 * kept + 2) * count, rel=1e-6)
+    assert needed.host == pytest.approx(2 * count + 2 * (4 * 4e9 + 5 * 152_064 * 3584 + 2 * 2e9), rel=0.05)
     on_host = sizes(recipe, load_strategy(Path("accelerate_configs/zero2_offload.yaml")), 2, on_gpus=True)
     # And of each process a buffer of two bytes for the largest gradient, that of the embedding.
     assert on_host.host == pytest.approx(20 * count + 2 * 2 * 152_064 * 3584, rel=1e-3) and on_host.nvme == 0
@@ -286,10 +286,10 @@ def test_a_low_limit_of_open_files_is_reported():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        (found,) = host.check_files()
+        (result,) = host.check_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found.status == "warning" and found.remedy.startswith("ulimit -n ")
+    assert result.status == "warning" and result.remedy.startswith("ulimit -n ")
     assert worst(host.check_files()) == "ok"
 
 
@@ -316,8 +316,8 @@ def test_variables_that_would_change_or_slow_a_run_are_reported(monkeypatch, nam
             monkeypatch.delenv(other)
     assert worst(environment.check_variables(None, "bf16")) == "ok"
     monkeypatch.setenv(name, value)
-    (found,) = environment.check_variables(None, "bf16")
-    assert (found.status, found.remedy) == (status, remedy)
+    (result,) = environment.check_variables(None, "bf16")
+    assert (result.status, result.remedy) == (status, remedy)
 
 
 def test_hidden_gpus_are_reported():
@@ -337,8 +337,8 @@ def test_a_lock_left_by_a_dead_build_is_reported_unless_a_run_is_building(tmp_pa
     lock = tmp_path / "async_io/lock"
     lock.parent.mkdir()
     lock.touch()
-    (found,) = software.check_locks()
-    assert found.status == "warning" and found.remedy == f"rm {lock}"
+    (result,) = software.check_locks()
+    assert result.status == "warning" and result.remedy == f"rm {lock}"
     with software.FileLock(tmp_path / "cookbook.lock"):
         holder = [
             sys.executable,
@@ -360,8 +360,8 @@ def test_a_missing_header_is_noticed(tmp_path):
 def test_a_missing_compiler_fails_only_where_something_must_be_built(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = list(software.check_build(True, False, tmp_path))
-    assert found[0].status == "failure" and found[0].remedy == "apt-get install g++"
+    findings = list(software.check_build(True, False, tmp_path))
+    assert findings[0].status == "failure" and findings[0].remedy == "apt-get install g++"
     assert worst(software.check_build(False, False, tmp_path)) == "ok"
     assert list(tmp_path.iterdir()) == []
 
@@ -400,15 +400,15 @@ def test_what_cannot_be_built_without_the_toolkit_fails_in_doctor_and_before_a_r
         monkeypatch.setattr(module, "torch_cuda", lambda: "12.8")
 
     def of_toolkit(needs_nvme, on_gpus):
-        return [one for one in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in one.text]
+        return [result for result in software.check_build(needs_nvme, on_gpus, tmp_path) if "CUDA" in result.text]
 
     assert of_toolkit(True, True) == launchers.check_machine(nvme, 8, deterministic=False) == []
     (toolkit / "bin/nvcc").unlink()
-    (found,) = of_toolkit(True, True)
-    assert found.status == "failure" and "CUDA_HOME" in found.remedy
-    assert not any("can be built" in one.text for one in software.check_build(True, True, tmp_path))
-    (found,) = of_toolkit(False, True)
-    assert found.status == "ok"
+    (result,) = of_toolkit(True, True)
+    assert result.status == "failure" and "CUDA_HOME" in result.remedy
+    assert not any("can be built" in result.text for result in software.check_build(True, True, tmp_path))
+    (result,) = of_toolkit(False, True)
+    assert result.status == "ok"
     assert of_toolkit(True, False) == [], "on a CPU nothing of CUDA is built"
     (mistake,) = launchers.check_machine(nvme, 8, deterministic=False)
     assert mistake.startswith(f"{nvme.path}: ") and "CUDA_HOME" in mistake
@@ -471,8 +471,8 @@ def test_a_file_system_without_direct_access_is_a_failure(tmp_path, monkeypatch)
 
 def test_a_folder_that_cannot_be_made_and_one_too_small_are_failures(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (found,) = nvme.check_nvme(Path("/proc/swap"), strategy_on("/proc/swap"), None)
-    assert found.status == "failure" and "nvme_path in ds_configs/zero3_nvme.json" in found.remedy
+    (result,) = nvme.check_nvme(Path("/proc/swap"), strategy_on("/proc/swap"), None)
+    assert result.status == "failure" and "nvme_path in ds_configs/zero3_nvme.json" in result.remedy
     needs = Sizes(nvme=1 << 60, nvme_why="x")
     assert worst(nvme.check_nvme(tmp_path, strategy_on(tmp_path), needs)) == "failure"
 
@@ -563,31 +563,33 @@ def test_gated_private_and_missing_models_are_distinguished_and_no_token_is_show
     port = servers[0].server_port
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
     things = [model("a/gated"), model("a/secret"), model("a/open", "rev9"), model("a/open"), model("a/public")]
-    found = list(hub.check_hub(things))
-    assert [one.status for one in found] == ["failure", "failure", "failure", "ok", "failure"]
-    assert "the token that is set is refused" in found[4].text
-    assert "gated" in found[0].text and "accept its licence" in found[0].remedy and "HF_TOKEN" in found[0].remedy
-    assert "private or does not exist" in found[1].text and "no revision rev9" in found[2].text
-    assert all("a token is set" in one.text for one in (found[0], found[1], found[3]))
+    findings = list(hub.check_hub(things))
+    assert [result.status for result in findings] == ["failure", "failure", "failure", "ok", "failure"]
+    assert "the token that is set is refused" in findings[4].text
+    assert (
+        "gated" in findings[0].text and "accept its licence" in findings[0].remedy and "HF_TOKEN" in findings[0].remedy
+    )
+    assert "private or does not exist" in findings[1].text and "no revision rev9" in findings[2].text
+    assert all("a token is set" in result.text for result in (findings[0], findings[1], findings[3]))
     assert f"Bearer {CANARY}" in [sent for _, sent in servers[0].seen], "the token was not even used"
-    assert CANARY not in json.dumps([asdict(one) for one in found])
+    assert CANARY not in json.dumps([asdict(result) for result in findings])
 
 
 def test_the_token_does_not_follow_a_redirection(servers, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{servers[0].server_port}")
-    (found,) = hub.check_hub([model("a/moved")])
-    assert found.status == "ok" and servers[1].seen == []
+    (result,) = hub.check_hub([model("a/moved")])
+    assert result.status == "ok" and servers[1].seen == []
 
 
 def test_a_password_in_the_address_of_the_hub_is_not_shown(servers):
-    found = list(hub.check_hub([model("a/gated")]))
-    assert CANARY not in json.dumps([asdict(one) for one in found])
+    findings = list(hub.check_hub([model("a/gated")]))
+    assert CANARY not in json.dumps([asdict(result) for result in findings])
 
 
 def test_a_token_is_not_sent_in_the_clear(servers, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.example")
-    (found,) = hub.check_hub([])
-    assert found.status == "failure" and "https" in found.text
+    (result,) = hub.check_hub([])
+    assert result.status == "failure" and "https" in result.text
 
 
 def test_without_network_what_is_in_the_cache_is_enough(tmp_path, monkeypatch):
@@ -615,8 +617,8 @@ def test_a_hub_that_never_answers_matters_only_if_something_must_be_fetched(monk
     with http.server.HTTPServer(("127.0.0.1", 0), Server) as deaf:  # listens, and nobody serves
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{deaf.server_port}")
         assert worst(hub.check_hub([])) == "ok"
-        (found,) = hub.check_hub([model("nobody/has-this")])
-    assert found.status == "failure" and "nobody/has-this must be fetched" in found.text
+        (result,) = hub.check_hub([model("nobody/has-this")])
+    assert result.status == "failure" and "nobody/has-this must be fetched" in result.text
 
 
 # Processes that hang, break or leave something.
@@ -638,22 +640,22 @@ def pid_is_alive(pid):
 
 
 def children_with(word, pid):
-    found = []
-    for one in psutil.Process(pid).children():
+    children = []
+    for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):  # ended since
-            found += [one] if word in " ".join(one.cmdline()) else []
-    return found
+            children += [child] if word in " ".join(child.cmdline()) else []
+    return children
 
 
 def descendants():
-    return [one for one in psutil.Process().children(recursive=True) if is_alive(one)]
+    return [child for child in psutil.Process().children(recursive=True) if is_alive(child)]
 
 
 def run_probe(produce, seconds):
     started = time.monotonic()
-    one = probe.start("x", produce, seconds)
-    probe.finish([one], started + 20)
-    return one, time.monotonic() - started
+    check = probe.start("x", produce, seconds)
+    probe.finish([check], started + 20)
+    return check, time.monotonic() - started
 
 
 def test_a_check_that_hangs_is_ended_with_its_children_and_what_it_said_is_kept():
@@ -662,15 +664,15 @@ def test_a_check_that_hangs_is_ended_with_its_children_and_what_it_said_is_kept(
         yield {"first": child.pid}
         child.wait()
 
-    one, seconds = run_probe(hang, 1.0)
-    assert one.ended == "out of time" and seconds < 3
-    (said,) = one.said
+    check, seconds = run_probe(hang, 1.0)
+    assert check.ended == "out of time" and seconds < 3
+    (said,) = check.said
     limit = time.monotonic() + 5
     while pid_is_alive(said["first"]) and time.monotonic() < limit:
         time.sleep(0.01)
     assert not pid_is_alive(said["first"])
-    (found,) = examination._trouble(one)
-    assert found.status == "failure" and "hangs" in found.text
+    (result,) = examination._trouble(check)
+    assert result.status == "failure" and "hangs" in result.text
 
 
 def test_a_check_that_breaks_or_dies_is_a_line_of_the_report():
@@ -683,18 +685,18 @@ def test_a_check_that_breaks_or_dies_is_a_line_of_the_report():
         os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
 
     assert run_probe(raises, 5)[0].trouble == "ValueError: odd"
-    one, _ = run_probe(dies, 5)
-    assert one.trouble == "its process died of SIGKILL" and one.said == [{"first": 1}]
-    assert worst(examination._trouble(one)) == "warning"
+    check, _ = run_probe(dies, 5)
+    assert check.trouble == "its process died of SIGKILL" and check.said == [{"first": 1}]
+    assert worst(examination._trouble(check)) == "warning"
     fine, _ = run_probe(lambda: iter([{"all": 2}]), 5)
     assert fine.said == [{"all": 2}] and examination._trouble(fine) == []
 
 
 def test_what_a_check_said_in_time_counts_however_late_it_is_read():
-    one = probe.start("x", lambda: [{"said": "in time"}], 0.5)
+    check = probe.start("x", lambda: [{"said": "in time"}], 0.5)
     time.sleep(0.8)
-    probe.finish([one], time.monotonic() + 5)
-    assert one.said == [{"said": "in time"}] and one.ended == "by itself"
+    probe.finish([check], time.monotonic() + 5)
+    assert check.said == [{"said": "in time"}] and check.ended == "by itself"
 
 
 # The front door.
@@ -718,9 +720,9 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
     )
     told = documented("doctor", done.stdout)
     findings = told["findings"]
-    assert done.returncode == max({"ok": 0, "warning": 1, "failure": 2}[one["status"]] for one in findings)
+    assert done.returncode == max({"ok": 0, "warning": 1, "failure": 2}[result["status"]] for result in findings)
     assert told["ready"] == (done.returncode < 2) and done.stderr == ""
-    checks = {one["check"] for one in findings}
+    checks = {result["check"] for result in findings}
     assert {
         "Python",
         "versions",
@@ -732,7 +734,7 @@ def test_this_machine_is_examined_as_a_user_would(tmp_path):
         "files",
         "build",
     } <= checks
-    assert all(bool(one["remedy"]) == (one["status"] != "ok") for one in findings)
+    assert all(bool(result["remedy"]) == (result["status"] != "ok") for result in findings)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -741,8 +743,8 @@ def test_shared_memory_of_a_container_is_enough_for_one_gpu_and_not_for_two(monk
     usage = SimpleNamespace(free=64 << 20)
     monkeypatch.setattr(host.psutil, "disk_usage", lambda folder: usage)
     assert worst(host.check_shared_memory(1, tmp_path)) == "ok"
-    (found,) = host.check_shared_memory(2, tmp_path)
-    assert found.status == "warning" and "--shm-size=8g" in (found.remedy or "")
+    (result,) = host.check_shared_memory(2, tmp_path)
+    assert result.status == "warning" and "--shm-size=8g" in (result.remedy or "")
 
 
 def test_gpus_that_this_torch_cannot_use_are_a_failure_with_its_remedy(tmp_path):
@@ -784,7 +786,10 @@ def test_a_driver_that_never_answers_is_named_before_the_deadline_and_nothing_st
     "number",
     [
         signal.SIGTERM,
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL)),
+        *(
+            pytest.param(number, marks=pytest.mark.thorough)
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+        ),
     ],
 )
 def test_a_doctor_that_is_ended_takes_its_processes_along(tmp_path, number):

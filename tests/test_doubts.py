@@ -43,10 +43,10 @@ def warnings(capsys, *assignments: str) -> list[str]:
     ],
 )
 def test_the_rate_of_a_new_model_on_all_weights_of_an_existing_one_is_warned_of(book, capsys, assignments, warns):
-    found = warnings(capsys, *assignments)
-    assert len(found) == warns
+    warned = warnings(capsys, *assignments)
+    assert len(warned) == warns
     if assignments == [EXISTING]:
-        assert re.match(f"warning: {HIGH}", found[0])
+        assert re.match(f"warning: {HIGH}", warned[0])
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,19 @@ def test_a_rank_above_the_width_of_a_layer_is_warned_of(book, capsys, adapter, n
     """Layers of 128 x 128, keys and values of two heads of 32."""
     sizes = "{vocab_size: 300, hidden_size: 128, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4,"
     sizes = f"model.from_scratch={sizes} num_key_value_heads: 2}}"
-    found = warnings(capsys, sizes, f"adapter={adapter}")
+    warned = warnings(capsys, sizes, f"adapter={adapter}")
     rank = re.search(r"rank: (\d+)", adapter)[1]
-    assert [line.partition(" have fewer")[0] for line in found] == (
+    assert [line.partition(" have fewer")[0] for line in warned] == (
         [f"warning: --set adapter={adapter}: adapter.rank is {rank}, and {narrow}"] if narrow else []
     )
 
 
 def test_the_quickstarts_evaluation_on_own_rows_is_warned_of(book, capsys):
     write_rows(book, "mine.jsonl", CHATS)
-    (found,) = warnings(capsys, "data.train=mine.jsonl")
-    assert found.startswith("warning: --set data.train=mine.jsonl: data.eval is python-stdlib, which data.train is not")
+    (warned,) = warnings(capsys, "data.train=mine.jsonl")
+    assert warned.startswith(
+        "warning: --set data.train=mine.jsonl: data.eval is python-stdlib, which data.train is not"
+    )
     assert warnings(capsys, "data.train=mine.jsonl", "data.eval=mine.jsonl") == []
 
 
@@ -82,9 +84,9 @@ def test_an_evaluation_set_of_another_kind_is_warned_of(book, capsys, rows, warn
     write_rows(book, "mine.jsonl", CHATS)
     write_rows(book, "held.jsonl", rows)
     given = ["data.train=mine.jsonl", "data.eval={chosen: {path: held.jsonl}}"]
-    found = warnings(capsys, *given)
+    warned = warnings(capsys, *given)
     assert (
-        found
+        warned
         == [
             f"warning: --set {given[0]} --set {given[1]}: data.eval.chosen has rows of `text`, and data.train of"
             " `messages`: its loss is that of another task"

@@ -53,8 +53,8 @@ def test_the_draws_are_those_of_the_published_mixer(words_at_a_time: int, monkey
     words = draws.token_words(seed, place, sequence, 6)
     expected = draws_of(seed, place, sequence, 6, "a.layer", 11)
     for start, width in ((0, 11), (3, 5), (4, 2), (10, 1)):  # parts of the features, at odd borders too
-        found = dropped("a.layer", words, start, width, 0.3)
-        assert (found == (expected[:, start : start + width] < round(0.3 * 2**16))).all(), (start, width)
+        kept = dropped("a.layer", words, start, width, 0.3)
+        assert (kept == (expected[:, start : start + width] < round(0.3 * 2**16))).all(), (start, width)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # compiled code has operations of its own
     assert (dropped("a.layer", words, 3, 5, 0.3) == (expected[:, 3:8] < round(0.3 * 2**16))).all()
     monkeypatch.undo()
@@ -108,8 +108,8 @@ def steps_of(rank: int = 0, num_ranks: int = 1, *, consumed: int = 0, **layout: 
 
 def words_by_sample(steps: list[batches.StepBatch]) -> dict[int, list[int]]:
     """The words of the tokens of each sample, by its first token."""
-    found = {}
-    for batch in (one for step in steps for one in step.micro_batches):
+    by_sample = {}
+    for batch in (batch for step in steps for batch in step.micro_batches):
         ids, words, lengths = (batch[key].flatten() for key in ("input_ids", "draw_words", "token_lengths"))
         begins = (
             np.cumsum([0, *batch["lengths"]])[:-1]
@@ -118,8 +118,8 @@ def words_by_sample(steps: list[batches.StepBatch]) -> dict[int, list[int]]:
         )
         for begin in begins[: batch["num_sequences"]]:
             length = int(lengths[begin])
-            found[int(ids[begin])] = words[begin : begin + length].tolist()
-    return found
+            by_sample[int(ids[begin])] = words[begin : begin + length].tolist()
+    return by_sample
 
 
 def test_a_sample_has_the_same_words_however_the_step_is_spread():
@@ -128,8 +128,8 @@ def test_a_sample_has_the_same_words_however_the_step_is_spread():
     for layout in ({"micro_batch_size": 1}, {"micro_batch_size": 3, "packing": True}, {"micro_batch_tokens": 24}):
         layout = {"micro_batch_size": None} | layout
         for num_ranks in (1, 2, 3):
-            found = words_by_sample([steps_of(rank, num_ranks, **layout) for rank in range(num_ranks)])
-            assert found == reference, (layout, num_ranks)
+            by_sample = words_by_sample([steps_of(rank, num_ranks, **layout) for rank in range(num_ranks)])
+            assert by_sample == reference, (layout, num_ranks)
     next_step = words_by_sample([steps_of(consumed=8)])
     assert not {words[0] for words in reference.values()} & {words[0] for words in next_step.values()}
 
@@ -173,7 +173,7 @@ def gradients(model: PreTrainedModel, step: batches.StepBatch) -> dict[str, Tens
 def apart(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     """Largest difference, by the largest gradient of all."""
     assert first.keys() == second.keys()
-    largest = max(float(one.abs().max()) for one in first.values())
+    largest = max(float(weight.abs().max()) for weight in first.values())
     return max(float((first[name] - second[name]).abs().max()) for name in first) / largest
 
 

@@ -67,7 +67,7 @@ class Cluster:
     def stopped(self):
         """The training process of the first machine, once it stops."""
         assert self.agents[0].poll() is None, self.printed()
-        return next((one for one in self.processes(0) if one.status() == psutil.STATUS_STOPPED), None)
+        return next((process for process in self.processes(0) if process.status() == psutil.STATUS_STOPPED), None)
 
     def num_processes(self):
         return json.loads((self.folder / "run.json").read_text())["strategy"]["processes"]
@@ -97,5 +97,5 @@ def test_a_machine_is_lost_and_comes_back_on_the_curve_of_one_process(lab, tmp_p
             cluster.lose(1)
     assert codes == [0, 0], cluster.printed()
     assert cluster.num_processes() == 2
-    found = distance(Curve(cluster.folder), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(cluster.folder), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart

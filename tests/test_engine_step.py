@@ -97,13 +97,13 @@ def engine_of(model: LlamaForCausalLM, clip: float) -> Engine:
 
 def losses_of(model: LlamaForCausalLM, tokens: TokenSet) -> list[torch.Tensor]:
     """The loss of each label, by the logits of its whole sequence alone."""
-    found = []
+    losses = []
     for start, end in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True):
         ids = torch.from_numpy(tokens.ids[start:end].astype(np.int64))
         labelled = torch.from_numpy(np.array(tokens.is_label[start + 1 : end]))
         logits = model(input_ids=ids[None]).logits[0, :-1]
-        found.append(F.cross_entropy(logits[labelled], ids[1:][labelled], reduction="none"))
-    return found
+        losses.append(F.cross_entropy(logits[labelled], ids[1:][labelled], reduction="none"))
+    return losses
 
 
 class Plain:
@@ -128,11 +128,11 @@ class Plain:
 def steps(engine: Engine, tokens: TokenSet, numbers: range) -> list:
     """Results of these steps."""
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
-    count, found = sum(len(batch["targets"]) for batch in batches), []
+    count, results = sum(len(batch["targets"]) for batch in batches), []
     for number in numbers:
         engine.begin_step(number)
-        found.append(engine.step(engine.gradients(OBJECTIVE.compute, batches, count), 7.0))
-    return found
+        results.append(engine.step(engine.gradients(OBJECTIVE.compute, batches, count), 7.0))
+    return results
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP, 1e3], ids=["off", "clipped", "not reached"])
@@ -144,8 +144,8 @@ def test_steps_are_those_of_plain_torch(book, clip: float):
         assert clip != CLIP or norm > 2 * CLIP, "nothing was clipped"
         assert result.means == {"loss": pytest.approx(loss, rel=1e-6)}
         assert (result.grad_norm, result.maxima) == (pytest.approx(norm, rel=1e-5), [7.0])
-    for (name, one), other in zip(model.named_parameters(), plain.model.parameters(), strict=True):
-        assert torch.allclose(one, other, rtol=1e-5, atol=2e-3 * LEARNING_RATE), name
+    for (name, weight), other in zip(model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.allclose(weight, other, rtol=1e-5, atol=2e-3 * LEARNING_RATE), name
 
 
 def test_frozen_weights_are_not_counted_as_trained(book):
@@ -176,13 +176,13 @@ def test_a_checkpoint_holds_the_weights_moments_and_count_of_plain_torch(book):
         plain.step(tokens)
     folder = save(saver_in(Path("checkpoints")), engine, 3)
     (file,) = folder.glob("*.safetensors")
-    found = load_file(file)
-    assert len(found) == 3 * len(list(plain.model.parameters()))
+    tensors = load_file(file)
+    assert len(tensors) == 3 * len(list(plain.model.parameters()))
     for name, weight in plain.model.named_parameters():
         moments = plain.optimizer.state[weight]
         for kind, tensor in (("weight", weight), *((kind, moments[kind]) for kind in ("exp_avg", "exp_avg_sq"))):
             scale = float(tensor.detach().abs().max())
-            assert torch.allclose(found[f"{name}|{kind}|0"], tensor.flatten(), rtol=1e-4, atol=1e-5 * scale), (
+            assert torch.allclose(tensors[f"{name}|{kind}|0"], tensor.flatten(), rtol=1e-4, atol=1e-5 * scale), (
                 name,
                 kind,
             )
@@ -226,16 +226,16 @@ def test_a_restored_engine_goes_on_as_if_it_had_not_stopped(book):
     restored = engine_of(other, CLIP)
     resume.load(saver.newest, restored.parameter_shapes(), restored.restore)
     assert steps(restored, tokens, range(4, 6)) == expected
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(weight, two) for weight, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_held_out_loss_is_the_mean_over_all_labels_of_all_batches(book):
     model = new_model()
     plain, tokens = copy.deepcopy(model), samples()
     engine = engine_of(model, 1.0)
-    found = engine.evaluate(OBJECTIVE.compute, (collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES))
+    losses = engine.evaluate(OBJECTIVE.compute, (collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES))
     every = torch.cat(losses_of(plain, tokens))
-    assert found == {"loss": pytest.approx(every.mean().item(), rel=1e-6), "num_tokens": len(every)}
+    assert losses == {"loss": pytest.approx(every.mean().item(), rel=1e-6), "num_tokens": len(every)}
     assert model.training
 
 
@@ -255,10 +255,10 @@ def test_a_step_that_is_not_finite_leaves_the_weights(book):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("asked", "found"), [(0.0, 1.0), (None, "bf16"), (False, True), (2, 1)])
-def test_what_should_be_off_and_is_on_is_a_difference_too(book, monkeypatch, asked, found):
+@pytest.mark.parametrize(("asked", "in_force"), [(0.0, 1.0), (None, "bf16"), (False, True), (2, 1)])
+def test_what_should_be_off_and_is_on_is_a_difference_too(book, monkeypatch, asked, in_force):
     engine = engine_of(new_model(), CLIP)
-    monkeypatch.setattr(engine, "_findings", lambda: iter([("the like", 0, 0), ("something", asked, found)]))
+    monkeypatch.setattr(engine, "_findings", lambda: iter([("the like", 0, 0), ("something", asked, in_force)]))
     with pytest.raises(RuntimeError, match=r"single\.yaml is not what runs:\n  something: asked for") as error:
         engine.assert_in_force()
     assert str(error.value).count("\n") == 1
@@ -271,8 +271,8 @@ def test_a_step_that_draws_numbers_of_its_own_is_refused(book):
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
 
     def noisy(model, batch):
-        found = OBJECTIVE.compute(model, batch)
-        return replace(found, loss_sum=found.loss_sum * (1 + 1e-3 * torch.rand(())))
+        outcome = OBJECTIVE.compute(model, batch)
+        return replace(outcome, loss_sum=outcome.loss_sum * (1 + 1e-3 * torch.rand(())))
 
     with pytest.raises(RecipeError, match="the first step drew random numbers of its own"):
         engine.gradients(noisy, batches, 10)

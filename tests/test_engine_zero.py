@@ -75,8 +75,8 @@ def assert_as_plain_torch(name: str, sizes: dict[str, int]) -> None:
     engine, saver = engine_of(name, model), saver_in(Path(name))
     expected = [plain.step(tokens), plain.step(tokens)]
     engine._usual = SimpleNamespace(median=1.0, begins=lambda norm: True)  # as if each norm were out of the usual
-    found = steps(engine, tokens, range(1, 3))
-    for result in found:
+    results = steps(engine, tokens, range(1, 3))
+    for result in results:
         assert sum(result.unusual.squares.values()) == pytest.approx(result.grad_norm**2, rel=1e-5)
     (file,) = save(saver, engine, 2).glob("*.safetensors")
     held = load_file(file)
@@ -85,14 +85,14 @@ def assert_as_plain_torch(name: str, sizes: dict[str, int]) -> None:
         for kind, tensor in ({"weight": weight} | plain.optimizer.state[weight]).items():
             if kind != "step":
                 scale = tensor.detach().abs().max().item()
-                one = held[f"{key}|{kind}|0"]
-                torch.testing.assert_close(one, tensor.detach().flatten(), rtol=1e-4, atol=1e-5 * scale)
+                saved = held[f"{key}|{kind}|0"]
+                torch.testing.assert_close(saved, tensor.detach().flatten(), rtol=1e-4, atol=1e-5 * scale)
     torch.nn.init.zeros_(other.lm_head.weight)
     restored = engine_of(name, other)
     resume.load(saver.newest, restored.parameter_shapes(), restored.restore)
     expected += [plain.step(tokens), plain.step(tokens)]
-    found += steps(restored, tokens, range(3, 5))
-    for result, (loss, norm, _) in zip(found, expected, strict=True):
+    results += steps(restored, tokens, range(3, 5))
+    for result, (loss, norm, _) in zip(results, expected, strict=True):
         assert result.means == {"loss": pytest.approx(loss, rel=1e-6)}
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 

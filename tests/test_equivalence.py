@@ -46,11 +46,11 @@ def smaller_for(processes: int, micro_batch: int) -> dict[str, str]:
 
 def record_matrix(lab: Lab, strategy: str, column: str, curve: Curve, reference: Curve) -> Distance:
     """How far the curve lies from its reference, which `make matrix` writes into the pages."""
-    found = distance(curve, reference)
-    row = {"strategy": strategy, "column": column, "processes": curve.record["strategy"]["processes"], **vars(found)}
+    apart = distance(curve, reference)
+    row = {"strategy": strategy, "column": column, "processes": curve.record["strategy"]["processes"], **vars(apart)}
     row |= {"losses": curve.losses, "reference": reference.losses, "measured": date.today().isoformat()}
     (lab.folder / f"matrix-{strategy}-{column}.json").write_text(json.dumps(row))
-    return found
+    return apart
 
 
 def record_mistake(lab: Lab, mistake: str, curve: Curve) -> None:
@@ -66,11 +66,11 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
     processes = processes_of(strategy)
     settings = settings_for(strategy, smaller_for(processes, 4 if "tp" in strategy else 2))  # accumulates under each
     curve = lab.run(strategy, settings, processes=processes, launched=True)
-    found = record_matrix(lab, strategy, "sgd", curve, lab.run("single", settings_for(strategy, SGD)))
+    apart = record_matrix(lab, strategy, "sgd", curve, lab.run("single", settings_for(strategy, SGD)))
     assert curve.record["strategy"]["processes"] == processes
     clipped = [line for line in curve.steps if line["grad_norm"] > 1.0]
     assert len(clipped) >= 5, "this case is meant to clip"
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(la
 def test_adamw_without_clipping_and_untied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
     settings, processes = settings_for(strategy, ADAMW), processes_of(strategy)
     curve = lab.run(strategy, settings | smaller_for(processes, 4), processes=processes)
-    found = record_matrix(lab, strategy, "adamw", curve, lab.run("single", settings))
-    assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+    apart = record_matrix(lab, strategy, "adamw", curve, lab.run("single", settings))
+    assert apart.loss < ADAMW_LOSS and apart.norm < ADAMW_NORM, apart
 
 
 def test_the_table_and_the_picture_are_those_of_the_recorded_results():
@@ -111,16 +111,16 @@ def test_two_processes_without_clipping_end_in_bitwise_the_same_weights(lab: Lab
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("ddp", 4), ("fsdp2", 1)])
 def test_the_number_of_processes_does_not_change_the_curve(lab: Lab, strategy: str, processes: int):
-    found = distance(lab.run(strategy, SGD, processes=processes), lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, SGD, processes=processes), lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(lab: Lab):
     """The shipped file keeps parameters below 100,000 elements whole, and this model has no larger one."""
     released = lab.derive("zero3", stage3_param_persistence_threshold=0)
-    found = distance(lab.run(released, SGD, processes=2), lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(released, SGD, processes=2), lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 def test_a_second_copy_of_the_weights_that_outlives_the_update_leaves_the_curve(lab: Lab):
@@ -135,16 +135,16 @@ def test_a_second_copy_of_the_weights_that_outlives_the_update_leaves_the_curve(
 def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_whole_parameters(lab: Lab):
     """Qwen3's norms of queries and keys: summed again with each micro-batch, they were off by 9e-3."""
     settings = {"model.from_scratch.model_type": "qwen3"}
-    found = distance(lab.run("tp", settings, processes=2), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("tp", settings, processes=2), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", ["8", "1"])
 def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_size: str):
     curve = lab.run("single", {"batch.micro_batch_size": micro_batch_size})
-    found = distance(curve, lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(curve, lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_si
 def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: str):
     processes, settings = processes_of(strategy), settings_for(strategy, SGD)
     again = settings | smaller_for(processes, 2) | {"model.gradient_checkpointing": "true"}
-    found = distance(lab.run(strategy, again, processes=processes), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, again, processes=processes), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 # Where bf16 rounds differs: autocast rounds the inputs of each matrix product (single, ddp, tp), FSDP and ZeRO round
@@ -165,8 +165,8 @@ def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
     processes = processes_of(strategy)
     model = settings_for(strategy, {"model.from_scratch.num_hidden_layers": "3"})
     settings = model | smaller_for(processes, 2) | {"mixed_precision": "bf16"}
-    found = distance(curve := lab.run(strategy, settings, processes=processes), lab.run("single", model))
-    assert 1e-5 < found.loss < 5e-3 and found.norm < 2e-2, found
+    apart = distance(curve := lab.run(strategy, settings, processes=processes), lab.run("single", model))
+    assert 1e-5 < apart.loss < 5e-3 and apart.norm < 2e-2, apart
     assert curve.record["strategy"]["precision"] == "bf16"
 
 
@@ -180,8 +180,8 @@ def test_a_longer_run_in_float32_really_learns(lab: Lab):
 def test_a_known_mistake_leaves_the_curve(lab: Lab, mistake: str):
     wrong = lab.run("ddp", SGD, processes=2, sabotage=mistake)
     record_mistake(lab, mistake, wrong)
-    found = distance(wrong, lab.run("single", SGD))
-    assert found.loss > 10 * SGD_LOSS or found.norm > 10 * SGD_NORM, found
+    apart = distance(wrong, lab.run("single", SGD))
+    assert apart.loss > 10 * SGD_LOSS or apart.norm > 10 * SGD_NORM, apart
 
 
 @pytest.mark.core
@@ -231,13 +231,15 @@ def test_settings_that_a_library_changed_are_refused(lab: Lab, strategy: str, mi
 
 @pytest.mark.slow
 def test_run_json_tells_any_two_strategies_apart_by_what_was_found(lab: Lab):
-    found = {}
+    records = {}
     for strategy in DISTRIBUTED:
         processes = processes_of(strategy)
         settings = settings_for(strategy, ADAMW) | smaller_for(processes, 4)
         record = lab.run(strategy, settings, processes=processes).record["strategy"]
-        found[strategy] = json.dumps({key: value for key, value in record.items() if key not in ("file", "processes")})
-    assert len(set(found.values())) == len(DISTRIBUTED) >= 13, found
+        records[strategy] = json.dumps(
+            {key: value for key, value in record.items() if key not in ("file", "processes")}
+        )
+    assert len(set(records.values())) == len(DISTRIBUTED) >= 13, records
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ CASES = [
 
 def test_what_is_not_compared_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(ROOT)
-    columns = [(column, found) for column, (_, found) in COLUMNS.items() if column != "dropout"]
-    cells = [(column, name) for column, found in columns for name in DISTRIBUTED if name not in found]
+    columns = [(column, left_out) for column, (_, left_out) in COLUMNS.items() if column != "dropout"]
+    cells = [(column, name) for column, left_out in columns for name in DISTRIBUTED if name not in left_out]
     assert ("muon", "fsdp1") in cells
     for column, name in cells:
         words = ["check", str(lab.folder / "recipe.yaml"), "--strategy", name, "--processes", str(processes_of(name))]
@@ -294,9 +294,9 @@ def test_the_curve_is_that_of_one_process(lab: Lab, column: str, strategy: str):
     # What is packed is compared with what is padded.
     unpacked = {key: value for key, value in settings.items() if key not in PACKED}
     reference = lab.run("single", unpacked | (distillation(lab, "single") if column == "distill" else {}))
-    found = record_matrix(lab, strategy, column, curve, reference)
+    apart = record_matrix(lab, strategy, column, curve, reference)
     # A gradient of a pair's two scores is the difference of nearly equal ones: 1.4e-6 was measured.
-    assert found.loss < SGD_LOSS and found.norm < (10 if column in SCORED else 1) * SGD_NORM, found
+    assert apart.loss < SGD_LOSS and apart.norm < (10 if column in SCORED else 1) * SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -316,8 +316,8 @@ def test_what_a_tool_said_would_be_another_curve_if_it_were_trained(lab: Lab):
 def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
     processes = processes_of(strategy)
     curve = lab.run(strategy, ADAMW_8BIT | smaller_for(processes, 2), processes=processes)
-    found = distance(curve, lab.run("single", ADAMW_8BIT))
-    assert found.loss < EIGHT_BIT_LOSS and found.norm < EIGHT_BIT_NORM, found
+    apart = distance(curve, lab.run("single", ADAMW_8BIT))
+    assert apart.loss < EIGHT_BIT_LOSS and apart.norm < EIGHT_BIT_NORM, apart
 
 
 @pytest.mark.slow
@@ -328,8 +328,8 @@ def test_eight_bit_adamw_stays_in_a_band(lab: Lab, strategy: str):
 def test_in_bf16_an_adapter_stays_in_a_band_around_one_process(lab: Lab, strategy: str, settings: dict[str, str]):
     """One process in the same precision: bf16 rounds the frozen weights first, and 4 bits of those are another base."""
     settings = settings | {"mixed_precision": "bf16"}
-    found = distance(lab.run(strategy, settings, processes=2), lab.run("single", settings))
-    assert found.loss < 5e-3 and found.norm < 2e-2, found
+    apart = distance(lab.run(strategy, settings, processes=2), lab.run("single", settings))
+    assert apart.loss < 5e-3 and apart.norm < 2e-2, apart
 
 
 @pytest.mark.slow
@@ -343,8 +343,8 @@ def test_a_token_budget_and_packing_with_an_adapter_and_checkpointing_change_not
             "model.gradient_checkpointing": "true",
         }
     )
-    found = distance(lab.run(strategy, settings, processes=2), lab.run("single", LORA))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, settings, processes=2), lab.run("single", LORA))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -367,26 +367,26 @@ def test_a_hybrid_is_packed_as_it_is_padded(lab: Lab, model_type: str, strategy:
     padded = lab.run("single", model | {"data.packing": "false"})
     first, expected = packed.steps[0]["grad_norm"], padded.steps[0]["grad_norm"]
     assert abs(first - expected) < SGD_NORM * expected, "the gradients of the same weights"
-    found = distance(packed, padded)
+    apart = distance(packed, padded)
     # One step of this tiny qwen3_5_text magnifies a last bit before it is clipped: in one process, with padded samples,
     # its norm moves by 1.2e-4 if the micro-batch alone is 2 instead of 4. The weights show that gradients agree.
     limit = 5e-3 if model_type == "qwen3_5_text" else SGD_NORM
-    assert found.loss < SGD_LOSS and found.norm < limit and found.weight < 1e-6, found
+    assert apart.loss < SGD_LOSS and apart.norm < limit and apart.weight < 1e-6, apart
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", others_by_turn(["dpo", "grpo"], ["grpo"]))
 def test_packed_answers_are_those_of_padded_ones(lab: Lab, objective: str):
     settings = preferences(lab, objective)
-    found = distance(lab.run("fsdp2", settings | PACKED, processes=2), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2", settings | PACKED, processes=2), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 def test_streamed_data_gives_the_same_curve_on_any_number_of_processes(lab: Lab):
     settings = {"data.streaming": "true", "data.shuffle_rows": "30"}
-    found = distance(lab.run("zero2", settings, processes=2), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("zero2", settings, processes=2), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -398,8 +398,8 @@ def test_fewer_held_out_rows_than_ranks_are_evaluated_as_by_one_process(lab: Lab
     rows = lab.folder / "chats.jsonl"
     sets = f"{{one: {{path: {rows}, max_rows: 1}}, three: {{path: {rows}, max_rows: 3}}}}"
     settings = {"data.eval": sets, "batch.micro_batch_size": "2"}
-    found = distance(lab.run(strategy, settings, processes=4), lab.run("single", settings))
-    assert found.loss < SGD_LOSS, found
+    apart = distance(lab.run(strategy, settings, processes=4), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS, apart
 
 
 @pytest.mark.slow
@@ -413,16 +413,16 @@ def test_modules_that_an_adapter_trains_whole_are_sharded_and_saved(lab: Lab):
     reference = lab.run("single", settings)
     assert "base_model.model.lm_head.weight" in reference.weights
     for strategy in ("fsdp2", "zero3"):
-        found = distance(lab.run(strategy, settings, processes=2), reference)
-        assert found.loss < SGD_LOSS and found.norm < SGD_NORM, (strategy, found)
+        apart = distance(lab.run(strategy, settings, processes=2), reference)
+        assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, (strategy, apart)
 
 
 @pytest.mark.slow
 def test_samples_that_see_each_other_leave_the_curve(lab: Lab):
     contaminated = lab.run("ddp", PACKED, processes=2, sabotage="samples_see_each_other")
     record_mistake(lab, "samples_see_each_other", contaminated)
-    found = distance(contaminated, lab.run("single", SGD))
-    assert found.loss > 100 * SGD_LOSS, found
+    apart = distance(contaminated, lab.run("single", SGD))
+    assert apart.loss > 100 * SGD_LOSS, apart
 
 
 @pytest.mark.slow
@@ -431,8 +431,8 @@ def test_parts_of_a_matrix_orthogonalized_alone_leave_the_curve(lab: Lab):
     settings = MUON | {"batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
     right, wrong = (lab.run("zero2", settings, processes=3, sabotage=mistake) for mistake in (None, "parts_alone"))
     reference = lab.run("single", settings)
-    found = distance(right, reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(right, reference)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     assert distance(wrong, reference).loss > 100 * SGD_LOSS
 
 
@@ -454,8 +454,8 @@ def test_draws_belong_to_the_tokens_of_every_objective(lab: Lab, column: str, st
         return objective | LORA | {"adapter.dropout": "0.2", "optim.learning_rate": "0.05"}
 
     reference = lab.run("single", settings("single"))
-    found = distance(lab.run(strategy, settings(strategy), processes=processes_of(strategy)), reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, settings(strategy), processes=processes_of(strategy)), reference)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     without = lab.run("single", settings("single") | {"adapter.dropout": "0"})
     assert distance(without, reference).loss > 100 * SGD_LOSS
 
@@ -509,7 +509,7 @@ def test_an_adapter_goes_on_from_the_one_in_adapter_path(lab: Lab, settings: dic
     before = lab.run("single", settings)
     more = {"adapter.path": str(before.folder / "export"), "run.max_steps": "5"}
     after = lab.run(strategy, settings | more, processes=processes_of(strategy))
-    losses = [[line["eval_loss"] for line in one.lines if "eval_loss" in line] for one in (before, after)]
+    losses = [[line["eval_loss"] for line in curve.lines if "eval_loss" in line] for curve in (before, after)]
     assert losses[1][0] == pytest.approx(losses[0][-1], abs=SGD_LOSS)
     assert abs(losses[0][0] - losses[0][-1]) > 100 * SGD_LOSS > 0
     assert after.losses == pytest.approx(lab.run("single", settings | more).losses, abs=SGD_LOSS)
@@ -550,9 +550,9 @@ def test_a_saved_adapter_reopened_by_peft_answers_as_in_training(lab: Lab, setti
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    found = {name.replace(".default", ""): p.detach().float().numpy() for name, p in model.named_parameters()}
+    adapted = {name.replace(".default", ""): p.detach().float().numpy() for name, p in model.named_parameters()}
     for name, tensor in weights.items():
-        other = found.get(name, found.get(f"{name}.weight"))
+        other = adapted.get(name, adapted.get(f"{name}.weight"))
         assert other is not None and np.array_equal(other, tensor), name
     tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
     found_loss, count = lab.held_out_loss(model, tokenizer)

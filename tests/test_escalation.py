@@ -154,8 +154,8 @@ def test_a_micro_batch_shrinks_by_half_or_more_and_splits_the_batch(tmp_path):
     assert [batch.micro_batch_size for batch in smaller_batches(recipe, 2)] == [6, 3, 1]
     assert [batch.micro_batch_size for batch in smaller_batches(recipe, 3)] == [4, 2, 1]
     tokens = BatchSection(global_batch_size=24, micro_batch_tokens=1000)
-    found = smaller_batches(recipe.model_copy(update={"batch": tokens}), 2)
-    assert [batch.micro_batch_tokens for batch in found] == [500, 250, 192], "a sample has up to 192"
+    batches = smaller_batches(recipe.model_copy(update={"batch": tokens}), 2)
+    assert [batch.micro_batch_tokens for batch in batches] == [500, 250, 192], "a sample has up to 192"
 
 
 def test_the_strategy_that_is_tried_next_is_the_forecasts(tmp_path, monkeypatch):
@@ -188,11 +188,11 @@ def test_an_advice_names_the_recipe_that_ran_out(tmp_path, monkeypatch):
 
 def test_what_is_passed_on_is_the_same_run(tmp_path):
     start = start_of(recipe_with_a_row(tmp_path), "accelerate_configs/ddp.yaml", ["seed=7", "batch.micro_batch_size=8"])
-    found = start.change(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
-    assert found.recipe.run.resume == "auto" and found.plan.gradient_accumulation_steps == 4
-    same = found.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
+    changed = start.change(start.strategy, start.recipe.batch.model_copy(update={"micro_batch_size": 2}), resumes=True)
+    assert changed.recipe.run.resume == "auto" and changed.plan.gradient_accumulation_steps == 4
+    same = changed.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
     assert same == start.recipe
-    assert found.command.count("batch.micro_batch_size=2") == 1 and "batch.micro_batch_size=8" not in found.command
+    assert changed.command.count("batch.micro_batch_size=2") == 1 and "batch.micro_batch_size=8" not in changed.command
 
 
 def test_the_first_process_that_ran_out_leaves_the_answer_to_the_launcher(tmp_path, monkeypatch):

@@ -73,21 +73,21 @@ def new_model(model_type: str) -> PreTrainedModel:
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def losses(model: torch.nn.Module, steps: int = 5) -> list[float]:
     """The losses of a plain loop with SGD."""
     ids = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(trained(model).values(), lr=0.1)
-    found = []
+    losses = []
     for _ in range(steps):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize("model_type", STACKED)
@@ -95,20 +95,20 @@ def test_a_plain_loop_with_peft_alone_has_the_same_losses(model_type: str):
     model = new_model(model_type)
     theirs, others = copy.deepcopy(model), copy.deepcopy(model)
     insertion.add_adapter(model, settings(["q_proj", *EXPERTS]), seed=7)
-    first = {peft_folder.name_in_file(name): one.detach().clone() for name, one in trained(model).items()}
-    found = losses(model)
+    first = {peft_folder.name_in_file(name): weight.detach().clone() for name, weight in trained(model).items()}
+    curve = losses(model)
     config = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]}
 
     def by_peft(base: torch.nn.Module, **more: Any) -> list[float]:
         peft = get_peft_model(base, LoraConfig(**config | more))
-        for name, one in trained(peft).items():
-            one.data.copy_(first[peft_folder.name_in_file(name.removeprefix("base_model.model."))])
+        for name, weight in trained(peft).items():
+            weight.data.copy_(first[peft_folder.name_in_file(name.removeprefix("base_model.model."))])
         return losses(peft)
 
     expected = by_peft(theirs, target_parameters=EXPERTS)
-    assert found == pytest.approx(expected, rel=2e-6)
-    assert found[0] - found[-1] > 0.1, "it learns"
-    assert by_peft(others) != pytest.approx(found, rel=1e-3), "the experts' adapters do something"
+    assert curve == pytest.approx(expected, rel=2e-6)
+    assert curve[0] - curve[-1] > 0.1, "it learns"
+    assert by_peft(others) != pytest.approx(curve, rel=1e-3), "the experts' adapters do something"
 
 
 def test_experts_with_a_norm_after_them_are_those_of_transformers():
@@ -130,7 +130,8 @@ def moved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Trained weights, away from their first values."""
     chance = torch.Generator().manual_seed(1)
     return {
-        name: one.detach() + 0.05 * torch.randn(one.shape, generator=chance) for name, one in trained(model).items()
+        name: weight.detach() + 0.05 * torch.randn(weight.shape, generator=chance)
+        for name, weight in trained(model).items()
     }
 
 
@@ -200,10 +201,10 @@ def assert_each_has_its_own_part(base_folder: Path, run: Path, count: int, *, sc
                 b = adapter[f"{key}.lora_B.weight"][:, expert::count]
                 change[name] = scale * b @ a
             gate, up = change["gate_up_proj"].chunk(2)
-            for name, one in {"gate_proj": gate, "up_proj": up, "down_proj": change["down_proj"]}.items():
+            for name, expected in {"gate_proj": gate, "up_proj": up, "down_proj": change["down_proj"]}.items():
                 key = f"{place}.{expert}.{name}.weight"
-                assert torch.allclose(merged[key] - base[key], one, atol=1e-6), key
-                assert one.abs().max() > least
+                assert torch.allclose(merged[key] - base[key], expected, atol=1e-6), key
+                assert expected.abs().max() > least
                 compared += 1
     assert compared == 2 * count * 3
 
@@ -236,8 +237,8 @@ def test_all_linear_leaves_experts_and_routers_frozen_and_says_so(model_type: st
     config, model = tiny_config(model_type), new_model(model_type)
     asked = settings(["all-linear"])
     linear = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear} - {"lm_head"}
-    share = sum(one.numel() for one in model.parameters() if one.ndim == 3 and one.shape[1] > 1)
-    share /= sum(one.numel() for one in model.parameters())
+    share = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3 and parameter.shape[1] > 1)
+    share /= sum(parameter.numel() for parameter in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         (note,) = adapter_files.check_names(config, asked)
@@ -256,10 +257,10 @@ def in_4_bits(folder: Path, model_type: str) -> tuple[PreTrainedModel, PreTraine
         packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     plain = new_model(model_type)
     linear = {f"{name}.weight" for name, module in plain.named_modules() if type(module) is torch.nn.Linear}
-    for name, one in plain.named_parameters():
-        if name in linear - {"lm_head.weight"} or (name.endswith(tuple(EXPERTS)) and one.ndim == 3):
-            state = functional.quantize_4bit(one.data, quant_type="nf4", compress_statistics=True)
-            one.data = functional.dequantize_4bit(*state)
+    for name, parameter in plain.named_parameters():
+        if name in linear - {"lm_head.weight"} or (name.endswith(tuple(EXPERTS)) and parameter.ndim == 3):
+            state = functional.quantize_4bit(parameter.data, quant_type="nf4", compress_statistics=True)
+            parameter.data = functional.dequantize_4bit(*state)
     return packed, plain
 
 
@@ -268,19 +269,19 @@ def test_experts_in_4_bits_train_as_those_that_bitsandbytes_makes_whole_again(tm
     packed, plain = in_4_bits(tmp_path, model_type)
     others = new_model(model_type)
     asked = settings(["q_proj", *EXPERTS], name="qlora")
-    held = {name: one for name, one in packed.named_parameters() if name.endswith(tuple(EXPERTS))}
-    assert {one.numel() * one.element_size() for one in held.values()} == {
+    held = {name: parameter for name, parameter in packed.named_parameters() if name.endswith(tuple(EXPERTS))}
+    assert {weight.numel() * weight.element_size() for weight in held.values()} == {
         plain.get_parameter(name).numel() // 2 for name in held
     }
     for model in (packed, plain, others):
         insertion.add_adapter(model, asked, seed=7)
-    assert {name: one.shape for name, one in trained(packed).items()} == {
-        name: one.shape for name, one in trained(plain).items()
+    assert {name: weight.shape for name, weight in trained(packed).items()} == {
+        name: weight.shape for name, weight in trained(plain).items()
     }
-    found = losses(packed)
-    assert found == pytest.approx(losses(plain), rel=2e-6)
-    assert found[0] - found[-1] > 0.1, "it learns"
-    assert losses(others) != pytest.approx(found, rel=1e-3), "4 bits are another base"
+    curve = losses(packed)
+    assert curve == pytest.approx(losses(plain), rel=2e-6)
+    assert curve[0] - curve[-1] > 0.1, "it learns"
+    assert losses(others) != pytest.approx(curve, rel=1e-3), "4 bits are another base"
 
 
 def test_no_layer_keeps_its_experts_whole_for_the_backward(tmp_path: Path):
@@ -292,9 +293,9 @@ def test_no_layer_keeps_its_experts_whole_for_the_backward(tmp_path: Path):
         insertion.add_adapter(model, settings(EXPERTS, name="qlora"), seed=7)
         sizes: list[int] = []
 
-        def keep(one: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
-            sizes.append(one.numel())
-            return one
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, torch.Tensor.view_as):
             model(input_ids=torch.randint(0, 256, (3, 20)))
@@ -319,25 +320,25 @@ def test_what_stays_out_of_4_bits_is_said(monkeypatch: pytest.MonkeyPatch):
 def test_the_forecast_has_experts_in_half_a_byte(monkeypatch: pytest.MonkeyPatch):
     config = tiny_config("qwen3_moe")
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
-    found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
-    packed = [one for one in found.weights if one.is_quantized and len(one.shape) == 3]
+    model = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
+    packed = [weight for weight in model.weights if weight.is_quantized and len(weight.shape) == 3]
     assert len(packed) == 2 * config.num_hidden_layers
     inputs = cost_inputs(recipe, load_strategy(find_strategy("single")), 1)
     experts = config.num_hidden_layers * config.num_experts * 3 * config.moe_intermediate_size * config.hidden_size
     assert resident(packed, inputs) == experts // 2
-    assert "of the weights are in 4 bits, the experts' among them" in found.notes[-1]
+    assert "of the weights are in 4 bits, the experts' among them" in model.notes[-1]
     monkeypatch.setattr(four_bit_experts, "MOST_NUMBERS", 1)
-    found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
-    assert not any("among them" in note for note in found.notes)
+    model = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS, name="qlora")}))
+    assert not any("among them" in note for note in model.notes)
 
 
 def test_the_forecast_counts_a_rank_for_each_expert():
     config = tiny_config("qwen3_moe")
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [])
-    found = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS)}))
+    model = skeleton(config, recipe.model_copy(update={"adapter": settings(EXPERTS)}))
     experts, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     each = 4 * (hidden + 2 * inner) + 4 * (inner + hidden)
-    sizes = sizes_of(config, found)
+    sizes = sizes_of(config, model)
     assert sizes.num_trained == config.num_hidden_layers * experts * each
     assert sizes.num_matrix_trained == config.num_hidden_layers * config.num_experts_per_tok * each
     assert sizes.num_of_experts == config.num_hidden_layers * experts * 3 * hidden * inner
@@ -369,9 +370,9 @@ def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
     model = experts(lab) | ADAPTER
     more = {"fsdp2_ep": {"batch.micro_batch_size": "2"}, "fsdp2": {"run.check_export": "true"}}.get(strategy, {})
     curve = lab.run(strategy, model | more)
-    found = distance(curve, lab.run("single", model))
-    print(strategy, found)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    apart = distance(curve, lab.run("single", model))
+    print(strategy, apart)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
     written = json.loads((curve.folder / "export" / "adapter_config.json").read_text())
     assert sorted(written["target_parameters"]) == sorted(EXPERTS)
     if "run.check_export" in more:
@@ -383,8 +384,8 @@ def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
 def test_adapters_on_experts_alone_have_the_curve_of_one_process(lab: Lab, strategy: str):
     """Nothing before the first experts is trained, so that their input needs no gradient."""
     model = experts(lab) | ADAPTER | {"adapter": "{name: lora, rank: 4, targets: [gate_up_proj, down_proj]}"}
-    found = distance(lab.run(strategy, model), lab.run("single", model))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    apart = distance(lab.run(strategy, model), lab.run("single", model))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
 
 
 @pytest.mark.parametrize(
@@ -400,9 +401,9 @@ def test_adapters_on_experts_alone_have_the_curve_of_one_process(lab: Lab, strat
 def test_the_curve_over_experts_in_4_bits_is_that_of_one_process(lab: Lab, strategy: str):
     model = experts(lab) | PACKED
     curve = lab.run(strategy, model)
-    found = distance(curve, lab.run("single", model))
-    print(strategy, found)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    apart = distance(curve, lab.run("single", model))
+    print(strategy, apart)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
     written = json.loads((curve.folder / "export" / "adapter_config.json").read_text())
     assert sorted(written["target_parameters"]) == sorted(EXPERTS)
 
@@ -411,12 +412,12 @@ def test_the_curve_over_experts_in_4_bits_is_that_of_one_process(lab: Lab, strat
 def test_a_run_over_experts_in_4_bits_is_evaluated_over_them_and_merged_into_the_unquantized(lab: Lab):
     model = experts(lab) | PACKED
     run, base = lab.run("single", model).folder, Path(experts(lab)["model"].split(": ")[1].rstrip("}"))
-    (found,) = evaluate_model(run / "export", load_recipe(run / "recipe.yaml", []))
-    assert found["eval_loss"] == pytest.approx(Curve(run).evaluations[-1][1], abs=1e-6)
+    (reread,) = evaluate_model(run / "export", load_recipe(run / "recipe.yaml", []))
+    assert reread["eval_loss"] == pytest.approx(Curve(run).evaluations[-1][1], abs=1e-6)
     merge_adapter(run, run / "merged", "fp32")
     assert_each_has_its_own_part(base, run, 6, scale=32 / 4, least=1e-4)
     (merged,) = evaluate_model(run / "merged", load_recipe(run / "recipe.yaml", ["adapter=null"]))
-    assert 1e-5 < abs(merged["eval_loss"] - found["eval_loss"]) < 0.05, "4 bits round the base, and change little"
+    assert 1e-5 < abs(merged["eval_loss"] - reread["eval_loss"]) < 0.05, "4 bits round the base, and change little"
 
 
 @pytest.mark.slow
@@ -436,7 +437,7 @@ def test_what_is_a_linear_layer_by_its_class_alone_is_not_adapted(model_type, ot
     asked = AdapterSection(name="lora", rank=4)
     assert any(other in note for note in adapted_layers.examine(model, asked))
     insertion.inject(model, asked)
-    adapted = {type(one.base_layer).__name__ for one in model.modules() if hasattr(one, "lora_A")}
+    adapted = {type(module.base_layer).__name__ for module in model.modules() if hasattr(module, "lora_A")}
     assert adapted == {"Linear"}
     ids = torch.randint(0, 100, (1, 16))
     assert torch.isfinite(model(input_ids=ids, use_cache=False).logits).all()
@@ -462,7 +463,7 @@ def without_gradient(model: PreTrainedModel) -> set[str]:
     """Trained weights that a step of training does not reach."""
     ids = torch.randint(0, 100, (1, 16), generator=torch.Generator().manual_seed(1))
     model.train()(input_ids=ids, use_cache=False).logits.square().sum().backward()
-    return {name for name, one in trained(model).items() if one.grad is None}
+    return {name for name, weight in trained(model).items() if weight.grad is None}
 
 
 @pytest.mark.parametrize(("model_type", "kept"), [("bamba", {"in_proj", "q_proj"}), ("mamba", {"in_proj"})])

@@ -38,17 +38,17 @@ SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
 def test_with_clipping_and_a_tied_embedding_the_curve_is_that_of_one_process(lab: Lab):
     model = experts(lab)
     curve = lab.run("fsdp2_ep", model | FOUR, processes=4, launched=True)
-    found = distance(curve, lab.run("single", model))
+    apart = distance(curve, lab.run("single", model))
     assert curve.record["strategy"]["experts of this process"] == [True, 3]
     assert len([line for line in curve.steps if line["grad_norm"] > 1.0]) >= 5, "this case is meant to clip"
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM and found.weight < 1e-6, found
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
 
 
 @pytest.mark.slow
 def test_adamw_in_its_band(lab: Lab):
     settings = experts(lab, tie_word_embeddings=False) | ADAMW
-    found = distance(lab.run("fsdp2_ep", settings | {"batch.micro_batch_size": "4"}), lab.run("single", settings))
-    assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+    apart = distance(lab.run("fsdp2_ep", settings | {"batch.micro_batch_size": "4"}), lab.run("single", settings))
+    assert apart.loss < ADAMW_LOSS and apart.norm < ADAMW_NORM, apart
 
 
 @pytest.mark.parametrize(
@@ -63,24 +63,24 @@ def test_adamw_in_its_band(lab: Lab):
 )
 def test_what_a_recipe_chooses_changes_no_curve(lab: Lab, settings: dict[str, str]):
     model = experts(lab)
-    found = distance(lab.run("fsdp2_ep", model | FOUR | settings), lab.run("single", model))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_ep", model | FOUR | settings), lab.run("single", model))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_mixtral(lab: Lab):
     model = experts(lab, "mixtral")
-    found = distance(lab.run("fsdp2_ep", model | FOUR), lab.run("single", model))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_ep", model | FOUR), lab.run("single", model))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_muon_whose_matrices_experts_are_not(lab: Lab):
     settings = experts(lab) | MUON
-    found = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -88,8 +88,8 @@ def test_muon_whose_matrices_experts_are_not(lab: Lab):
 def test_an_adapter_on_attention(lab: Lab):
     adapter = {"adapter": "{name: lora, rank: 4, targets: [q_proj, k_proj, v_proj, o_proj]}"}
     settings = experts(lab) | adapter | {"optim.learning_rate": "0.3"}
-    found = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_ep", settings | FOUR), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 def in_float64(lab: Lab, strategy: str, settings: dict[str, str]) -> list[dict]:
@@ -107,9 +107,9 @@ def test_answers_differ_by_rounding_alone(lab: Lab, objective: str):
     """In float32 the norms of DPO differ by 4e-6, and by 2e-6 on one process with other micro-batches."""
     settings = preferences(lab, objective) | experts(lab)
     ours, theirs = in_float64(lab, "fsdp2_ep", settings), in_float64(lab, "single", settings)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-11)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-12)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-11)
 
 
 @pytest.mark.slow
@@ -118,8 +118,8 @@ def test_two_processes_may_have_half_of_the_experts_each(lab: Lab):
     text = (ROOT / "accelerate_configs/fsdp2_ep.yaml").read_text()
     path.write_text(text.replace("dp_shard_size: 2", "dp_shard_size: 1"))
     model = experts(lab)
-    found = distance(lab.run(str(path), model, processes=2), lab.run("single", model))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(str(path), model, processes=2), lab.run("single", model))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_two_processes_may_have_half_of_the_experts_each(lab: Lab):
 )
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
     model = experts(lab)
-    found = distance(lab.run("fsdp2_ep", model | FOUR, sabotage=mistake), lab.run("single", model))
-    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+    apart = distance(lab.run("fsdp2_ep", model | FOUR, sabotage=mistake), lab.run("single", model))
+    assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 
 
 def test_another_divisor_of_the_gradients_of_experts_is_refused(lab: Lab):
@@ -154,8 +154,8 @@ def test_messages_by_hand():
         num_layers=2, hidden=8,
     )  # fmt: skip
     messages = transfers(load_strategy(find_strategy("fsdp2_ep")), sizes, replace(STEP, num_tokens=40), 4)
-    found = {one.what: (one.num_bytes, one.ranks, one.stride) for one in messages}
-    assert found == {
+    asked = {message.what: (message.num_bytes, message.ranks, message.stride) for message in messages}
+    assert asked == {
         **dict.fromkeys(("weights, forward", "weights, backward", "gradients"), (4 * 1000, 4, 1)),
         **dict.fromkeys(("experts, forward", "experts, backward", "gradients of experts"), (4 * 400, 2, 2)),
         "tokens to experts": (2 * 2 * 4 * 8 * 4 * 40 / 4, 2, 1),  # there and back, twice, of 10 tokens and 4 experts
@@ -166,10 +166,10 @@ def in_a_step(curve: Curve, what: str) -> float:
     """Over all processes, the mean of steps 2 to 6, which evaluate nothing, of what they count from the start on.
     Step 7 has the rest of an epoch.
     """
-    found: dict[int, int] = {}
+    sent: dict[int, int] = {}
     for number, _, total in re.findall(rf"{what} (\d+) (\d+) (\d+)", (curve.folder / "output.txt").read_text()):
-        found[int(number)] = found.get(int(number), 0) + int(total)
-    return (found[7] - found[2]) / 5
+        sent[int(number)] = sent.get(int(number), 0) + int(total)
+    return (sent[7] - sent[2]) / 5
 
 
 @pytest.mark.slow
@@ -186,17 +186,18 @@ def test_a_real_step_sends_what_the_ledger_says(lab: Lab):
     strategy = load_strategy(find_strategy("fsdp2_ep"))
     step = replace(STEP, num_tokens=in_a_step(curve, "POSITIONS"), micro_batches=2)
 
-    def by_ledger(one) -> float:
+    def by_ledger(strategy) -> float:
         # gloo reduces and scatters by an all-reduce.
         return sum(
-            message.sent * (2 if message.kind == "reduce-scatter" else 1) for message in transfers(one, sizes, step, 4)
+            message.sent * (2 if message.kind == "reduce-scatter" else 1)
+            for message in transfers(strategy, sizes, step, 4)
         )
 
-    found, expected = in_a_step(curve, "SENT") / 4, by_ledger(strategy)
+    measured, expected = in_a_step(curve, "SENT") / 4, by_ledger(strategy)
     other = by_ledger(replace(strategy, ep_size=1, dp_shard_size=4))
-    print(found, expected, other)
-    assert found == pytest.approx(expected, rel=0.03)
-    assert other > 1.2 * found
+    print(measured, expected, other)
+    assert measured == pytest.approx(expected, rel=0.03)
+    assert other > 1.2 * measured
 
 
 @pytest.mark.slow
@@ -213,14 +214,14 @@ def test_a_real_step_has_the_messages_of_the_ledger(lab: Lab, recompute: str):
     step = replace(STEP, num_tokens=1, micro_batches=2, recompute=recipe.model.recompute)
     strategy = load_strategy(find_strategy("fsdp2_ep"))
 
-    def by_ledger(one) -> dict[str, int]:
+    def by_ledger(strategy) -> dict[str, int]:
         calls: dict[str, int] = {}
-        for message in transfers(one, sizes_of(config, skeleton(config, recipe)), step, 4):
+        for message in transfers(strategy, sizes_of(config, skeleton(config, recipe)), step, 4):
             calls[message.kind] = calls.get(message.kind, 0) + message.calls
         return calls
 
-    for found in messages_of_step_3(curve).values():
-        number = {kind: calls for kind, (calls, _) in found.items()}
+    for calls_of in messages_of_step_3(curve).values():
+        number = {kind: calls for kind, (calls, _) in calls_of.items()}
         print(number, by_ledger(strategy))
         assert number == by_ledger(strategy)
         assert number != by_ledger(replace(strategy, ep_size=1, dp_shard_size=4))
@@ -263,15 +264,18 @@ def test_the_router_s_auxiliary_loss_is_refused(model_type: str):
 
 def test_expert_parallel_is_forecast_for_a_mixture_and_refused_for_a_dense_model(lab: Lab, monkeypatch):
     monkeypatch.chdir(ROOT)
-    machines, found = parse_machines("4xH100"), {}
+    machines, forecasts = parse_machines("4xH100"), {}
     strategies = [load_strategy(find_strategy(name)) for name in ("fsdp2", "fsdp2_ep")]
     for name, settings in {"dense": {}, "mixture": experts(lab)}.items():
         bf16 = {"mixed_precision": "bf16", **FOUR, **settings}
         recipe = load_recipe(Path(lab.folder / "recipe.yaml"), [f"{key}={value}" for key, value in bf16.items()])
-        found[name] = {one.strategy.name: one for one in forecast_all(recipe, strategies, machines, "here").forecasts}
-    assert found["dense"]["fsdp2_ep"].verdict == "cannot run"
-    assert "llama has no experts" in found["dense"]["fsdp2_ep"].why[0]
-    both = found["mixture"]
-    assert {one.verdict for one in both.values()} == {"fits"}
+        forecasts[name] = {
+            forecast.strategy.name: forecast
+            for forecast in forecast_all(recipe, strategies, machines, "here").forecasts
+        }
+    assert forecasts["dense"]["fsdp2_ep"].verdict == "cannot run"
+    assert "llama has no experts" in forecasts["dense"]["fsdp2_ep"].why[0]
+    both = forecasts["mixture"]
+    assert {forecast.verdict for forecast in both.values()} == {"fits"}
     # A process gathers half of the experts of a layer.
     assert both["fsdp2_ep"].memory.gathered < both["fsdp2"].memory.gathered

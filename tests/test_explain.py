@@ -82,27 +82,32 @@ def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
 def test_rows_are_packed_unless_that_is_known_to_be_wrong(in_root, tmp_path, monkeypatch):
     monkeypatch.setattr("cookbook.facts.packing.installed", lambda name: look_up("bloom").transformers)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
-    found = {
+    quantities = {
         name: explain(ZERO3, assignments=[name]).sections["WHAT"]["rows"]
         for name in ("seed=1", "data.packing=false", f"model.name_or_path={tmp_path}", "model.name_or_path=no/such")
     }
-    assert [one.text for one in found.values()] == [
+    assert [quantity.text for quantity in quantities.values()] == [
         "packed",
         "padded: data.packing is false",
         "padded: its attention is code of its own in transformers, which cannot be told where a sample begins",
         "packed, if its architecture can be",
     ]
-    assert [one.sources for one in found.values()] == [("default",), ("command line",), ("default",), ("default",)]
+    assert [quantity.sources for quantity in quantities.values()] == [
+        ("default",),
+        ("command line",),
+        ("default",),
+        ("default",),
+    ]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=str)
 def test_every_shipped_recipe_is_explained(path, in_root):
-    found = explain(path)
-    page, plain = in_words(found), in_words(found, plain=True)
+    run = explain(path)
+    page, plain = in_words(run), in_words(run, plain=True)
     for title in ("WHAT", "BATCH", "LENGTH", "OPTIMIZER", "PRECISION", "BYTES", "LAUNCH"):
         assert re.search(rf"(?m)^{title}", page)
     assert plain.isascii() and len(plain.splitlines()) == len(page.splitlines())
-    assert ("DEEPSPEED" in page) == (found.strategy.kind == "zero")
+    assert ("DEEPSPEED" in page) == (run.strategy.kind == "zero")
     assert page.endswith(f"train.py {path}")
 
 
@@ -113,10 +118,10 @@ def test_there_are_recipes_to_explain():
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_recipe_is_explained_under_every_strategy(name, in_root):
     recipe = "olmoe_1b_7b/sft" if name == "fsdp2_ep" else "quickstart"
-    found = explain(Path(f"recipes/{recipe}.yaml"), strategy_path=strategy(name))
-    assert found.strategy.name == name and found.files["yaml"].sources == ("command line",)
-    launched = f"--config_file accelerate_configs/{name}.yaml --num_processes {found.plan.num_processes}"
-    assert launched in in_words(found)
+    run = explain(Path(f"recipes/{recipe}.yaml"), strategy_path=strategy(name))
+    assert run.strategy.name == name and run.files["yaml"].sources == ("command line",)
+    launched = f"--config_file accelerate_configs/{name}.yaml --num_processes {run.plan.num_processes}"
+    assert launched in in_words(run)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_a_recipe_is_explained_under_every_strategy(name, in_root):
 def test_a_mesh_that_does_not_suit_the_model_is_refused_where_its_structure_is_known(recipe, name, problem, in_root):
     with pytest.raises(RecipeError) as refused:
         explain(Path(f"recipes/{recipe}.yaml"), strategy_path=strategy(name))
-    assert [one for one in refused.value.mistakes if one.startswith(f"{strategy(name)}: {problem}")]
+    assert [mistake for mistake in refused.value.mistakes if mistake.startswith(f"{strategy(name)}: {problem}")]
 
 
 # Places.
@@ -154,9 +159,9 @@ WORDS = {
 }
 
 
-def misplaced(found, shift=0):
+def misplaced(run, shift=0):
     """How many places were looked up, and those whose line is about something else."""
-    quantities = {name: one for section in found.sections.values() for name, one in section.items()}
+    quantities = {name: quantity for section in run.sections.values() for name, quantity in section.items()}
     looked, wrong = 0, []
     for name, words in WORDS.items():
         for place in quantities[name].sources:
@@ -183,36 +188,36 @@ def test_a_loss_scale_and_what_follows_a_shortage_are_shown_where_they_are(in_ro
     plain = explain(ZERO3).sections
     assert "loss scale" not in plain["OPTIMIZER"] and "out of memory" not in plain["LENGTH"]
     words = ["mixed_precision=fp16", "loss_scale={window: 500, hysteresis: 2}", "run.on_out_of_memory=next_strategy"]
-    found = explain(ZERO3, assignments=words).sections
-    scale = found["OPTIMIZER"]["loss scale"]
+    sections = explain(ZERO3, assignments=words).sections
+    scale = sections["OPTIMIZER"]["loss scale"]
     assert scale.text == "65536, doubles after 500 steps, halves at each overflow from number 2 on"
     assert scale.sources == ("command line", "default")
-    assert found["LENGTH"]["out of memory"].text == "starts again with a smaller micro-batch or strategy"
+    assert sections["LENGTH"]["out of memory"].text == "starts again with a smaller micro-batch or strategy"
 
 
 def test_a_default_and_the_command_line_are_distinguished_from_the_file(in_root):
     assignments = ["batch.micro_batch_size=2", "run={num_epochs: 3, output_dir: outputs/x}"]
-    found = explain(ZERO3, assignments=assignments).sections
-    assert found["BATCH"]["forward"].sources == ("command line",)
-    assert found["LENGTH"]["epochs"].sources == ("command line",)
-    assert found["LENGTH"]["evaluation"].sources == ("default",)
-    assert found["OPTIMIZER"]["clipping"].sources == ("default",)
-    assert found["BATCH"]["step"].sources == (f"{ZERO3}:32",)
-    assert found["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
+    sections = explain(ZERO3, assignments=assignments).sections
+    assert sections["BATCH"]["forward"].sources == ("command line",)
+    assert sections["LENGTH"]["epochs"].sources == ("command line",)
+    assert sections["LENGTH"]["evaluation"].sources == ("default",)
+    assert sections["OPTIMIZER"]["clipping"].sources == ("default",)
+    assert sections["BATCH"]["step"].sources == (f"{ZERO3}:32",)
+    assert sections["BATCH"]["accumulation"].text == "16 = 128 / (2 x 4)"
 
 
 def test_a_section_that_only_the_command_line_has_comes_from_there(in_root):
-    found = explain(ZERO3, assignments=["adapter.name=lora", "adapter.rank=8"]).sections
-    assert found["WHAT"]["trained"].text == "lora of rank 8, alpha 32, on all-linear"
-    assert found["WHAT"]["trained"].sources == ("command line", "default")
+    sections = explain(ZERO3, assignments=["adapter.name=lora", "adapter.rank=8"]).sections
+    assert sections["WHAT"]["trained"].text == "lora of rank 8, alpha 32, on all-linear"
+    assert sections["WHAT"]["trained"].sources == ("command line", "default")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.jsonl.gz"])
 def test_a_file_is_shown_without_a_split_and_a_folder_with_one(book, name):
     book.write(name, "text\nx\n")
     book.write("chats/train.csv", "text\nx\n")
-    found = explain(Path(RECIPE), assignments=[f"data.train=[{name}, chats]"]).sections
-    assert found["WHAT"]["data"].text == f"{name}; chats (train)"
+    sections = explain(Path(RECIPE), assignments=[f"data.train=[{name}, chats]"]).sections
+    assert sections["WHAT"]["data"].text == f"{name}; chats (train)"
 
 
 # Length.
@@ -223,8 +228,8 @@ def rows(book, count, name="rows.jsonl"):
 
 
 def length(*assignments, path=RECIPE):
-    found = explain(Path(path), assignments=list(assignments))
-    return found.num_steps, found.sections["LENGTH"]["steps"].text
+    run = explain(Path(path), assignments=list(assignments))
+    return run.num_steps, run.sections["LENGTH"]["steps"].text
 
 
 THREE_EPOCHS = ("run.max_steps=null", "run.num_epochs=3", "batch.global_batch_size=4", "batch.micro_batch_size=2")
@@ -242,8 +247,8 @@ THREE_EPOCHS = ("run.max_steps=null", "run.num_epochs=3", "batch.global_batch_si
 )
 def test_rows_of_a_local_file_are_counted(book, train, steps):
     rows(book, 10)
-    found, text = length(train, *THREE_EPOCHS, "schedule.warmup_steps=0")
-    assert found == steps and text.startswith(f"at most {steps} = 3 x (")
+    num_steps, text = length(train, *THREE_EPOCHS, "schedule.warmup_steps=0")
+    assert num_steps == steps and text.startswith(f"at most {steps} = 3 x (")
 
 
 @pytest.mark.parametrize(
@@ -251,8 +256,8 @@ def test_rows_of_a_local_file_are_counted(book, train, steps):
 )
 def test_what_depends_on_the_tokens_is_not_made_up(book, unknown):
     rows(book, 10)
-    found, text = length("data.train=rows.jsonl", *THREE_EPOCHS, *unknown)
-    assert found is None and "counted when the data is tokenised" in text
+    num_steps, text = length("data.train=rows.jsonl", *THREE_EPOCHS, *unknown)
+    assert num_steps is None and "counted when the data is tokenised" in text
 
 
 def test_a_warm_up_longer_than_the_rows_allow_is_refused_at_once(book):
@@ -272,23 +277,23 @@ def test_the_curve_is_that_of_the_run(in_root):
     """Linear from 1.0 over 10 steps after 2 of warm-up: 1/2, 2/2, then 8/8 to 1/8 of the peak."""
     settings = ["schedule={name: linear, warmup_steps: 2}", "run.max_steps=10", "optim.learning_rate=0.8"]
     settings.append("run.eval_every_steps=5")
-    found = explain(Path("recipes/quickstart.yaml"), assignments=settings)
-    assert found.rates == pytest.approx([0.4, 0.8] + [0.1 * n for n in (8, 7, 6, 5, 4, 3, 2, 1)])
+    run = explain(Path("recipes/quickstart.yaml"), assignments=settings)
+    assert run.rates == pytest.approx([0.4, 0.8] + [0.1 * n for n in (8, 7, 6, 5, 4, 3, 2, 1)])
 
 
 def test_of_an_unknown_length_the_chart_says_for_how_many_steps_it_is(in_root):
-    found = explain(ZERO3)
-    assert found.num_steps is None
-    assert "drawn for 1,600 steps" in found.sections["OPTIMIZER"]["schedule"].text
-    assert max(found.rates) == pytest.approx(2e-5, rel=0.02)
-    assert "100 %" in in_words(found)
+    run = explain(ZERO3)
+    assert run.num_steps is None
+    assert "drawn for 1,600 steps" in run.sections["OPTIMIZER"]["schedule"].text
+    assert max(run.rates) == pytest.approx(2e-5, rel=0.02)
+    assert "100 %" in in_words(run)
 
 
 def test_a_scaled_learning_rate_is_shown_with_its_arithmetic(in_root):
     scaled = ["schedule.scale_lr=sqrt", "schedule.base_batch_size=4", "optim.learning_rate=1e-3"]
-    found = explain(Path("recipes/quickstart.yaml"), assignments=scaled)
-    assert found.sections["OPTIMIZER"]["peak rate"].text == "2e-3 = 1e-3 x sqrt(16 / 4)"
-    assert max(found.rates) == pytest.approx(2e-3)
+    run = explain(Path("recipes/quickstart.yaml"), assignments=scaled)
+    assert run.sections["OPTIMIZER"]["peak rate"].text == "2e-3 = 1e-3 x sqrt(16 / 4)"
+    assert max(run.rates) == pytest.approx(2e-3)
 
 
 def dots(lines):
@@ -299,12 +304,12 @@ def dots(lines):
 
 def test_a_chart_has_the_shape_of_its_values():
     rising = [i / 99 for i in range(100)]
-    found = dots(draw(rising, bottom="0", top="1", ticks=["a", "b"], plain=True))
-    assert all(found), "every column has a dot"
-    assert HEIGHT - 1 in found[0] and 0 in found[-1]
-    tops = [min(column) for column in found]
+    columns = dots(draw(rising, bottom="0", top="1", ticks=["a", "b"], plain=True))
+    assert all(columns), "every column has a dot"
+    assert HEIGHT - 1 in columns[0] and 0 in columns[-1]
+    tops = [min(column) for column in columns]
     assert tops == sorted(tops, reverse=True)
-    assert dots(draw(rising[::-1], bottom="0", top="1", ticks=["a"], plain=True)) != found
+    assert dots(draw(rising[::-1], bottom="0", top="1", ticks=["a"], plain=True)) != columns
 
 
 def test_a_chart_in_braille_has_the_same_shape():
@@ -351,8 +356,8 @@ def test_the_engine_has_no_other_way_to_make_the_configuration():
 
 
 def test_the_differences_from_the_json_are_all_shown(in_root):
-    found = explain(ZERO3, processes=8)
-    assert found.deepspeed_changes == {
+    run = explain(ZERO3, processes=8)
+    assert run.deepspeed_changes == {
         "bf16.enabled": ("auto", True),
         "fp16.enabled": ("auto", False),
         "train_batch_size": ("auto", 128),
@@ -362,18 +367,18 @@ def test_the_differences_from_the_json_are_all_shown(in_root):
         "zero_allow_untested_optimizer": (None, True),
         "steps_per_print": (None, 2**31),
     }
-    assert "auto" not in json.dumps(found.deepspeed)
+    assert "auto" not in json.dumps(run.deepspeed)
 
 
 def test_a_second_copy_of_the_weights_is_shared_by_the_processes_of_a_machine(in_root):
-    found = explain(ZERO3, strategy_path=strategy("zero3_hpz"), processes=8)
-    assert found.deepspeed_changes["zero_optimization.zero_hpz_partition_size"] == ("auto", 8)
-    assert "auto" not in json.dumps(found.deepspeed)
+    run = explain(ZERO3, strategy_path=strategy("zero3_hpz"), processes=8)
+    assert run.deepspeed_changes["zero_optimization.zero_hpz_partition_size"] == ("auto", 8)
+    assert "auto" not in json.dumps(run.deepspeed)
 
 
 def test_a_swap_folder_is_that_of_the_run(in_root):
-    found = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
-    before, after = found.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
+    run = explain(Path("recipes/llama31_70b/sft.yaml"), strategy_path=strategy("zero3_nvme"))
+    before, after = run.deepspeed_changes["zero_optimization.offload_param.nvme_path"]
     assert before == "nvme_swap" and re.fullmatch(r"nvme_swap/llama31_70b-sft-zero3_nvme-[0-9a-f]{8}", after)
 
 
@@ -430,15 +435,15 @@ STATES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_states_are_those_of_the_paper(name, in_root):
     processes, *expected = STATES[name]
-    found = costs.shares(setting(name, processes, accumulation=2))
-    assert [costs.total(found, where) for where in costs.PLACES] == pytest.approx(expected)
+    shares = costs.shares(setting(name, processes, accumulation=2))
+    assert [costs.total(shares, where) for where in costs.PLACES] == pytest.approx(expected)
 
 
 def test_gradients_that_do_not_add_up_need_not_wait(in_root):
     """One micro-batch a step: ZeRO-1's go into the bucket as they come, and none wait on the host."""
     for name, where, fewer in (("zero1", "GPU", 2 - 2 / 8), ("zero2_offload", "host", 2 / 8), ("zero3", "GPU", 0)):
-        several, one = (costs.total(costs.shares(setting(name, accumulation=a)), where) for a in (2, 1))
-        assert several - one == pytest.approx(fewer), name
+        several, whole = (costs.total(costs.shares(setting(name, accumulation=a)), where) for a in (2, 1))
+        assert several - whole == pytest.approx(fewer), name
 
 
 def test_the_example_of_the_page_on_strategies(in_root):
@@ -510,21 +515,21 @@ def test_alone_nothing_is_sent(in_root):
     ],
 )
 def test_links_are_those_between_the_processes_of_a_group(name, inside, between, both, in_root):
-    found = setting(name, 16, num_local=8)
-    found = replace(found, strategy=found.strategy.fitted(16, 8))
-    links = costs.as_dict(found)["links"]
+    inputs = setting(name, 16, num_local=8)
+    inputs = replace(inputs, strategy=inputs.strategy.fitted(16, 8))
+    links = costs.as_dict(inputs)["links"]
     names = ("inside a machine", "between machines", "inside a machine and between machines")
-    assert [sorted(links.pop(key, [])) for key in names] == [sorted(one) for one in (inside, between, both)]
+    assert [sorted(links.pop(key, [])) for key in names] == [sorted(names) for names in (inside, between, both)]
     assert links == {}
-    alone = costs.links(replace(found, num_local=16))
+    alone = costs.links(replace(inputs, num_local=16))
     assert [*alone] == ["inside a machine"], "on one machine nothing leaves it"
 
 
 def test_micro_batches_in_flight_and_links_are_on_the_page(in_root):
     """Two stages of 16 of 32 processes, on four machines of eight: the first begins a forward ahead."""
-    found = explain(Path("recipes/llama33_70b/sft.yaml"), strategy_path=strategy("pp_tp_fsdp2"))
-    assert found.sections["BATCH"]["in flight"].value == [2, 1]
-    page = " ".join(in_words(found).split())
+    run = explain(Path("recipes/llama33_70b/sft.yaml"), strategy_path=strategy("pp_tp_fsdp2"))
+    assert run.sections["BATCH"]["in flight"].value == [2, 1]
+    page = " ".join(in_words(run).split())
     assert "in flight at most 2, 1 micro-batches, from the first stage to the last yaml:12" in page
     assert "links between machines: hidden states; inside a machine: activations, loss;" in page
     alone = explain(Path("recipes/llama33_70b/sft.yaml"), strategy_path=strategy("fsdp2"))
@@ -557,9 +562,9 @@ def difference(first, second, **options):
 
 
 def test_another_strategy_leaves_the_curve_alone_and_says_what_it_costs(in_root):
-    found = difference(ZERO3, "zero2")
-    assert found.same_curve
-    page = compare.in_words(found)
+    changes = difference(ZERO3, "zero2")
+    assert changes.same_curve
+    page = compare.in_words(changes)
     assert re.search(r"zero_optimization.stage +3 -> 2 +A json:13 -> B json:13", page)
     assert "= 4\n" in page and "= 5.5\n" in page
     assert "the same, but for rounding" in page
@@ -567,8 +572,8 @@ def test_another_strategy_leaves_the_curve_alone_and_says_what_it_costs(in_root)
 
 def test_every_pair_of_strategies_can_be_compared(in_root):
     for first, second in itertools.combinations(STRATEGIES, 2):
-        found = difference(first, second)
-        assert found.same_curve and found.differences, (first, second)
+        changes = difference(first, second)
+        assert changes.same_curve and changes.differences, (first, second)
 
 
 KEYS = {
@@ -594,10 +599,10 @@ KEYS = {
 @pytest.mark.parametrize("assignment", KEYS)
 def test_a_key_that_changes_the_curve_is_distinguished_from_one_that_does_not(assignment, in_root):
     strategy = Path("accelerate_configs/fsdp2.yaml") if "compile" in assignment else None  # not served with ZeRO-3
-    one, other = (explain(ZERO3, strategy_path=strategy, assignments=asked) for asked in ([], [assignment]))
-    found = compare.compare_runs(one, other)
-    assert {one.effect for one in found.differences} == {KEYS[assignment]}
-    assert found.same_curve == (KEYS[assignment] != "curve")
+    before, other = (explain(ZERO3, strategy_path=strategy, assignments=asked) for asked in ([], [assignment]))
+    changes = compare.compare_runs(before, other)
+    assert {difference.effect for difference in changes.differences} == {KEYS[assignment]}
+    assert changes.same_curve == (KEYS[assignment] != "curve")
 
 
 def test_the_lists_of_keys_name_keys_of_a_recipe():
@@ -619,9 +624,9 @@ def test_what_is_said_never_to_change_the_curve_is_in_the_equivalence_tests():
 
 
 def test_dropout_leaves_the_curve_to_the_recipe(in_root):
-    found = difference("recipes/llama31_8b/sft_qlora.yaml", "fsdp2", processes=4)
-    assert found.same_curve
-    assert [one.num_processes for one in found.settings] == [1, 4]
+    changes = difference("recipes/llama31_8b/sft_qlora.yaml", "fsdp2", processes=4)
+    assert changes.same_curve
+    assert [setting.num_processes for setting in changes.settings] == [1, 4]
 
 
 def test_the_same_twice_is_the_same(in_root):
@@ -629,10 +634,10 @@ def test_the_same_twice_is_the_same(in_root):
 
 
 def test_a_recipe_may_stand_beside_another_of_another_kind(in_root):
-    found = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora.yaml")
-    keys = {one.key for one in found.differences}
+    changes = difference("recipes/quickstart.yaml", "recipes/qwen3_0_6b/sft_lora.yaml")
+    keys = {difference.key for difference in changes.differences}
     assert {"model.from_scratch", "data.train", "adapter"} <= keys
-    assert not found.same_curve
+    assert not changes.same_curve
 
 
 # Bad input.
@@ -726,8 +731,8 @@ def test_check_splits_the_batch_over_the_gpus_that_the_label_names(book, capsys,
     monkeypatch.setattr("cookbook.commands.check.recipe_checks.num_gpus", lambda: 1 / 0)  # not this machine's
     text = Path(RECIPE).read_text()
     book.write(RECIPE, f"# Needs: {needs}\n{text}")
-    found, lines, mistakes = checked(capsys, RECIPE)
-    assert found == code, mistakes
+    exit_code, lines, mistakes = checked(capsys, RECIPE)
+    assert exit_code == code, mistakes
     if code == 0:
         count = int(needs[0])
         assert f"{count} data-parallel process" in lines[0] and lines[0].endswith(f"accumulation {2 // count}")
@@ -807,11 +812,11 @@ def test_something_heavy_would_be_seen():
 
 def test_json_says_the_same_for_programs(in_root, capsys):
     assert main(["explain", str(ZERO3), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    accumulation = found["quantities"]["batch"]["accumulation"]
+    record = json.loads(capsys.readouterr().out)
+    accumulation = record["quantities"]["batch"]["accumulation"]
     assert accumulation["value"] == 32
     assert accumulation["from"] == [f"{ZERO3}:32", f"{ZERO3}:33", "accelerate_configs/zero3.yaml:5"]
-    assert found["deepspeed"]["train_batch_size"] == 128 and found["learning_rate"]["num_steps"] is None
+    assert record["deepspeed"]["train_batch_size"] == 128 and record["learning_rate"]["num_steps"] is None
     assert main(["explain", "zero2", "zero3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["same_curve"] is True
 
@@ -854,7 +859,7 @@ def test_precision_and_configuration_are_those_of_a_run(book, lab, name):
     book.write("probe.py", PROBE.format(root=str(book.root)))
     settings = ["mixed_precision=bf16", "run.max_steps=1", "schedule.warmup_steps=0", *lab.small_data]
     flags = ["--config_file", str(strategy(name)), "--num_processes", "2", "--main_process_port", "0"]
-    words = ["probe.py", RECIPE, *(word for one in settings for word in ("--set", one))]
+    words = ["probe.py", RECIPE, *(word for setting in settings for word in ("--set", setting))]
     printed = lab.accelerate(flags, words, book.root)
     probed = re.search(r"PROBE (.*)", printed)
     assert probed, printed

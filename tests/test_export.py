@@ -235,8 +235,8 @@ def test_the_sampling_settings_of_the_model_stay_and_all_tokens_at_which_it_stop
         folder = tmp_path / str(end)
         folder.mkdir()
         building.write_generation_config(folder, like=tmp_path / "base", end_of_turn=end)
-        found = json.loads((folder / "generation_config.json").read_text())
-        assert {key: found[key] for key in written} == written | {"eos_token_id": stops}
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert {key: settings[key] for key in written} == written | {"eos_token_id": stops}
 
 
 def test_adapter_and_base_become_one(lora: Run, capsys, here):
@@ -299,10 +299,10 @@ def test_a_streamed_weight_is_that_of_the_files_however_it_is_cut(tmp_path: Path
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(streamed, "CHUNK", 7)
-    found = StreamedModel.open(tmp_path)
-    assert found is not None
+    whole_model = StreamedModel.open(tmp_path)
+    assert whole_model is not None
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        assert torch.equal(found.weight(name).read(torch.float32), tensor), name
+        assert torch.equal(whole_model.weight(name).read(torch.float32), tensor), name
 
 
 def test_files_that_differ_from_the_model_in_memory_are_not_streamed(tmp_path: Path):
@@ -325,7 +325,9 @@ def test_logits_of_a_model_are_computed_with_one_of_its_layers_in_memory(tmp_pat
     assert opened is not None
     layers, places = opened.model.model.layers, []
     for layer in layers:
-        layer.mlp.register_forward_hook(lambda *_: places.append([one.mlp.up_proj.weight.is_meta for one in layers]))
+        layer.mlp.register_forward_hook(
+            lambda *_: places.append([layer.mlp.up_proj.weight.is_meta for layer in layers])
+        )
     torch.testing.assert_close(opened.probe_logits(), streamed.probe_logits(whole))
     assert places == [[k != i for k in range(len(layers))] for i in range(len(layers))] and len(layers) > 1
 
@@ -362,9 +364,9 @@ def test_a_merge_holds_a_layer_and_not_the_model(tmp_path: Path, capsys):
     """By private pages, beside the merge of the whole model, in a process that has freed nothing yet."""
     dora = {"name": "dora", "rank": 4, "alpha": 8}
     tiny, made = Run(tmp_path / "small", dora), Run(tmp_path, dora, **LARGE)
-    for one in (tiny, made):
-        with export_folder.find_checkpoint(one.folder, saved_step(one)) as checkpoint:
-            export_folder.export(one.folder, checkpoint, reopened=False)
+    for run in (tiny, made):
+        with export_folder.find_checkpoint(run.folder, saved_step(run)) as checkpoint:
+            export_folder.export(run.folder, checkpoint, reopened=False)
     size = sum(tensor.nbytes for tensor in load_file(made.base / "model.safetensors").values())
     program = MERGES.format(grown_by=inspect.getsource(grown_by))
     folders = [tiny.folder / "export", made.base, made.folder / "export", tmp_path]
@@ -490,9 +492,9 @@ def test_the_card_tells_what_the_model_is(run: Run, here):
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
     assert export(run) == 0
     _, front, body = (run.folder / "export" / "README.md").read_text().split("---\n", 2)
-    found = yaml.safe_load(front)
-    assert found["library_name"] == "transformers" and found["datasets"] == ["some-org/some-set"]
-    assert found["tags"] == ["sft"] and "base_model" not in found, "a local folder means nothing on the Hub"
+    card = yaml.safe_load(front)
+    assert card["library_name"] == "transformers" and card["datasets"] == ["some-org/some-set"]
+    assert card["tags"] == ["sft"] and "base_model" not in card, "a local folder means nothing on the Hub"
     assert "training loss | 4.2500 at step 3" in body and "evaluation loss | 4.5000 at step 3" in body
     assert "`zero3`, 2 processes" in body and "torch 2.13.0" in body and "deepspeed" not in body
     assert "`some-org/some-set`, split train, no revision pinned" in body
@@ -682,7 +684,7 @@ BAD: dict[str, tuple[Callable[[Run], Any], list[str], str]] = {
 
 
 def everything(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -784,7 +786,9 @@ class Hub(BaseHTTPRequestHandler):
             type(self).private = body[0].get("private", body[0].get("visibility") == "private")
             self.answer(200, {"url": f"http://{self.headers['Host']}/me/mine", "id": "1", "name": "me/mine"})
         elif "/preupload/" in self.path:
-            files = [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in body[0]["files"]]
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in body[0]["files"]
+            ]
             self.answer(200, {"files": files})
         elif "/commit/" in self.path:
             self.answer(
@@ -857,10 +861,10 @@ def test_the_list_tells_what_is_whole_and_how_to_go_on(run: Run, capsys):
 
 def test_programs_get_json(lora: Run, capsys):
     assert main(["checkpoint", str(lora.folder / "checkpoints"), "--json"]) == 0
-    (found,) = documented("checkpoint", capsys.readouterr().out)["checkpoints"]
-    assert (found["step"], found["processes"], found["adapter"]) == (3, 2, "dora of rank 4")
-    assert "tp" not in found["strategies"] and "zero3" in found["strategies"], "what is refused is left out"
-    keys = found["keys"]
+    (checkpoint,) = documented("checkpoint", capsys.readouterr().out)["checkpoints"]
+    assert (checkpoint["step"], checkpoint["processes"], checkpoint["adapter"]) == (3, 2, "dora of rank 4")
+    assert "tp" not in checkpoint["strategies"] and "zero3" in checkpoint["strategies"], "what is refused is left out"
+    keys = checkpoint["keys"]
     assert "optim.learning_rate" in keys["with_consent"] and "optim.name" in keys["fixed"]
     assert "adapter.rank" in keys["fixed"] and "strategy" in keys["free"] and "data.max_length" in keys["by_content"]
 

@@ -135,9 +135,9 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(lab: Lab, tmp_path:
     fault = {"rank": 1, "at": point, "step": 2, "do": "SIGTERM"}
     done = start(lab, output, strategy, settings, faults=[fault])
     assert done.returncode not in (0, 2), done.stdout[-3000:]
-    found = status(output)
-    assert (found["state"], found["exit_code"]) == ("stopped", STOPPED), done.stdout[-3000:]
-    assert found["step"] in (2, 3)
+    state = status(output)
+    assert (state["state"], state["exit_code"]) == ("stopped", STOPPED), done.stdout[-3000:]
+    assert state["step"] in (2, 3)
     done = start(lab, output, strategy, settings)
     assert done.returncode == 0, done.stdout[-3000:]
     assert status(output)["state"] == "finished"
@@ -156,10 +156,10 @@ def test_a_single_process_gives_75_and_leaves_no_orphan(lab: Lab, tmp_path: Path
     launcher.send_signal(signal.SIGTERM)
     launcher.wait(timeout=30)
     wait_for(lambda: not is_alive(pid))
-    found = status(output)
-    assert (found["state"], found["exit_code"], found["reason"]) == ("stopped", STOPPED, "parent gone")
+    state = status(output)
+    assert (state["state"], state["exit_code"], state["reason"]) == ("stopped", STOPPED, "parent gone")
     newest = folder.open_checkpoint(folder.list_folders(output / "checkpoints")[0])
-    assert newest.step == found["step"]
+    assert newest.step == state["step"]
 
 
 def is_alive(pid: int) -> bool:
@@ -248,7 +248,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_nothing_but_the_saves_of_th
     assert done.returncode == 0, done.stdout[-3000:]
     assert "metrics.jsonl is written again, with all pending lines" in done.stdout
     assert status(output)["state"] == "finished"
-    assert sorted(one.step for one in folder.whole_checkpoints(output / "checkpoints")) == kept
+    assert sorted(checkpoint.step for checkpoint in folder.whole_checkpoints(output / "checkpoints")) == kept
     assert {"recipe.yaml", "run.json", "model", "export"} <= {path.name for path in output.iterdir()}
     assert_same_run(output, lab.run(strategy, SMALL, processes=processes))
 

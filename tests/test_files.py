@@ -260,7 +260,7 @@ except OSError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     expected = ["FileExistsError", str(errno.EEXIST)] if there else ["OSError", str(errno.EFBIG)]
     assert done.stdout.split() == expected
-    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == ({"new.yaml": "mine"} if there else {})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == ({"new.yaml": "mine"} if there else {})
     path.unlink(missing_ok=True)
     new_file(path, "text")
     assert path.read_text() == "text" and len(list(tmp_path.iterdir())) == 1

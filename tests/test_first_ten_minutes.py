@@ -46,10 +46,10 @@ def node_of(tmp_path: Path, *words: str) -> Node:
 
 def test_what_one_gpu_cannot_do_is_skipped_by_name(tmp_path: Path):
     parts = ("bandwidth", "hangs", "saving", "attention", "liger")
-    found = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", *parts), {}))
-    assert [one.state for one in found] == 7 * ["skipped"]
-    assert found[0].said == "one GPU exchanges nothing" and found[-1].name == "two machines"
-    assert {one.part for one in found} == {*parts, "machines"}
+    results = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", *parts), {}))
+    assert [result.state for result in results] == 7 * ["skipped"]
+    assert results[0].said == "one GPU exchanges nothing" and results[-1].name == "two machines"
+    assert {result.part for result in results} == {*parts, "machines"}
 
 
 @pytest.mark.slow
@@ -62,10 +62,10 @@ def test_another_attention_kernel_is_measured_beside_torchs_own(tmp_path: Path, 
     monkeypatch.setenv("PYTHONPATH", stand_in)
     monkeypatch.setenv("STAND_IN_OFF", off)
     node = node_of(tmp_path, "--simulate", "1", "--parts", "attention", "--length", "64")
-    found = next(gpu_node.run_parts(node, {}))
-    assert (found.name, found.state) == ("FA3", state) and "FA3" in found.figures, found
-    distances = found.figures["FA3"]["distances"]
-    assert all((distances[one][0] > 0.1) is (state == "failed") for one in ("packed", "padded")), distances
+    result = next(gpu_node.run_parts(node, {}))
+    assert (result.name, result.state) == ("FA3", state) and "FA3" in result.figures, result
+    distances = result.figures["FA3"]["distances"]
+    assert all((distances[layout][0] > 0.1) is (state == "failed") for layout in ("packed", "padded")), distances
 
 
 def test_a_part_or_a_job_that_ends_in_an_error_leaves_the_others_their_time(tmp_path: Path, monkeypatch):
@@ -74,14 +74,14 @@ def test_a_part_or_a_job_that_ends_in_an_error_leaves_the_others_their_time(tmp_
         raise KeyError("no such key")
 
     monkeypatch.setitem(gpu_node.PARTS, "strategies", breaks)
-    found = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", "strategies", "saving"), {}))
-    assert [one.state for one in found] == ["passed", "failed", "skipped", "skipped"]
-    assert found[1].said == "KeyError: 'no such key'"
+    results = list(gpu_node.run_parts(node_of(tmp_path, "--simulate", "1", "--parts", "strategies", "saving"), {}))
+    assert [result.state for result in results] == ["passed", "failed", "skipped", "skipped"]
+    assert results[1].said == "KeyError: 'no such key'"
 
-    def one(name: str) -> list[gpu_node.Result]:
+    def result_of(name: str) -> list[gpu_node.Result]:
         return [gpu_node.Result("widths", name, "passed", str(10 // int(name)))]
 
-    states = {one.name: one.state for one in gpu_node.side_by_side("widths", one, ["1", "0", "5"])}
+    states = {result.name: result.state for result in gpu_node.side_by_side("widths", result_of, ["1", "0", "5"])}
     assert states == {"1": "passed", "0": "failed", "5": "passed"}
 
 
@@ -176,7 +176,7 @@ def job_of(folder: Path, losses: list[float], code: int = 0, **options: Any) -> 
 
 
 def test_a_run_is_compared_with_another_and_a_refusal_is_no_failure(tmp_path: Path):
-    one = job_of(tmp_path / "one", [4.0, 3.0])
+    short = job_of(tmp_path / "one", [4.0, 3.0])
     states = {
         "the same": (job_of(tmp_path / "a", [4.0, 3.004]), "passed"),
         "another": (job_of(tmp_path / "b", [4.0, 3.006]), "failed"),
@@ -186,15 +186,15 @@ def test_a_run_is_compared_with_another_and_a_refusal_is_no_failure(tmp_path: Pa
         "refused": (job_of(tmp_path / "f", [], 2, said="error: no\n"), "skipped"),
     }
     for name, (job, state) in states.items():
-        assert gpu_node.compared("widths", name, job, one).state == state, name
+        assert gpu_node.compared("widths", name, job, short).state == state, name
     said = "[rank1]: torch.OutOfMemoryError: CUDA out of memory\nE1127 more\n"
     died = job_of(tmp_path / "g", [], 1, said=said)
-    assert "OutOfMemoryError" in gpu_node.compared("widths", "died", died, one).said
-    assert gpu_node.compared("widths", "x", one, died).said.startswith("g, its reference: exit code 1")
+    assert "OutOfMemoryError" in gpu_node.compared("widths", "died", died, short).said
+    assert gpu_node.compared("widths", "x", short, died).said.startswith("g, its reference: exit code 1")
     said = "data.max_length is too large\nE1127 1 torch/distributed/elastic/api.py:1002] failed (exitcode: 2)\n"
     refused = job_of(tmp_path / "h", [], 2, said=said)
-    assert gpu_node.compared("widths", "x", refused, one).said == "exit code 2: data.max_length is too large"
-    for job in (refused, one):  # what refuses the reference is a fault of these programs
+    assert gpu_node.compared("widths", "x", refused, short).said == "exit code 2: data.max_length is too large"
+    for job in (refused, short):  # what refuses the reference is a fault of these programs
         assert gpu_node.compared("widths", "single", job, refused).state == "failed"
 
 
@@ -307,15 +307,15 @@ def test_the_constants_of_a_node_are_those_by_hand():
     """
     node, gpu = node_json(), fit.find_gpu("H100")
     assert gpu is not None
-    found = {one.constant: one for one in (*fit.links(node, gpu), *fit.products(node, gpu))}
-    ends = {name: (one.low, one.high) for name, one in found.items()}
+    constants = {constant.constant: constant for constant in (*fit.links(node, gpu), *fit.products(node, gpu))}
+    ends = {name: (constant.low, constant.high) for name, constant in constants.items()}
     assert ends["NVLINK_SHARE"] == pytest.approx((0.7, 0.86))
     assert ends["HOP_LATENCY['NVLink']"] == pytest.approx((2e-6, 2e-6))
     assert ends["EFFICIENCY['hopper']"] == pytest.approx((0.4, 0.16 / 0.3))
-    assert len(found) == 3
-    for name, one in found.items():  # what is named is there
-        assert eval(name, vars(step_time)) == one.now
-    assert not found["NVLINK_SHARE"].is_inside and found["HOP_LATENCY['NVLink']"].is_inside
+    assert len(constants) == 3
+    for name, constant in constants.items():  # what is named is there
+        assert eval(name, vars(step_time)) == constant.now
+    assert not constants["NVLINK_SHARE"].is_inside and constants["HOP_LATENCY['NVLink']"].is_inside
 
 
 def test_two_machines_say_what_each_gpu_has_of_the_network():
@@ -324,8 +324,8 @@ def test_two_machines_say_what_each_gpu_has_of_the_network():
     node["results"][0]["figures"]["rows"] = rows
     gpu = fit.find_gpu("H100")
     assert gpu is not None
-    (one,) = fit.links(node, gpu)
-    assert (one.low, one.high, one.is_inside) == (320.0, 320.0, True)  # 320 GB/s x 8 bits / 8 GPUs
+    (constant,) = fit.links(node, gpu)
+    assert (constant.low, constant.high, constant.is_inside) == (320.0, 320.0, True)  # 320 GB/s x 8 bits / 8 GPUs
 
 
 def test_the_report_names_what_moves_what_was_missed_and_where_compiling_passed(tmp_path: Path):
@@ -367,8 +367,8 @@ def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: P
     words += ["--hang-seconds", "30"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2400)
     told = json.loads((tmp_path / "node.json").read_text())
-    found = told["results"]
-    states = {(one["part"], one["name"]): one["state"] for one in found if one["part"] != "doctor"}
+    results = told["results"]
+    states = {(result["part"], result["name"]): result["state"] for result in results if result["part"] != "doctor"}
     assert "failed" not in states.values(), done.stdout[-3000:]
     assert {name for name, state in states.items() if state == "passed"} == {
         ("bandwidth", "1 MiB"),
@@ -382,8 +382,10 @@ def test_the_first_ten_minutes_on_a_node_run_whole_on_simulated_gpus(tmp_path: P
         *(("hangs", f"{sent}, {mode}") for sent in ("SIGSTOP", "SIGKILL") for mode in ("eager", "compiled")),
         ("saving", "fsdp2 in the background, then zero3"),
     }
-    assert {one["part"] for one in found} == {*gpu_node.PARTS, "machines"} and told["parts"].keys() == {*gpu_node.PARTS}
-    assert (tmp_path / "node.md").read_text().count("\n|") == len(found) + 2
+    assert {result["part"] for result in results} == {*gpu_node.PARTS, "machines"} and told["parts"].keys() == {
+        *gpu_node.PARTS
+    }
+    assert (tmp_path / "node.md").read_text().count("\n|") == len(results) + 2
 
 
 @pytest.mark.thorough
@@ -404,7 +406,7 @@ def test_a_signal_leaves_no_process_and_a_whole_file_and_it_starts_again(tmp_pat
     finally:
         running.kill()
     told = json.loads((tmp_path / "node.json").read_text())
-    assert told["ended"] == sent.name and [one["name"] for one in told["results"]] == ["single"]
+    assert told["ended"] == sent.name and [result["name"] for result in told["results"]] == ["single"]
     assert f"Ended by {sent.name}" in (tmp_path / "node.md").read_text()
     again = run_of(tmp_path, "--simulate", "2", "--parts", "strategies", "--strategies", "single")
     subprocess.run(again, cwd=ROOT, env=environment(), check=True, timeout=900)
@@ -445,12 +447,12 @@ def test_two_machines_measure_what_they_share_and_skip_the_rest_by_name(tmp_path
             for i, name in enumerate(names)
         ]
         try:
-            assert [one.wait(1200) for one in running] == [0, 0]
+            assert [run.wait(1200) for run in running] == [0, 0]
         finally:
-            for one in running:
-                one.kill()
+            for run in running:
+                run.kill()
     told = [json.loads((tmp_path / str(i) / "node.json").read_text())["results"] for i in (0, 1)]
-    first, other = ({(one["part"], one["name"]): one["state"] for one in found} for found in told)
+    first, other = ({(result["part"], result["name"]): result["state"] for result in results} for results in told)
     alone = {(part, part): "skipped" for part in gpu_node.PARTS if part not in gpu_node.OVER_MACHINES}
     passed = {("bandwidth", "1 MiB"), ("widths", "single"), ("widths", "fsdp2"), ("widths", "fsdp2, run twice")}
     expected = alone | dict.fromkeys(passed, "passed") | {("bandwidth", "network"): "skipped"}
@@ -493,18 +495,18 @@ def test_the_kernel_of_liger_that_fails_is_named_with_what_the_sanitizer_says(tm
     monkeypatch.setattr(gpu_node, "HERE", programs)
     node = node_of(tmp_path, "--simulate", "2")
     node.simulated = 0
-    found = {one.name: one for one in gpu_node.liger(node)}
-    states = {name: one.state for name, one in found.items()}
+    results = {result.name: result for result in gpu_node.liger(node)}
+    states = {name: result.state for name, result in results.items()}
     assert states == {"none": "passed", "rope": "failed", "rms_norm": "passed", "swiglu": "passed"}
-    assert found["none"].said == "loss 9.1" and "illegal memory access" in found["rope"].said
-    assert "Invalid __global__ read by rope" in found["rope"].figures["log"]
+    assert results["none"].said == "loss 9.1" and "illegal memory access" in results["rope"].said
+    assert "Invalid __global__ read by rope" in results["rope"].figures["log"]
 
 
 def test_the_wide_model_has_as_many_weights_as_its_memory_is_reckoned_from():
     sizes = ScratchModel(**gpu_node.EIGHT_B)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(scratch_config(sizes))
-    assert gpu_node.num_parameters(gpu_node.EIGHT_B) == sum(one.numel() for one in model.parameters())
+    assert gpu_node.num_parameters(gpu_node.EIGHT_B) == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -80,13 +80,13 @@ def test_the_nearest_measurement_is_by_hand() -> None:
 
 def test_measurements_are_those_of_the_page_of_accuracy() -> None:
     memory, speed = build.memory_measurements(), build.speed_measurements()
-    assert {one.method for one in memory} == {"full", "lora", "qlora"} and len(memory) > 40 and len(speed) > 60
-    by_id = {one.id: one for one in memory}
+    assert {run.method for run in memory} == {"full", "lora", "qlora"} and len(memory) > 40 and len(speed) > 60
+    by_id = {run.id: run for run in memory}
     assert (by_id["m125"].method, by_id["m125"].billions, by_id["m125"].length) == ("lora", 7.0, 1304)
     page = (ROOT / "docs/plan_accuracy.md").read_text()
-    for one in memory:
-        (line,) = re.findall(rf"(?m)^\| {one.id} \|.*$", page)
-        assert f"{one.error:+.1%}" in line
+    for run in memory:
+        (line,) = re.findall(rf"(?m)^\| {run.id} \|.*$", page)
+        assert f"{run.error:+.1%}" in line
 
 
 SCRIPT = """<script>

@@ -52,9 +52,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Changes the tensors of the file."""
-    found = load_file(folder / "model.safetensors")
-    change(found)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write(folder: Path, name: str, **keys: object) -> None:
@@ -64,15 +64,15 @@ def write(folder: Path, name: str, **keys: object) -> None:
 
 
 def other_head(folder: Path, *, like_embedding: bool = False) -> None:
-    def change(found: dict[str, torch.Tensor]) -> None:
-        found[HEAD] = found[EMBEDDING] + (0.0 if like_embedding else 1.0)
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[HEAD] = weights[EMBEDDING] + (0.0 if like_embedding else 1.0)
 
     tensors(folder, change)
 
 
 def short(folder: Path, rows: int) -> None:
     """Leaves the first rows of the embedding."""
-    tensors(folder, lambda found: found.update({EMBEDDING: found[EMBEDDING][:rows].clone()}))
+    tensors(folder, lambda weights: weights.update({EMBEDDING: weights[EMBEDDING][:rows].clone()}))
     write(folder, "config.json", vocab_size=rows)
 
 
@@ -97,12 +97,12 @@ def cut(path: Path, length: int) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor is missing": (
-        lambda folder: tensors(folder, lambda found: found.pop(UP)),
+        lambda folder: tensors(folder, lambda weights: weights.pop(UP)),
         rf"its files lack {UP}, which would be random",
     ),
-    "a norm is missing": (lambda folder: tensors(folder, lambda found: found.pop(NORM)), rf"lack {NORM}"),
+    "a norm is missing": (lambda folder: tensors(folder, lambda weights: weights.pop(NORM)), rf"lack {NORM}"),
     "a tensor too many": (
-        lambda folder: tensors(folder, lambda found: found.update({"model.layers.2.x": torch.ones(2)})),
+        lambda folder: tensors(folder, lambda weights: weights.update({"model.layers.2.x": torch.ones(2)})),
         r"hold model.layers.2.x, for which LlamaForCausalLM of its config.json has no place; .*save_pretrained",
     ),
     "a layer more than config.json has": (
@@ -144,9 +144,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantized by GPTQ, whose file its config.json does not name": (
         lambda folder: tensors(
             folder,
-            lambda found: [
-                found.pop(UP),
-                found.update({UP.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}),
+            lambda weights: [
+                weights.pop(UP),
+                weights.update({UP.replace("weight", "qweight"): torch.zeros(4, 4, dtype=torch.int32)}),
             ],
         ),
         r"hold model.layers.1.mlp.up_proj.qweight, as quantized weights do, .*; name the model in 16 or 32 bits",
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantized by ModelOpt, with a scale that is a number": (
         lambda folder: tensors(
             folder,
-            lambda found: found.update({UP: found[UP].to(torch.float8_e4m3fn), f"{UP}_scale": torch.tensor(0.1)}),
+            lambda weights: weights.update({UP: weights[UP].to(torch.float8_e4m3fn), f"{UP}_scale": torch.tensor(0.1)}),
         ),
         rf"hold {UP}_scale, as quantized weights do",
     ),
@@ -204,11 +204,11 @@ def test_a_damaged_folder_is_refused_by_what_is_wrong_with_it(damage: str, folde
 
 
 def test_all_that_is_wrong_is_said_at_once(folder: Path):
-    tensors(folder, lambda found: [found.pop(UP), found.update({"y": torch.ones(1)})])
+    tensors(folder, lambda weights: [weights.pop(UP), weights.update({"y": torch.ones(1)})])
     write(folder, "config.json", intermediate_size=64)
     write(folder, "tokenizer_config.json", eos_token="<|of another|>")
-    found = "\n".join(mistakes(folder))
-    assert all(words in found for words in (f"lack {UP}", "hold y,", "[48, 32] and [64, 32]", "eos_token is"))
+    said = "\n".join(mistakes(folder))
+    assert all(words in said for words in (f"lack {UP}", "hold y,", "[48, 32] and [64, 32]", "eos_token is"))
 
 
 @pytest.mark.parametrize(
@@ -218,12 +218,12 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
         sharded,
         lambda folder: in_two_shards(folder, 0.0),
         lambda folder: other_head(folder, like_embedding=True),
-        lambda folder: tensors(folder, lambda found: found.update({HEAD: found.pop(EMBEDDING)})),
+        lambda folder: tensors(folder, lambda weights: weights.update({HEAD: weights.pop(EMBEDDING)})),
         lambda folder: tensors(
-            folder, lambda found: [found.update({k.removeprefix("model."): found.pop(k)}) for k in [*found]]
+            folder, lambda weights: [weights.update({k.removeprefix("model."): weights.pop(k)}) for k in [*weights]]
         ),
-        lambda folder: tensors(folder, lambda found: found.update({k: t.half() for k, t in found.items()})),
-        lambda folder: tensors(folder, lambda found: found.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
+        lambda folder: tensors(folder, lambda weights: weights.update({k: t.half() for k, t in weights.items()})),
+        lambda folder: tensors(folder, lambda weights: weights.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
     ],
     ids=[
         "as saved",
@@ -238,8 +238,8 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
 )
 def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):
     change(folder)
-    found = facts(folder)
-    assert found == FolderFacts(len(AutoTokenizer.from_pretrained(folder)), [])
+    result = facts(folder)
+    assert result == FolderFacts(len(AutoTokenizer.from_pretrained(folder)), [])
 
 
 def test_tied_matrices_are_compared_to_the_last_row(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -247,8 +247,8 @@ def test_tied_matrices_are_compared_to_the_last_row(folder: Path, monkeypatch: p
     other_head(folder, like_embedding=True)
     assert facts(folder)
 
-    def change(found: dict[str, torch.Tensor]) -> None:
-        found[HEAD][-1] += 1
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[HEAD][-1] += 1
 
     tensors(folder, change)
     (mistake,) = mistakes(folder)
@@ -266,7 +266,7 @@ def test_the_first_id_without_a_row_is_beyond(folder: Path):
 
 def test_an_embedding_may_have_more_rows_than_the_tokenizer(folder: Path):
     size = len(AutoTokenizer.from_pretrained(folder))
-    tensors(folder, lambda found: found.update({EMBEDDING: torch.ones(size + 20, 32)}))
+    tensors(folder, lambda weights: weights.update({EMBEDDING: torch.ones(size + 20, 32)}))
     write(folder, "config.json", vocab_size=size + 20)
     assert facts(folder) == FolderFacts(size + 20, [])
 
@@ -279,9 +279,9 @@ def test_what_does_not_harm_the_training_is_a_note(folder: Path):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     write(folder, "config.json", eos_token_id=[0], bos_token_id=999)
     write(folder, "generation_config.json", eos_token_id=[0])
-    found = facts(folder)
-    assert found.num_embeddings == len(tokenizer) - 1
-    beyond, begin, ends = found.notes
+    result = facts(folder)
+    assert result.num_embeddings == len(tokenizer) - 1
+    beyond, begin, ends = result.notes
     assert "more tokens than its embedding has rows" in beyond and "bos_token_id 999 of config.json is none of" in begin
     assert "texts end with 2 (<|im_end|>)" in ends
 
@@ -297,11 +297,11 @@ def test_an_expert_of_another_shape_is_named_as_the_files_have_it(folder: Path):
     """transformers says only that it cannot make one tensor of them all."""
     config = mixtral(folder)
 
-    def change(found: dict[str, torch.Tensor]) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
         (name,) = (
-            name for name in found if re.search(r"layers.0\..*experts.2\..*w3|layers.0\..*experts.2.up_proj", name)
+            name for name in weights if re.search(r"layers.0\..*experts.2\..*w3|layers.0\..*experts.2.up_proj", name)
         )
-        found[name] = found[name][:-1].clone()
+        weights[name] = weights[name][:-1].clone()
 
     tensors(folder, change)
     with pytest.raises(RecipeError, match=r"layers.0\.\S+experts.2.\S+ \[47, 32\] and \[48, 32\]; correct config.json"):
@@ -333,7 +333,7 @@ def test_a_lost_expert_is_named_as_the_files_would_have_it(lost: int, folder: Pa
     assert check_folder(folder, mixtral(folder)).num_embeddings == 384
     names = [name for name in load_file(folder / "model.safetensors") if ".layers.0." in name and ".experts.2." in name]
     assert len(names) == 3, "an expert is three tensors"
-    tensors(folder, lambda found: [found.pop(name) for name in names[:lost]])
+    tensors(folder, lambda weights: [weights.pop(name) for name in names[:lost]])
     with pytest.raises(RecipeError) as caught:
         check_folder(folder, AutoConfig.from_pretrained(folder))
     assert (names[0] in str(caught.value)) if lost == 1 else ("down_proj [3, " in str(caught.value))
@@ -496,7 +496,7 @@ def test_check_refuses_a_head_for_sequences_and_a_folder_of_nothing_as_a_start_d
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.format(model=folder, rows=rows_in(tmp_path)))
     write(folder, "config.json", architectures=["LlamaForSequenceClassification"])
-    tensors(folder, lambda found: found.update({"score.weight": torch.ones(2, 32)}))
+    tensors(folder, lambda weights: weights.update({"score.weight": torch.ones(2, 32)}))
     assert main(["check", str(recipe)]) == 2
     assert "whose head scores sequences; name the language model" in capsys.readouterr().err
     shutil.rmtree(folder)
@@ -607,6 +607,6 @@ def test_what_transformers_saves_passes_and_a_tensor_less_does_not(model_type: s
             raise
         pytest.skip(f"transformers cannot: {error}")
     names = [name for name in load_file(tmp_path / "model.safetensors") if re.search(r"\.\d+\.", name)]  # of a layer
-    tensors(tmp_path, lambda found: found.pop(names[0]))
+    tensors(tmp_path, lambda weights: weights.pop(names[0]))
     with pytest.raises(RecipeError, match=r"lack|shapes differ"):
         check_folder(tmp_path, config)

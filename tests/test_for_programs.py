@@ -104,20 +104,20 @@ def test_check_has_rows_warnings_and_notes_of_versions(book, monkeypatch, capsys
     book.edit(RECIPE, ("train: python-stdlib", "train: rows.jsonl"))
     book.edit(RECIPE, ("  eval: {path: python-stdlib, split: test}\n", ""))
     monkeypatch.setattr(versions, "notes", lambda: ["versions: untested: transformers 99.1"])
-    found = ask(capsys, "check", RECIPE, "--data", "--set", "schedule.warmup_steps=30", "--set", "run.max_steps=6")
-    (recipe,) = found["recipes"]
+    answer = ask(capsys, "check", RECIPE, "--data", "--set", "schedule.warmup_steps=30", "--set", "run.max_steps=6")
+    (recipe,) = answer["recipes"]
     (rows,) = recipe["rows"]
     assert recipe["recipe"] == RECIPE and recipe["processes"] == 2
     assert (rows["set"], rows["path"], rows["rows"]) == ("data.train", "rows.jsonl", 3)
-    warmup, of_versions = found["warnings"]
+    warmup, of_versions = answer["warnings"]
     assert (warmup["key"], warmup["value"]) == ("schedule.warmup_steps", 30)
     assert of_versions["text"] == "versions: untested: transformers 99.1"
 
 
 def test_all_mistakes_are_objects_with_place_value_and_what_to_write(book, capsys):
     book.edit(RECIPE, ("learning_rate:", "learnin_rate:"))
-    found = ask(capsys, "check", RECIPE, "--set", "mixed_precision=fp17", code=2)
-    by_key = {error["key"]: error for error in found["errors"]}
+    answer = ask(capsys, "check", RECIPE, "--set", "mixed_precision=fp17", code=2)
+    by_key = {error["key"]: error for error in answer["errors"]}
     typo, precision = by_key["optim.learnin_rate"], by_key["mixed_precision"]
     line = next(i for i, text in enumerate((book.root / RECIPE).read_text().splitlines(), 1) if "learnin_rate" in text)
     assert (typo["file"], typo["line"], typo["instead"]) == (RECIPE, line, "did you mean learning_rate?")
@@ -141,9 +141,9 @@ def test_all_mistakes_are_objects_with_place_value_and_what_to_write(book, capsy
     ],
 )  # fmt: skip
 def test_a_message_is_taken_apart_by_its_form(text, file, line, key, problem, instead):
-    found = as_object(text)
-    assert (found.file, found.line, found.key) == (file, line, key)
-    assert (found.problem, found.instead, found.text) == (problem, instead, text)
+    mistake = as_object(text)
+    assert (mistake.file, mistake.line, mistake.key) == (file, line, key)
+    assert (mistake.problem, mistake.instead, mistake.text) == (problem, instead, text)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_a_refused_command_answers_with_its_mistakes_alone(line, tmp_path, monke
 
 
 def test_preview_has_the_trained_pieces(small, capsys):
-    found = ask(capsys, "preview", RECIPE, "--samples", "3")
-    assert len(found["samples"]) == 3 and found["padded"]["padding_ratio"] >= found["packed"]["padding_ratio"]
-    for sample in found["samples"]:
+    answer = ask(capsys, "preview", RECIPE, "--samples", "3")
+    assert len(answer["samples"]) == 3 and answer["padded"]["padding_ratio"] >= answer["packed"]["padding_ratio"]
+    for sample in answer["samples"]:
         trained = [piece["text"] for piece in sample["pieces"] if piece["is_trained"]]
         assert trained in (["ho<|im_end|>"], ["hoho<|im_end|>"])
         assert sample["num_trained"] == len(trained[0]) - len("<|im_end|>") + 1, "a letter is a token"
-    assert found["sets"][0]["num_tokens"] == sum(sample["num_tokens"] for sample in found["samples"])
+    assert answer["sets"][0]["num_tokens"] == sum(sample["num_tokens"] for sample in answer["samples"])
 
 
 def test_numbers_of_a_run_are_those_of_its_lines(tmp_path, capsys):
@@ -181,11 +181,11 @@ def test_numbers_of_a_run_are_those_of_its_lines(tmp_path, capsys):
     slow = ask(capsys, "why-slow", str(run))
     assert slow["num_steps"] == 2 and slow["seconds_a_step"] == 2.0 and slow["tokens_per_second"] == 50.0
     assert sum(slow["shares"].values()) == pytest.approx(1)
-    found = ask(capsys, "report", str(run), str(other), "--out", str(tmp_path / "compare.html"))
-    assert [of["last_loss"] for of in found["runs"]] == [pytest.approx(2.25), pytest.approx(13 / 3)]
-    assert found["best"] == str(other), "whose held-out loss is 1.5, and not 2.0"
+    answer = ask(capsys, "report", str(run), str(other), "--out", str(tmp_path / "compare.html"))
+    assert [of["last_loss"] for of in answer["runs"]] == [pytest.approx(2.25), pytest.approx(13 / 3)]
+    assert answer["best"] == str(other), "whose held-out loss is 1.5, and not 2.0"
     (alone,) = ask(capsys, "report", str(run))["runs"]
-    assert alone == found["runs"][0]
+    assert alone == answer["runs"][0]
 
 
 def test_a_damaged_line_is_a_warning(tmp_path, capsys):
@@ -198,10 +198,10 @@ def test_a_damaged_line_is_a_warning(tmp_path, capsys):
 def test_convert_has_files_settings_and_what_is_left_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(OF_AXOLOTL)
-    found = ask(capsys, "convert", "theirs.yaml")
-    assert found["recipe"] == "recipes/theirs.yaml" and set(found["files"]) == {"recipes/theirs.yaml"}
-    assert found["settings"]["optim"]["learning_rate"] == 1e-4 and Path(found["recipe"]).is_file()
-    assert all(mistake["text"] for mistake in found["to_correct"]) and "strategy single" in " ".join(found["notes"])
+    answer = ask(capsys, "convert", "theirs.yaml")
+    assert answer["recipe"] == "recipes/theirs.yaml" and set(answer["files"]) == {"recipes/theirs.yaml"}
+    assert answer["settings"]["optim"]["learning_rate"] == 1e-4 and Path(answer["recipe"]).is_file()
+    assert all(mistake["text"] for mistake in answer["to_correct"]) and "strategy single" in " ".join(answer["notes"])
 
 
 def test_each_place_of_a_refused_conversion_is_an_error_of_its_own(tmp_path, monkeypatch, capsys):
@@ -323,13 +323,13 @@ def test_next_has_one_verdict_for_each_state_with_a_command_that_is_taken(verdic
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "run"
     STATES[verdict](folder)
-    found = ask(capsys, "next", str(folder))
-    assert found["verdict"] == verdict and found["why"]
-    assert main(["next", str(folder)]) == 0 and (found["command"] or "").split(" ")[0] in capsys.readouterr().out
+    answer = ask(capsys, "next", str(folder))
+    assert answer["verdict"] == verdict and answer["why"]
+    assert main(["next", str(folder)]) == 0 and (answer["command"] or "").split(" ")[0] in capsys.readouterr().out
     if verdict == "never started":
-        assert found["command"] is None and f"run.output_dir={folder}" in found["advice"]
+        assert answer["command"] is None and f"run.output_dir={folder}" in answer["advice"]
         return
-    program, command, *words = shlex.split(found["command"])
+    program, command, *words = shlex.split(answer["command"])
     assert program == "cookbook"
     launched: list[list[str]] = []
     monkeypatch.setattr(launch, "run_child", lambda command, *_: launched.append(command) or 0)
@@ -420,5 +420,5 @@ def test_a_run_that_never_started_is_started_by_the_recipe_that_writes_there(mon
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("cookbook.commands.next.recipe_files", lambda: [Path("recipes/quickstart.yaml")])
     monkeypatch.setattr("cookbook.commands.next.state_of", lambda _: RunState(name="starting"))
-    found = ask(capsys, "next", "outputs/quickstart")
-    assert found["command"] == "cookbook launch recipes/quickstart.yaml"
+    answer = ask(capsys, "next", "outputs/quickstart")
+    assert answer["command"] == "cookbook launch recipes/quickstart.yaml"

@@ -70,8 +70,8 @@ def outlook(recipe: Recipe, gpus: str, *names: str, room: dict[str, float] = ROO
 
 
 def only(recipe: Recipe, gpus: str, name: str) -> Forecast:
-    (found,) = outlook(recipe, gpus, name).forecasts
-    return found
+    (forecast,) = outlook(recipe, gpus, name).forecasts
+    return forecast
 
 
 # By hand: two layers of 100 weights and 50 outside, 4 bytes each.
@@ -112,25 +112,25 @@ def test_the_peak_is_the_largest_moment():
 
 def test_gradients_come_with_the_layers():
     short = ActivationTrace(phases=(replace(WORK.phases[2], peak=900),))
-    found = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
+    moment = peak(BY_HAND, STATES, short, accumulates=False, is_sharded=False)
     # Layer 1's own, 400 bytes, are made while its activations go; the update has all of them, and nothing else.
-    assert (found.allocated, found.gradients) == (3000 + 400 + 900, 0)
+    assert (moment.allocated, moment.gradients) == (3000 + 400 + 900, 0)
     last = ActivationTrace(phases=(replace(WORK.phases[3], peak=900),))
-    found = peak(BY_HAND, STATES, last, accumulates=False, is_sharded=False)
-    assert (found.allocated, found.gradients) == (3000 + 400 + 400 + 900, 400)
+    moment = peak(BY_HAND, STATES, last, accumulates=False, is_sharded=False)
+    assert (moment.allocated, moment.gradients) == (3000 + 400 + 400 + 900, 400)
 
 
 def test_an_update_that_copies_its_gradients_can_be_the_peak():
     copying = replace(STATES, update=1500)
-    found = peak(BY_HAND, copying, WORK, accumulates=True, is_sharded=False)
-    assert (found.allocated, found.moment) == (1000 + 1000 + 2000 + 1500, "the update")
+    moment = peak(BY_HAND, copying, WORK, accumulates=True, is_sharded=False)
+    assert (moment.allocated, moment.moment) == (1000 + 1000 + 2000 + 1500, "the update")
 
 
 def test_what_the_gpu_needs_is_more_than_what_torch_allocates():
-    found = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=True)
-    low, high = found.needed
-    assert found.allocated + CONTEXT < low < high
-    assert "+25.0% against the forecast" in found.compare(found.allocated * 1.25 / GIB, 1.0)
+    moment = peak(BY_HAND, STATES, WORK, accumulates=True, is_sharded=True)
+    low, high = moment.needed
+    assert moment.allocated + CONTEXT < low < high
+    assert "+25.0% against the forecast" in moment.compare(moment.allocated * 1.25 / GIB, 1.0)
 
 
 def test_a_pipeline_reserves_what_its_fullest_stage_does():
@@ -138,7 +138,7 @@ def test_a_pipeline_reserves_what_its_fullest_stage_does():
     first, second = (
         Memory(moment="", parameters=size, is_sharded=False, holes=holes) for size, holes in ((2000, 0), (1000, 2000))
     )
-    stages = tuple(Stage(holds=[], in_flight=1, memory=one) for one in (first, second))
+    stages = tuple(Stage(holds=[], in_flight=1, memory=memory) for memory in (first, second))
     assert replace(first, stages=stages).reserved == (2020, 1090 + 2000)
 
 
@@ -151,18 +151,21 @@ def llama() -> Recipe:
 
 
 def test_sharding_divides_states_and_nothing_else(llama, monkeypatch):
-    found = {one.strategy.name: one for one in outlook(llama, "8xH100", "ddp", "zero3", "fsdp2", "single").forecasts}
+    forecasts = {
+        forecast.strategy.name: forecast
+        for forecast in outlook(llama, "8xH100", "ddp", "zero3", "fsdp2", "single").forecasts
+    }
     numel = 8_030_261_248
-    ddp, zero3, fsdp2 = (found[name].memory for name in ("ddp", "zero3", "fsdp2"))
+    ddp, zero3, fsdp2 = (forecasts[name].memory for name in ("ddp", "zero3", "fsdp2"))
     assert ddp.parameters == 4 * numel
     assert ddp.gradients == 8 * numel and ddp.moment == "the update"  # twice, while DDP makes its buckets again
     assert ddp.optimizer == pytest.approx(8 * numel, rel=1e-6)
     assert fsdp2.parameters == pytest.approx(4 * numel / 8, rel=1e-3)
     assert zero3.parameters + zero3.optimizer == pytest.approx((2 + 12) * numel / 8, rel=1e-2)
-    whole = found["single"].memory
+    whole = forecasts["single"].memory
     assert zero3.activations < whole.activations - 1.5 * numel  # autocast keeps copies of the weights
-    assert [found[name].verdict for name in ("ddp", "zero3", "fsdp2")] == ["does not fit", "fits", "fits"]
-    assert found["zero3"].checkpoint == 12 * numel
+    assert [forecasts[name].verdict for name in ("ddp", "zero3", "fsdp2")] == ["does not fit", "fits", "fits"]
+    assert forecasts["zero3"].checkpoint == 12 * numel
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(llama):
@@ -185,8 +188,8 @@ def test_the_largest_micro_batch_does_not_depend_on_that_of_the_recipe():
         )
         for size in (1, 4)
     ]
-    one, other = (only(recipe, "8x80GB", "zero3").largest_micro_batch for recipe in recipes)
-    assert one == pytest.approx(other, rel=0.03) and other > 40
+    plain, other = (only(recipe, "8x80GB", "zero3").largest_micro_batch for recipe in recipes)
+    assert plain == pytest.approx(other, rel=0.03) and other > 40
 
 
 def test_the_longest_sequence_fits_at_micro_batch_1(llama):
@@ -200,16 +203,16 @@ def test_the_longest_sequence_fits_at_micro_batch_1(llama):
 def test_no_longest_sequence_is_named_where_attention_holds_scores_of_t_x_t():
     """13 samples of gpt-oss fit at once; a sample that is a quarter as long as they together does not."""
     recipe = load_recipe(Path("recipes/gpt_oss_20b/sft_lora.yaml"))
-    found = only(recipe, "1x80GB", "single")
-    assert found.largest_micro_batch > 8 and found.longest is None
+    forecast = only(recipe, "1x80GB", "single")
+    assert forecast.largest_micro_batch > 8 and forecast.longest is None
     batch = recipe.batch.model_copy(update={"micro_batch_size": 1})
-    data = recipe.data.model_copy(update={"max_length": found.largest_micro_batch * recipe.data.max_length // 4})
+    data = recipe.data.model_copy(update={"max_length": forecast.largest_micro_batch * recipe.data.max_length // 4})
     assert only(recipe.model_copy(update={"batch": batch, "data": data}), "1x80GB", "single").verdict != "fits"
 
 
 def test_the_best_is_what_fits_and_is_fastest(llama):
-    found = outlook(llama, "8xH100", "ddp", "zero3_nvme", "zero3", "zero3_offload").forecasts
-    assert [one.strategy.name for one in found] == ["zero3", "zero3_offload", "zero3_nvme", "ddp"]
+    forecasts = outlook(llama, "8xH100", "ddp", "zero3_nvme", "zero3", "zero3_offload").forecasts
+    assert [forecast.strategy.name for forecast in forecasts] == ["zero3", "zero3_offload", "zero3_nvme", "ddp"]
     assert "the fastest of 3 that fit" in in_words(
         outlook(llama, "8xH100", "zero3", "zero3_offload", "zero3_nvme"), "recipe", num_samples=None, price=None
     )
@@ -244,20 +247,20 @@ def test_a_buffer_of_the_disk_is_as_long_as_the_share_of_the_largest_weight(tmp_
     short = host("1x80GB", 150_000_000)
     assert short.verdict == "cannot run" and "write 544997376" in short.why[0]
     shipped = only(recipe, "1x80GB", "zero3_nvme"), only(recipe, "8x80GB", "zero3_nvme")
-    for found, gpus, share, processes in zip(
+    for forecast, gpus, share, processes in zip(
         shipped, ("1x80GB", "8x80GB"), (544_997_376, 68_124_672), (1, 8), strict=True
     ):
         longer = host(gpus, 600_000_000)
-        assert longer.host - found.host == processes * 5 * 2 * (600_000_000 - share)
-        assert found.verdict not in ("cannot run", "does not fit")
+        assert longer.host - forecast.host == processes * 5 * 2 * (600_000_000 - share)
+        assert forecast.verdict not in ("cannot run", "does not fit")
 
 
 def test_what_is_not_known_comes_after_what_fits_and_is_said(llama):
-    found = outlook(llama, "8xH100", "ddp", "fsdp2_offload", "zero3", "zero3_nvme", room={})
-    names = [(one.strategy.name, one.verdict) for one in found.forecasts]
+    report = outlook(llama, "8xH100", "ddp", "fsdp2_offload", "zero3", "zero3_nvme", room={})
+    names = [(forecast.strategy.name, forecast.verdict) for forecast in report.forecasts]
     assert names[0] == ("zero3", "fits") and names[-1] == ("ddp", "does not fit")
     assert {verdict for _, verdict in names[1:3]} == {"host memory unknown"}
-    printed = in_words(found, "recipe", num_samples=None, price=None)
+    printed = in_words(report, "recipe", num_samples=None, price=None)
     assert "the one that fits" in printed
     assert max(map(len, printed.splitlines())) <= 120
     assert re.search(r"zero3_nvme: host memory unknown, needs \d+ GiB a machine; disk unknown, needs \d+ GiB", printed)
@@ -302,9 +305,9 @@ def test_a_gpu_that_is_full_but_for_what_nccl_takes_is_not_said_to_fit(llama):
 
 def test_where_nothing_fits_the_next_rung_is_named_and_true(llama):
     kept = llama.model_copy(update={"model": llama.model.model_copy(update={"gradient_checkpointing": False})})
-    found = outlook(kept, "8x40GB", "zero3")
-    assert found.forecasts[0].verdict == "does not fit"
-    assert found.suggestion == "with model.gradient_checkpointing: true, zero3 fits"
+    report = outlook(kept, "8x40GB", "zero3")
+    assert report.forecasts[0].verdict == "does not fit"
+    assert report.suggestion == "with model.gradient_checkpointing: true, zero3 fits"
     assert only(llama, "8x40GB", "zero3").verdict == "fits"
     batch = kept.batch.model_copy(update={"micro_batch_size": 1})  # the rung below
     assert only(kept.model_copy(update={"batch": batch}), "8x40GB", "zero3").verdict != "fits"
@@ -314,9 +317,9 @@ def test_where_no_change_helps_it_is_said_how_many_gpus_would_do(llama):
     small = llama.model_copy(update={"batch": llama.batch.model_copy(update={"micro_batch_size": 1})})
     adapted = small.model_copy(update={"adapter": AdapterSection(name="lora")})
     fsdp2 = load_strategy(Path("accelerate_configs/fsdp2.yaml"))
-    found = forecast_all(adapted, [fsdp2], parse_machines("1x12GB", **ROOM), "recipe", suggests="all")
-    assert found.forecasts[0].verdict == "does not fit"
-    assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 8x12GB, fsdp2 on 1x32GB", found.suggestion)
+    report = forecast_all(adapted, [fsdp2], parse_machines("1x12GB", **ROOM), "recipe", suggests="all")
+    assert report.forecasts[0].verdict == "does not fit"
+    assert re.fullmatch(r"no other .*: take more: fsdp2 fits on 8x12GB, fsdp2 on 1x32GB", report.suggestion)
     assert only(adapted, "8x12GB", "fsdp2").verdict == "fits" and only(adapted, "4x12GB", "fsdp2").verdict != "fits"
     assert only(adapted, "1x32GB", "fsdp2").verdict == "fits" and only(adapted, "1x24GB", "fsdp2").verdict != "fits"
 
@@ -350,12 +353,12 @@ def test_each_kind_of_change_that_helps_is_named_and_fits(llama):
 
 
 def test_beside_what_offloads_it_is_said_what_fits_on_the_gpus_alone(llama):
-    found = planned(llama, "1xRTX4090", "single", "zero3_offload", room={"host_gib": 256.0})
-    assert (found.forecasts[0].strategy.name, found.forecasts[0].verdict) == ("zero3_offload", "fits")
-    adapted, more = found.suggestion.split("; or take more: ")
+    report = planned(llama, "1xRTX4090", "single", "zero3_offload", room={"host_gib": 256.0})
+    assert (report.forecasts[0].strategy.name, report.forecasts[0].verdict) == ("zero3_offload", "fits")
+    adapted, more = report.suggestion.split("; or take more: ")
     assert adapted == "with adapter: {name: lora}, batch.micro_batch_size: 1, single fits"
     assert more == "single fits on 1x180GB, with batch.micro_batch_size: 1", "zero3_offload does on less"
-    said = in_words(found, "recipe", num_samples=None, price=None)
+    said = in_words(report, "recipe", num_samples=None, price=None)
     assert "Or, on the GPUs alone and without a doubt: with adapter: {name: lora}" in said
     assert planned(llama, "8xH100", "zero3", "zero3_offload").suggestion is None, "zero3 fits"
 
@@ -382,24 +385,24 @@ def test_sizes_of_a_mesh_come_before_another_training(llama):
     long = llama.model_copy(update={"batch": batch, "data": data})
     strategy = load_strategy(Path("accelerate_configs/fsdp2_sp.yaml"))
     machines = parse_machines("4xH100", host_gib=512.0)
-    found = forecast_all(long, [strategy], machines, "recipe", limits=False, suggests="first")
-    assert found.suggestion == "with sp_size 4 in its file, fsdp2_sp fits"
+    report = forecast_all(long, [strategy], machines, "recipe", limits=False, suggests="first")
+    assert report.suggestion == "with sp_size 4 in its file, fsdp2_sp fits"
 
 
 def test_on_one_gpu_the_plain_process_comes_first_unless_another_is_surely_faster(llama):
     names = ("fsdp2", "single", "ddp")
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
-    one, eight = (
+    alone, eight = (
         forecast_all(llama, strategies, parse_machines(text, **ROOM), "recipe") for text in ("1xB300", "8xB300")
     )
-    assert one.forecasts[0].strategy.name == "single"
-    assert [found.strategy.name for found in eight.forecasts].index("single") > 0
+    assert alone.forecasts[0].strategy.name == "single"
+    assert [forecast.strategy.name for forecast in eight.forecasts].index("single") > 0
 
 
 def test_all_gpus_of_a_machine_may_share_the_experts():
     """The file has two groups of experts, so that 8 of them would need 16 GPUs."""
     strategy = load_strategy(Path("accelerate_configs/fsdp2_ep.yaml"))
-    tried = {sizes["ep_size"]: one for sizes, one in resize(strategy, parse_machines("8xH100"))}
+    tried = {sizes["ep_size"]: resized for sizes, resized in resize(strategy, parse_machines("8xH100"))}
     assert tried[8].written_mesh.num_processes == 8
     assert tried[4] == replace(strategy, ep_size=4)
     assert sizes_in_words(changed_sizes([strategy], tried[8])) == "ep_size 8 and dp_shard_size 1", "to be written both"
@@ -410,7 +413,7 @@ def test_two_sizes_of_a_mesh_are_varied_together():
     strategy = load_strategy(Path("accelerate_configs/pp_tp.yaml"))
     tried = [tuple(sizes.values()) for sizes, _ in resize(strategy, parse_machines("2x8xH100"))]
     assert set(tried) == {(4, 4), (2, 2), (2, 4), (4, 2), (2, 8), (8, 2)}, "tensor and stages, up to 16 GPUs"
-    assert [size for size, one in resize(strategy, parse_machines("1xH100"))] == [{"tp_size": 2, "pp_size": 2}]
+    assert [size for size, resized in resize(strategy, parse_machines("1xH100"))] == [{"tp_size": 2, "pp_size": 2}]
     assert resize(load_strategy(Path("accelerate_configs/zero3.yaml")), parse_machines("8xH100")) == []
 
 
@@ -438,16 +441,16 @@ def test_below_a_run_that_ran_out_comes_only_what_needs_less(llama):
 
 def test_the_nearest_is_what_lacks_least(llama):
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero3_offload", "fsdp2_offload")]
-    found = forecast_all(llama, strategies, parse_machines("8xH100", host_gib=100), "recipe")
-    needed = {one.strategy.name: one.host for one in found.forecasts}
-    assert found.forecasts[0].strategy.name == min(needed, key=needed.__getitem__)
-    assert "host memory in a machine that has 100" in found.forecasts[0].why[0]
+    report = forecast_all(llama, strategies, parse_machines("8xH100", host_gib=100), "recipe")
+    needed = {forecast.strategy.name: forecast.host for forecast in report.forecasts}
+    assert report.forecasts[0].strategy.name == min(needed, key=needed.__getitem__)
+    assert "host memory in a machine that has 100" in report.forecasts[0].why[0]
 
 
 def test_a_cpu_is_not_judged(llama):
-    found = outlook(llama, "cpu", "ddp")
-    assert (found.forecasts[0].verdict, found.forecasts[0].num_processes) == ("not judged", 2)
-    printed = in_words(found, "recipe", num_samples=None, price=None)
+    report = outlook(llama, "cpu", "ddp")
+    assert (report.forecasts[0].verdict, report.forecasts[0].num_processes) == ("not judged", 2)
+    printed = in_words(report, "recipe", num_samples=None, price=None)
     assert "nothing is judged" in printed and "CUDA's" not in printed
 
 
@@ -488,8 +491,8 @@ def test_a_teacher_s_memory_is_said_in_the_precision_of_its_pass():
 
 @pytest.mark.parametrize("gpus", ["8xH100", "1x24GB", "cpu", "2x8xH100", "3xH100"])
 def test_the_answer_fits_a_terminal(llama, gpus):
-    found = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
-    printed = in_words(found, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
+    report = outlook(llama, gpus, "single", "ddp", "zero3", "hsdp", "tp", "zero3_nvme")
+    printed = in_words(report, "recipes/llama31_8b/sft.yaml", num_samples=1000, price=2.0)
     wide = [line for line in printed.splitlines() if len(line) > 120 and "cannot run" not in line]
     assert [line for line in wide if "batch.global_batch_size" not in line] == []
 
@@ -498,19 +501,19 @@ def test_the_best_size_of_a_mesh_is_found_and_one_that_heads_forbid_is_refused(t
     """Qwen2.5-7B has 28 query heads and 4 key heads, and does not fit twice into 80 GB."""
     recipe, machines = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml"), parse_machines("2x8xH100", **ROOM)
     tp, fsdp2 = (load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("tp", "fsdp2"))
-    (found,) = better_sizes(recipe, [tp, fsdp2], machines, "recipe")
-    tried = {sizes["tp_size"]: one for sizes, one in found.forecasts}
-    assert list(tried) == [2, 4, 8] and found.best is tried[4]
-    assert [one.verdict for one in tried.values()] == ["tight", "fits", "cannot run"]
+    (sized,) = better_sizes(recipe, [tp, fsdp2], machines, "recipe")
+    tried = {sizes["tp_size"]: forecast for sizes, forecast in sized.forecasts}
+    assert list(tried) == [2, 4, 8] and sized.best is tried[4]
+    assert [forecast.verdict for forecast in tried.values()] == ["tight", "fits", "cannot run"]
     copy = tmp_path / "tp.yaml"
     copy.write_text(Path(tp.path).read_text().replace("tp_size: 2", "tp_size: 4"))
     written = forecast_all(recipe, [load_strategy(copy)], machines, "recipe", limits=False).forecasts[0]
     assert (written.memory, written.time) == (tried[4].memory, tried[4].time)
     assert better_sizes(recipe, [load_strategy(copy)], machines, "recipe") == []
     report = forecast_all(recipe, [tp], machines, "recipe", limits=False)
-    printed = in_words(report, "recipe", num_samples=None, price=None, sizes=[found])
+    printed = in_words(report, "recipe", num_samples=None, price=None, sizes=[sized])
     assert re.search(r"tp tp_size 4 +fits .* s +best\n", printed) and "28 query heads and 4 key heads cannot" in printed
-    (recorded,) = as_record(report, "recipe", num_samples=None, price=None, sizes=[found])["sizes"]
+    (recorded,) = as_record(report, "recipe", num_samples=None, price=None, sizes=[sized])["sizes"]
     assert [recorded[key] for key in ("strategy", "written")] == ["tp", {"tp_size": 2}]
     rows = {row["sizes"]["tp_size"]: row for row in recorded["forecasts"]}
     assert {size: row["verdict"] for size, row in rows.items()} == {2: "tight", 4: "fits", 8: "cannot run"}
@@ -527,16 +530,16 @@ def test_stages_may_be_more_than_the_gpus_of_a_machine():
     recipe = load_recipe(ROOT / "recipes/qwen25_7b/sft.yaml", ["batch.micro_batch_size=4"])
     machines = parse_machines("8x1xH100", **ROOM)
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("pp", "tp")]
-    (found,) = better_sizes(recipe, strategies, machines, "recipe")
-    seen = [(sizes["pp_size"], one.verdict) for sizes, one in found.forecasts]
-    assert seen == [(2, "tight"), (4, "fits"), (8, "fits")] and found.best.strategy.pp_size == 8
+    (sized,) = better_sizes(recipe, strategies, machines, "recipe")
+    seen = [(sizes["pp_size"], forecast.verdict) for sizes, forecast in sized.forecasts]
+    assert seen == [(2, "tight"), (4, "fits"), (8, "fits")] and sized.best.strategy.pp_size == 8
 
 
 def test_a_run_forecasts_as_the_plan_does(llama):
     strategy = load_strategy(Path("accelerate_configs/zero3.yaml"))
     plan = make_plan(llama, strategy, num_processes=8, num_gpus=8, recipe_name="recipe")
-    found = of_run(find_config(llama.model)[0], llama, strategy, plan, find_gpu("H100"))
-    assert found == replace(only(llama, "8xH100", "zero3").memory, outside=found.outside)
+    memory = of_run(find_config(llama.model)[0], llama, strategy, plan, find_gpu("H100"))
+    assert memory == replace(only(llama, "8xH100", "zero3").memory, outside=memory.outside)
 
 
 @pytest.mark.parametrize("name", ["zero3", "fsdp2"])
@@ -548,8 +551,8 @@ def test_a_forecast_within_a_run_waits_for_no_other_process(lab, name, tmp_path)
 
 
 def test_what_cannot_run_says_why(llama):
-    found = only(llama, "2xH100", "hsdp")
-    assert found.verdict == "cannot run" and "is a mesh of 4 processes, but 2" in found.why[0]
+    forecast = only(llama, "2xH100", "hsdp")
+    assert forecast.verdict == "cannot run" and "is a mesh of 4 processes, but 2" in forecast.why[0]
 
 
 def test_a_file_with_more_processes_than_there_are_gpus_cannot_run(llama, tmp_path):
@@ -557,25 +560,25 @@ def test_a_file_with_more_processes_than_there_are_gpus_cannot_run(llama, tmp_pa
     four.write_text(Path("accelerate_configs/ddp.yaml").read_text().replace("num_processes: auto", "num_processes: 4"))
     small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
     for gpus, said in (("2xH100", ["needs 4 GPUs, but there are only 2"]), ("4xH100", [])):
-        (found,) = forecast_all(small, [load_strategy(four)], parse_machines(gpus, **ROOM), "recipe").forecasts
-        assert (found.verdict, found.why) == (("cannot run", [f"{four}: {said[0]}"]) if said else ("fits", []))
+        (forecast,) = forecast_all(small, [load_strategy(four)], parse_machines(gpus, **ROOM), "recipe").forecasts
+        assert (forecast.verdict, forecast.why) == (("cannot run", [f"{four}: {said[0]}"]) if said else ("fits", []))
 
 
 @pytest.mark.parametrize("gpus", ["8xT4", "8xV100"])
 def test_a_gpu_without_bf16_is_refused_before_anything_fits(llama, gpus):
     small = llama.model_copy(update={"adapter": AdapterSection(name="lora")})
-    found = only(small, gpus, "zero3")
-    assert found.verdict == "cannot run" and "bf16" in found.why[0] and "mixed_precision: fp16" in found.why[0]
+    forecast = only(small, gpus, "zero3")
+    assert forecast.verdict == "cannot run" and "bf16" in forecast.why[0] and "mixed_precision: fp16" in forecast.why[0]
     half = small.model_copy(update={"mixed_precision": "fp16"})
     assert only(half, gpus, "zero3").verdict != "cannot run"
 
 
 def test_the_strategy_of_the_recipe_is_marked(llama):
-    found = outlook(llama, "8xH100", "zero3", "fsdp2")
-    lines = in_words(found, "recipe", num_samples=None, price=None).splitlines()
+    report = outlook(llama, "8xH100", "zero3", "fsdp2")
+    lines = in_words(report, "recipe", num_samples=None, price=None).splitlines()
     assert [line.split()[:2] for line in lines if " * " in line] == [["fsdp2", "*"], ["*", "as"]]
-    marked = as_record(found, "recipe", num_samples=None, price=None)["forecasts"]
-    assert {one["strategy"]: one["is_own"] for one in marked} == {
+    marked = as_record(report, "recipe", num_samples=None, price=None)["forecasts"]
+    assert {row["strategy"]: row["is_own"] for row in marked} == {
         "accelerate_configs/zero3.yaml": False,
         "accelerate_configs/fsdp2.yaml": True,
     }
@@ -584,23 +587,25 @@ def test_the_strategy_of_the_recipe_is_marked(llama):
 
 
 def test_of_experts_the_column_of_times_has_a_caveat(llama):
-    found = outlook(llama, "8xH100", "fsdp2")
-    assert " s !" not in in_words(found, "recipe", num_samples=None, price=None)
-    printed = in_words(replace(found, time_caveat="64 experts: much"), "recipe", num_samples=None, price=None)
+    report = outlook(llama, "8xH100", "fsdp2")
+    assert " s !" not in in_words(report, "recipe", num_samples=None, price=None)
+    printed = in_words(replace(report, time_caveat="64 experts: much"), "recipe", num_samples=None, price=None)
     assert re.search(r"fsdp2 \* .* to [\d,.]+ s ! ", printed) and "  ! 64 experts: much" in printed
 
 
 def test_how_machines_were_read_is_printed(llama):
-    found = outlook(llama, "16xMI300X", "zero3")
-    printed = in_words(found, "recipe", num_samples=None, price=None)
+    report = outlook(llama, "16xMI300X", "zero3")
+    printed = in_words(report, "recipe", num_samples=None, price=None)
     assert "on 2x8xMI300X" in printed and "taken for 2 machines of 8" in printed and "tried on ROCm" in printed
 
 
 def test_a_bar_is_as_long_as_its_memory():
     sizes = {"parameters": 10, "gradients": 10, "optimizer": 0, "gathered": 0, "activations": 20, "logits": 0}
     memory = Memory(moment="", is_sharded=False, **{name: size * GIB for name, size in sizes.items()})
-    one = Forecast(strategy=load_strategy(Path("accelerate_configs/ddp.yaml")), verdict="fits", why=[], memory=memory)
-    text = _bar(one, 80 * GIB)
+    forecast = Forecast(
+        strategy=load_strategy(Path("accelerate_configs/ddp.yaml")), verdict="fits", why=[], memory=memory
+    )
+    text = _bar(forecast, 80 * GIB)
     assert [text.count(letter) for letter in "WGOBAL"] == [5, 5, 0, 0, 10, 0]
 
 
@@ -618,23 +623,23 @@ def small(gpus: str, strategy: str, *assignments: str) -> tuple[PlanReport, dict
     settings += [f"model.from_scratch.{key}={value}" for key, value in SMALL.items()]
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, *assignments])
     report = outlook(recipe, gpus, strategy)
-    (found,) = as_record(report, "recipe", num_samples=None, price=None)["forecasts"]
-    return report, found, in_words(report, "recipe", num_samples=None, price=None)
+    (row,) = as_record(report, "recipe", num_samples=None, price=None)["forecasts"]
+    return report, row, in_words(report, "recipe", num_samples=None, price=None)
 
 
 def test_each_stage_is_that_by_hand_and_the_largest_is_the_strategy_s():
     """The head takes as long as a layer: the first of two stages has three of five layers, the last two."""
-    report, found, _ = small("2xH100", "pp")
-    stages = found["memory"]["stages"]
-    assert [one["holds"] for one in stages] == [["embedding", "layers 0 to 2"], ["layers 3 to 4", "head"]]
-    assert [one["in_flight"] for one in stages] == [2, 1]
+    report, row, _ = small("2xH100", "pp")
+    stages = row["memory"]["stages"]
+    assert [stage["holds"] for stage in stages] == [["embedding", "layers 0 to 2"], ["layers 3 to 4", "head"]]
+    assert [stage["in_flight"] for stage in stages] == [2, 1]
     by_hand = (END + 3 * LAYER, 1 + 3 * 9), (2 * LAYER + 64 + END, 2 * 9 + 1 + 1)  # elements and weights
-    for one, (numel, num_weights) in zip(stages, by_hand, strict=True):
-        assert (one["parameters"], one["gradients"]) == (4 * numel, 4 * numel)
-        assert one["optimizer"] == 8 * numel + 4 * num_weights  # of each weight also the number of its steps
+    for stage, (numel, num_weights) in zip(stages, by_hand, strict=True):
+        assert (stage["parameters"], stage["gradients"]) == (4 * numel, 4 * numel)
+        assert stage["optimizer"] == 8 * numel + 4 * num_weights  # of each weight also the number of its steps
     memory = report.forecasts[0].memory
-    assert memory.allocated == max(one["allocated"] for one in stages) == found["memory"]["allocated"]
-    assert memory.reserved[1] == max(one["reserved"][1] for one in stages)
+    assert memory.allocated == max(stage["allocated"] for stage in stages) == row["memory"]["allocated"]
+    assert memory.reserved[1] == max(stage["reserved"][1] for stage in stages)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -654,17 +659,19 @@ def test_a_large_embedding_s_gradient_is_there_three_times_while_it_is_reduced(i
 
 def test_reserved_is_at_most_a_share_the_tensors_of_the_head_and_two_layers_that_are_gathered():
     """A layer and the next one count, in 16 bits; layers that stay gathered leave nothing unused."""
-    found = {name: small("2xH100", name)[0].forecasts[0].memory for name in ("ddp", "fsdp2", "fsdp2_grad_op")}
-    for name, memory in found.items():
+    memories = {name: small("2xH100", name)[0].forecasts[0].memory for name in ("ddp", "fsdp2", "fsdp2_grad_op")}
+    for name, memory in memories.items():
         least = 1.01 if name == "ddp" else 1.07
         most = round(1.09 * memory.allocated) + memory.holes
         assert memory.reserved == (round(least * memory.allocated), most)
-    assert found["fsdp2"].holes - found["fsdp2_grad_op"].holes == 2 * 2 * LAYER
+    assert memories["fsdp2"].holes - memories["fsdp2_grad_op"].holes == 2 * 2 * LAYER
     apart = "model.from_scratch.tie_word_embeddings=false"  # so that the embedding, less than a layer, is gathered too
     untied = [small("2xH100", name, apart)[0].forecasts[0].memory.holes for name in ("fsdp2", "fsdp2_grad_op")]
     assert untied[0] - untied[1] == 2 * 2 * LAYER
     longer = small("2xH100", "fsdp2_grad_op", "model.from_scratch.vocab_size=900")[0].forecasts[0].memory
-    assert longer.holes == pytest.approx(3 * found["fsdp2_grad_op"].holes, rel=0.1), "logits, of three times the words"
+    assert longer.holes == pytest.approx(3 * memories["fsdp2_grad_op"].holes, rel=0.1), (
+        "logits, of three times the words"
+    )
 
 
 def test_the_mark_follows_the_largest_stage():
@@ -675,8 +682,8 @@ def test_the_mark_follows_the_largest_stage():
         _, _, printed = small("2xH100", "pp", f"model.from_scratch.vocab_size={vocab}")
         assert re.findall(r"^    (\d) .* the most$", printed, re.MULTILINE) == [largest]
         assert f"of stage {largest}\n" in printed
-    _, found, printed = small("2xH100", "ddp")
-    assert found["memory"]["stages"] == [] and "stage" not in printed
+    _, row, printed = small("2xH100", "ddp")
+    assert row["memory"]["stages"] == [] and "stage" not in printed
 
 
 @pytest.mark.parametrize(
@@ -695,8 +702,8 @@ def test_the_mark_follows_the_largest_stage():
     ],
 )
 def test_micro_batches_in_flight_by_hand(num_micro_batches, num_stages, chunks, first, last):
-    found = [in_flight(num_micro_batches, stage, num_stages, chunks) for stage in (0, num_stages - 1)]
-    assert found == [first, last]
+    numbers = [in_flight(num_micro_batches, stage, num_stages, chunks) for stage in (0, num_stages - 1)]
+    assert numbers == [first, last]
 
 
 # Tokens and steps, by hand.
@@ -727,10 +734,10 @@ def test_a_printed_time_and_price_are_those_of_the_forecast():
     for pattern, expected in (
         (r"^ +fsdp2 .* (\S+) to (\S+) s ", [time.low, time.high]),
         (r"500 steps, (\S+) to (\S+) hours", hours),
-        (r"price +(\S+) to (\S+) at 2 a GPU and hour", [2 * 8 * one for one in hours]),
+        (r"price +(\S+) to (\S+) at 2 a GPU and hour", [2 * 8 * hour for hour in hours]),
     ):
-        found = re.search(pattern, printed, re.MULTILINE).groups()
-        assert [float(one) for one in found] == pytest.approx(expected, rel=0.06), "in two digits"
+        numbers = re.search(pattern, printed, re.MULTILINE).groups()
+        assert [float(number) for number in numbers] == pytest.approx(expected, rel=0.06), "in two digits"
 
 
 def test_gpus_that_a_file_leaves_without_a_process_are_counted(tmp_path):
@@ -743,23 +750,23 @@ def test_gpus_that_a_file_leaves_without_a_process_are_counted(tmp_path):
 
 
 def test_larger_gpus_are_tried_from_the_smallest_on():
-    sizes = [int(one.text.removeprefix("2x").removesuffix("GB")) for one in larger_gpus(parse_machines("2x14GB"))]
+    sizes = [int(gpu.text.removeprefix("2x").removesuffix("GB")) for gpu in larger_gpus(parse_machines("2x14GB"))]
     assert sizes == sorted(sizes) and sizes[0] == 16 and 80 in sizes
 
 
 def test_a_run_over_two_machines_is_forecast_as_the_plan_does():
     report, *_ = small("2x8xH100", "ddp", "batch.global_batch_size=16")
-    (found,) = report.forecasts
+    (forecast,) = report.forecasts
     config = find_config(report.recipe.model)[0]
-    assert time_of_run(config, report.recipe, found.strategy, found.plan, find_gpu("H100"), None) == found.time
-    assert "network" in {part.name for part in found.time.parts}
+    assert time_of_run(config, report.recipe, forecast.strategy, forecast.plan, find_gpu("H100"), None) == forecast.time
+    assert "network" in {part.name for part in forecast.time.parts}
 
 
 def test_the_longest_sample_has_a_position_for_each_token():
     """SmolLM2-135M has 8,192 (its config.json), and a GPU of 80 GB room for far more tokens."""
     recipe = load_recipe(ROOT / "recipes/smollm2_135m/sft.yaml")
-    found = only(recipe, "1xH100", "single")
-    assert found.longest == 8192 < found.largest_micro_batch * recipe.data.max_length
+    forecast = only(recipe, "1xH100", "single")
+    assert forecast.longest == 8192 < forecast.largest_micro_batch * recipe.data.max_length
 
 
 # Links.
@@ -782,11 +789,11 @@ TIED = "gradients of the tied embedding"
     ],
 )
 def test_each_message_names_the_links_that_carry_it(gpus, name, expected):
-    _, found, printed = small(gpus, name)
-    assert {message["what"]: message["links"] for message in found["messages"]} == expected
+    _, row, printed = small(gpus, name)
+    assert {message["what"]: message["links"] for message in row["messages"]} == expected
     for what, links in expected.items():
         assert re.search(rf"\b{' and '.join(links)}: [\w, ]*{what}", printed)
-        assert set(links) <= set(found.get("parts", links)), "the time has the same names"
+        assert set(links) <= set(row.get("parts", links)), "the time has the same names"
 
 
 # The command.
@@ -803,23 +810,23 @@ def test_json_has_what_the_table_is_made_of():
     words = ("--gpus", "8xH100", "--strategy", "zero3", "--strategy", "tp", "--samples", "1000", "--price", "2")
     done = cookbook(LLAMA, *words, "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    found = documented("plan", done.stdout)
-    (sizes,) = found["sizes"]
+    answer = documented("plan", done.stdout)
+    (sizes,) = answer["sizes"]
     printed = re.findall(r"tp tp_size (\d) .*", cookbook(LLAMA, *words, "--all").stdout)
     assert [str(row["sizes"]["tp_size"]) for row in sizes["forecasts"]] == printed
-    one, tp = sorted(found["forecasts"], key=lambda one: "tp" in one["strategy"])
-    gathers = [message["calls"] for message in one["messages"] if message["kind"] == "all-gather"]
-    assert gathers == 2 * [one["gradient_accumulation_steps"] * 33] and one["messages"][-1]["calls"] > 0
+    alone, tp = sorted(answer["forecasts"], key=lambda row: "tp" in row["strategy"])
+    gathers = [message["calls"] for message in alone["messages"] if message["kind"] == "all-gather"]
+    assert gathers == 2 * [alone["gradient_accumulation_steps"] * 33] and alone["messages"][-1]["calls"] > 0
     (activations,) = [message for message in tp["messages"] if message["what"] == "activations"]
     # A layer sums five gradients and two outputs, of which one again for the recomputation; and two at the ends.
     assert activations["calls"] == tp["gradient_accumulation_steps"] * (32 * (5 + 2 + 1) + 2)
-    memory = one["memory"]
+    memory = alone["memory"]
     parts = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
     assert sum(memory[part] for part in parts) == memory["allocated"]
-    assert found["steps"] == 2 * 8  # two epochs of 1,000 samples, 128 a step
-    hours = [seconds * 16 / 3600 for seconds in one["step_seconds"]]
-    assert one["hours"] == pytest.approx(hours)
-    assert one["price"] == pytest.approx([value * 2 * 8 for value in hours])
+    assert answer["steps"] == 2 * 8  # two epochs of 1,000 samples, 128 a step
+    hours = [seconds * 16 / 3600 for seconds in alone["step_seconds"]]
+    assert alone["hours"] == pytest.approx(hours)
+    assert alone["price"] == pytest.approx([value * 2 * 8 for value in hours])
 
 
 @pytest.mark.slow
@@ -828,21 +835,22 @@ def test_a_row_of_the_table_is_in_the_json(llama):
     report = outlook(llama, "8xH100", "zero3")
     record = as_record(report, LLAMA, num_samples=1000, price=None)
     printed = in_words(report, LLAMA, num_samples=1000, price=None)
-    (one,) = record["forecasts"]
+    (judged,) = record["forecasts"]
     (row,) = re.findall(r"^ *zero3\W .*", printed, flags=re.MULTILINE)[:1]
-    cells = [str(one["num_processes"]), one["verdict"], in_gib(*one["memory"]["needed"])]
-    cells += [f"{one[key]:,}" for key in ("largest_micro_batch", "longest")] + [one["bottleneck"]]
-    cells += [f"{float(f'{seconds:.2g}'):,.10g}" for seconds in one["step_seconds"]]
-    cells += [in_gib(one["host"])] if one["host"] else []
+    cells = [str(judged["num_processes"]), judged["verdict"], in_gib(*judged["memory"]["needed"])]
+    cells += [f"{judged[key]:,}" for key in ("largest_micro_batch", "longest")] + [judged["bottleneck"]]
+    cells += [f"{float(f'{seconds:.2g}'):,.10g}" for seconds in judged["step_seconds"]]
+    cells += [in_gib(judged["host"])] if judged["host"] else []
     assert [cell for cell in cells if cell not in row] == [], row
     step = record["a_step"]
-    batch = (
-        f"= {one['data_parallel_size']} data-parallel processes x micro-batch {step['micro_batch_size']} x accumulation"
+    batch = f"= {judged['data_parallel_size']} data-parallel processes x micro-batch {step['micro_batch_size']}"
+    assert (
+        f"{step['sequences']} sequences a step {batch} x accumulation {judged['gradient_accumulation_steps']}\n"
+        in printed
     )
-    assert f"{step['sequences']} sequences a step {batch} {one['gradient_accumulation_steps']}\n" in printed
     assert f"at most {step['tokens_at_most']:,} tokens; activations recomputed\n" in printed
     assert step["gradient_checkpointing"] is True and step["by_auto"] == []
-    slow, fast = (f"{float(f'{rate:.2g}'):,.10g}" for rate in one["tokens_per_second_a_gpu"])
+    slow, fast = (f"{float(f'{rate:.2g}'):,.10g}" for rate in judged["tokens_per_second_a_gpu"])
     assert f"{slow} to {fast} tokens/s a GPU" in printed
 
 
@@ -879,8 +887,8 @@ def test_no_order_of_a_set_decides_a_byte_of_the_answer():
         )
         for seed in "12"
     ]
-    (one, order), (two, other) = (process.communicate()[0].strip().rsplit(b"\n", 1) for process in started)
-    assert json.loads(one)["forecasts"] and one == two
+    (answer, order), (two, other) = (process.communicate()[0].strip().rsplit(b"\n", 1) for process in started)
+    assert json.loads(answer)["forecasts"] and answer == two
     assert order != other
 
 
@@ -968,19 +976,19 @@ def test_inputs_of_layers_in_host_memory_come_before_training_less(llama):
     batch = llama.batch.model_copy(update={"micro_batch_size": 1})
     data = llama.data.model_copy(update={"max_length": 131072})
     recomputed = llama.model_copy(update={"batch": batch, "data": data})
-    found = outlook(recomputed, "8x80GB", "fsdp2")
-    assert found.forecasts[0].verdict == "does not fit"
-    assert found.suggestion == "with model.gradient_checkpointing: offload, fsdp2 fits"
+    report = outlook(recomputed, "8x80GB", "fsdp2")
+    assert report.forecasts[0].verdict == "does not fit"
+    assert report.suggestion == "with model.gradient_checkpointing: offload, fsdp2 fits"
     model = recomputed.model.model_copy(update={"gradient_checkpointing": "offload"})
     offloaded = only(recomputed.model_copy(update={"model": model}), "8x80GB", "fsdp2")
     assert offloaded.verdict == "fits"
     inputs = 32 * 131072 * 4096 * 2  # of its layers, in bf16
-    assert found.forecasts[0].memory.allocated - offloaded.memory.allocated == pytest.approx(inputs, rel=0.05)
+    assert report.forecasts[0].memory.allocated - offloaded.memory.allocated == pytest.approx(inputs, rel=0.05)
     assert offloaded.host == 8 * inputs, "a power of two already"
 
 
 def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
-    def one(name: str, low: float, high: float, verdict: Verdict = "fits") -> Forecast:
+    def forecast_of(name: str, low: float, high: float, verdict: Verdict = "fits") -> Forecast:
         strategy, took = (
             load_strategy(Path(f"accelerate_configs/{name}.yaml")),
             Range(low=low, high=high, bottleneck="", parts=()),
@@ -988,14 +996,19 @@ def test_the_plain_process_comes_first_on_one_gpu_where_the_ranges_touch():
         return Forecast(strategy=strategy, verdict=verdict, why=[], time=took)
 
     def order(gpus: str, *ranked: Forecast) -> list[str]:
-        return [found.strategy.name for found in in_order(ranked, parse_machines(gpus))]
+        return [forecast.strategy.name for forecast in in_order(ranked, parse_machines(gpus))]
 
-    fsdp2, zero3, near, far = one("fsdp2", 2, 4), one("zero3", 2.5, 4), one("single", 3.9, 6), one("single", 4.1, 6)
+    fsdp2, zero3, near, far = (
+        forecast_of("fsdp2", 2, 4),
+        forecast_of("zero3", 2.5, 4),
+        forecast_of("single", 3.9, 6),
+        forecast_of("single", 4.1, 6),
+    )
     assert order("1xH100", fsdp2, zero3, near) == ["single", "fsdp2", "zero3"]
     assert order("1xH100", fsdp2, zero3, far) == ["fsdp2", "zero3", "single"], "surely slower"
-    assert order("1xH100", fsdp2, one("single", 1, 2, "tight")) == ["fsdp2", "single"]
+    assert order("1xH100", fsdp2, forecast_of("single", 1, 2, "tight")) == ["fsdp2", "single"]
     assert order("2xH100", fsdp2, zero3, near) == ["fsdp2", "zero3", "single"], "the others have twice as much"
-    lacks = [replace(found, verdict="does not fit") for found in (fsdp2, near)]
+    lacks = [replace(forecast, verdict="does not fit") for forecast in (fsdp2, near)]
     assert order("1xH100", *lacks) == ["fsdp2", "single"], "where nothing fits the nearest comes first"
 
 
@@ -1007,7 +1020,9 @@ def test_a_next_step_of_two_keys_names_both():
         changed = [f"batch.micro_batch_size={micro}", f"model.gradient_checkpointing={kind}"]
         return small("1xH100", "single", *settings, *changed)[0]
 
-    first, *others = (planned(*one).forecasts[0].memory.needed for one in ((1, "offload"), (2, "offload"), (1, "true")))
+    first, *others = (
+        planned(*case).forecasts[0].memory.needed for case in ((1, "offload"), (2, "offload"), (1, "true"))
+    )
     room = (first[1] + min(others[0][1], others[1][0])) / 2 / GIB
     machines = replace(parse_machines("1xH100", **ROOM), usable_gib=room)
     single = load_strategy(Path("accelerate_configs/single.yaml"))
@@ -1018,21 +1033,21 @@ def test_a_next_step_of_two_keys_names_both():
 
 
 def test_the_ranking_by_hand():
-    def one(name: str, verdict: Verdict, seconds: float, shortage: float = 0.0) -> Forecast:
+    def forecast_of(name: str, verdict: Verdict, seconds: float, shortage: float = 0.0) -> Forecast:
         strategy, time = load_strategy(Path(f"accelerate_configs/{name}.yaml")), {"low": seconds, "high": seconds}
         took = Range(**time, bottleneck="", parts=())
         return Forecast(strategy=strategy, verdict=verdict, why=[], shortage=shortage, time=took)
 
     right = [
-        one("zero3_offload", "fits", 1.0),  # faster, for it needs fewer micro-batches
-        one("fsdp2", "fits", 2.0),
-        one("zero3", "fits", 2.0),
-        one("fsdp2_offload", "fits", 2.0),
-        one("zero2", "host memory unknown", 1.0),
-        one("ddp", "tight", 0.5),
-        one("zero2", "does not fit", 2.0, 1.5),
-        one("ddp", "does not fit", 0.5, 4.0),
-        one("tp", "cannot run", 0.1),
+        forecast_of("zero3_offload", "fits", 1.0),  # faster, for it needs fewer micro-batches
+        forecast_of("fsdp2", "fits", 2.0),
+        forecast_of("zero3", "fits", 2.0),
+        forecast_of("fsdp2_offload", "fits", 2.0),
+        forecast_of("zero2", "host memory unknown", 1.0),
+        forecast_of("ddp", "tight", 0.5),
+        forecast_of("zero2", "does not fit", 2.0, 1.5),
+        forecast_of("ddp", "does not fit", 0.5, 4.0),
+        forecast_of("tp", "cannot run", 0.1),
     ]
     shuffled = right[::-1]
     assert sorted(shuffled, key=rank) == right

@@ -82,9 +82,9 @@ def test_the_cache_is_that_of_the_real_model(config: PreTrainedConfig):
 def at(gib: float | None, *assignments: str, trainer: int | None = None, gpus: int = 1) -> SamplerForecast:
     machines = Machines(text="there", gpus_each=gpus if gib else 0, usable_gib=gib)
     written, config = recipe(*assignments), LlamaConfig(**LLAMA)
-    found = forecast_sampler(config, written, TraceCache(config, written).sizes, machines, trainer)
-    assert found is not None
-    return found
+    sampler = forecast_sampler(config, written, TraceCache(config, written).sizes, machines, trainer)
+    assert sampler is not None
+    return sampler
 
 
 def test_what_does_not_fit_is_answered_with_the_most_answers_that_do():
@@ -123,13 +123,13 @@ def test_beside_a_run_there_is_what_the_run_leaves():
 )
 def test_of_vllm_it_says_how_many_answers_have_room_at_a_time(written: str, gpus: int, share: float, copies: int):
     """`share` is that of the GPUs of a copy, together. An adapter is merged into the weights that vLLM loads."""
-    found = at(1.0, f"rounds.sampler={written}", gpus=gpus)
-    memory = found.memory
-    assert memory is not None and found.fits
+    sampler = at(1.0, f"rounds.sampler={written}", gpus=gpus)
+    memory = sampler.memory
+    assert memory is not None and sampler.fits
     each = memory.cache / memory.answers
-    assert f"at most {copies * int((share * GIB - memory.weights) / each):,} answers at a time" in found.words
+    assert f"at most {copies * int((share * GIB - memory.weights) / each):,} answers at a time" in sampler.words
     small = at(memory.weights / GIB / share, f"rounds.sampler={written}", gpus=gpus)
-    assert not small.fits and small.words.endswith("does not fit; " + found.words.rpartition("; ")[2])
+    assert not small.fits and small.words.endswith("does not fit; " + sampler.words.rpartition("; ")[2])
     if gpus > 1:
         fewer = at(1.0, f"rounds.sampler={written}", gpus=gpus - 1)
         assert not fewer.fits and f"does not fit, a machine of these has {gpus - 1}" in fewer.words
@@ -139,8 +139,8 @@ def test_with_adapters_of_its_own_vllm_needs_them_beside_the_weights():
     memory = at(1.0).memory
     assert memory is not None and memory.adapter > 0
     each = memory.cache / memory.answers
-    found = at(1.0, "rounds.sampler=vllm --enable-lora", "adapter.name=lora")
-    assert f"at most {int((0.92 * GIB - memory.weights - memory.adapter) / each):,} answers" in found.words
+    sampler = at(1.0, "rounds.sampler=vllm --enable-lora", "adapter.name=lora")
+    assert f"at most {int((0.92 * GIB - memory.weights - memory.adapter) / each):,} answers" in sampler.words
 
 
 def test_a_vllm_that_stays_has_the_room_that_a_run_leaves():
@@ -158,8 +158,8 @@ def test_a_vllm_that_stays_has_the_room_that_a_run_leaves():
 
 
 def test_what_changes_numbers_is_said_to_be_left_out():
-    found = at(1.0, "rounds.sampler=vllm --kv-cache-dtype fp8 --kv-cache-memory-bytes 25G")
-    assert "without counting --kv-cache-dtype and --kv-cache-memory-bytes" in found.words
+    sampler = at(1.0, "rounds.sampler=vllm --kv-cache-dtype fp8 --kv-cache-memory-bytes 25G")
+    assert "without counting --kv-cache-dtype and --kv-cache-memory-bytes" in sampler.words
 
 
 def test_of_a_server_it_says_the_smallest_gpus_that_have_room():
@@ -170,10 +170,10 @@ def test_of_a_server_it_says_the_smallest_gpus_that_have_room():
     each = memory.cache / memory.answers
     usable = min(gpu.usable_gib for gpu in GPUS if gpu.sold_gb == 80)
     many = int((0.92 * usable * GIB - memory.weights - memory.adapter) / each)
-    found = at(1.0, "rounds.sampler=http://a:1", f"rounds.generation_batch_size={many}")
-    assert f"at least 1x10GB, and 1x80GB to sample {many:,} at a time" in found.words
-    found = at(1.0, "rounds.sampler=[http://a:1, http://b:1]", f"rounds.generation_batch_size={many}")
-    assert f"1x48GB to sample {-(-many // 2):,} at a time" in found.words
+    sampler = at(1.0, "rounds.sampler=http://a:1", f"rounds.generation_batch_size={many}")
+    assert f"at least 1x10GB, and 1x80GB to sample {many:,} at a time" in sampler.words
+    sampler = at(1.0, "rounds.sampler=[http://a:1, http://b:1]", f"rounds.generation_batch_size={many}")
+    assert f"1x48GB to sample {-(-many // 2):,} at a time" in sampler.words
 
 
 def test_a_server_and_a_conversation_are_told_their_bound():

@@ -205,10 +205,10 @@ BYTES = {
 @pytest.mark.parametrize("name", BYTES)
 def test_which_messages_come_with_every_micro_batch(name):
     messages = transfers(shipped(name), LARGE, replace(STEP, micro_batches=3), 4)
-    found = dict.fromkeys((message.kind for message in messages), 0)
+    num_bytes = dict.fromkeys((message.kind for message in messages), 0)
     for message in messages:
-        found[message.kind] += message.num_bytes / LARGE.num_parameters
-    assert found == pytest.approx(BYTES[name], rel=1e-5)
+        num_bytes[message.kind] += message.num_bytes / LARGE.num_parameters
+    assert num_bytes == pytest.approx(BYTES[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -292,10 +292,13 @@ def test_a_sequence_s_parts_exchange_heads_by_hand(key_heads: int, sent_heads: i
     A single head of keys is sent to both."""
     sizes, sequence = replace(SMALL, num_heads=8, num_key_heads=key_heads), shipped("fsdp2_sp")
     of_a_pass = 3 * (2 * 8 + 2 * sent_heads) * 5 * 2 * 20 / 4
-    found = {again: transfers(sequence, sizes, replace(STEP, recompute=again), 4)[-1] for again in (False, True)}
-    assert [one.kind for one in found.values()] == ["all-to-all"] * 2 and found[False].ranks == 2
-    assert {again: one.num_bytes for again, one in found.items()} == {False: 2 * of_a_pass, True: 3 * of_a_pass}
-    assert {again: one.calls for again, one in found.items()} == {False: 2 * 3 * 4, True: 3 * 3 * 4}
+    exchanges = {again: transfers(sequence, sizes, replace(STEP, recompute=again), 4)[-1] for again in (False, True)}
+    assert [exchange.kind for exchange in exchanges.values()] == ["all-to-all"] * 2 and exchanges[False].ranks == 2
+    assert {again: exchange.num_bytes for again, exchange in exchanges.items()} == {
+        False: 2 * of_a_pass,
+        True: 3 * of_a_pass,
+    }
+    assert {again: exchange.calls for again, exchange in exchanges.items()} == {False: 2 * 3 * 4, True: 3 * 3 * 4}
 
 
 def test_a_pipeline_sends_hidden_states_and_averages_over_its_copies():
@@ -318,11 +321,11 @@ def test_stages_wait_at_both_ends_of_a_step():
     times = {}
     for micro in (1, 7):
         step = Step(num_tokens=8192, num_labelled=8192, length=4096, micro_batches=micro)
-        found = {
+        forecasts = {
             name: step_time.step_seconds(shipped(name), decoder(**LLAMA_8B), step, machines) for name in ("pp", "tp")
         }
         times[micro] = {
-            name: next(part.low for part in one.parts if part.name == "compute") for name, one in found.items()
+            name: next(part.low for part in time.parts if part.name == "compute") for name, time in forecasts.items()
         }
     assert times[1]["pp"] == pytest.approx(2 * times[1]["tp"])
     assert times[7]["pp"] == pytest.approx(8 / 7 * times[7]["tp"])
@@ -351,10 +354,10 @@ WIDTHS = {"float": 4, "c10::BFloat16": 2}
 
 def messages_of_step_3(curve):
     """(calls, bytes) by rank and kind, without those of a few numbers, for the log: float64, or of 64 bytes at most."""
-    found = {}
+    by_rank = {}
     printed = re.findall(r"CALLS (\d+) (.*)", (curve.folder / "output.txt").read_text())
     for rank, text in printed:
-        kinds = found.setdefault(int(rank), {})
+        kinds = by_rank.setdefault(int(rank), {})
 
         def add(kind, calls, num_bytes, kinds=kinds):
             before = kinds.get(kind, (0, 0))
@@ -370,7 +373,7 @@ def messages_of_step_3(curve):
             add(kind, 1, whole)
             if kind == "reduce-scatter":  # which gloo does by an all-reduce
                 add("all-reduce", -1, -whole)
-    return {rank: {kind: pair for kind, pair in kinds.items() if pair[0]} for rank, kinds in found.items()}
+    return {rank: {kind: pair for kind, pair in kinds.items() if pair[0]} for rank, kinds in by_rank.items()}
 
 
 def messages_by_the_ledger(curve, name, settings, file=None):
@@ -392,13 +395,16 @@ EXPENSIVE = [pytest.mark.slow, pytest.mark.thorough]
 TRACED = [
     ("tp", {}),
     ("fsdp2", BF16),
-    *(pytest.param(one, {}, marks=pytest.mark.slow) for one in ("ddp", "zero2", "zero3", "ddp_sp")),
+    *(pytest.param(strategy, {}, marks=pytest.mark.slow) for strategy in ("ddp", "zero2", "zero3", "ddp_sp")),
     pytest.param("tp", BF16, marks=EXPENSIVE),
-    *(pytest.param(one, {}, marks=EXPENSIVE) for one in ("zero1", "hsdp", "pp_tp")),
-    *(pytest.param(one, {}, marks=EXPENSIVE) for one in ("fsdp2_grad_op", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")),
-    *(pytest.param(one, BF16, marks=EXPENSIVE) for one in ("hsdp_tp", "pp_tp_fsdp2")),
+    *(pytest.param(strategy, {}, marks=EXPENSIVE) for strategy in ("zero1", "hsdp", "pp_tp")),
+    *(
+        pytest.param(strategy, {}, marks=EXPENSIVE)
+        for strategy in ("fsdp2_grad_op", "ddp_tp", "fsdp2_tp", "pp", "pp_fsdp2")
+    ),
+    *(pytest.param(strategy, BF16, marks=EXPENSIVE) for strategy in ("hsdp_tp", "pp_tp_fsdp2")),
     pytest.param("tp", {"model.gradient_checkpointing": "true"}, marks=EXPENSIVE),
-    *(pytest.param(one, {"chunks": 2}, marks=EXPENSIVE) for one in ("pp", "pp_fsdp2", "pp_tp")),
+    *(pytest.param(strategy, {"chunks": 2}, marks=EXPENSIVE) for strategy in ("pp", "pp_fsdp2", "pp_tp")),
 ]
 
 
@@ -413,14 +419,14 @@ def test_a_real_step_sends_the_messages_of_the_ledger(lab, name, more):
     if chunks > 1:
         file = with_stages(lab.folder, name, chunks=chunks)
     curve = lab.run(file, settings, processes=processes_of(name), sabotage="messages_of_a_step")
-    found = messages_of_step_3(curve)
-    assert len(found) == processes_of(name)
+    by_rank = messages_of_step_3(curve)
+    assert len(by_rank) == processes_of(name)
     calls, sent, least = {}, {}, set()
-    for one in messages_by_the_ledger(curve, name, settings, file if chunks > 1 else None):
-        calls[one.kind] = calls.get(one.kind, 0) + one.calls
-        least |= {one.kind} if one.is_least else set()
-        sent[one.kind] = sent.get(one.kind, 0) + one.num_bytes
-    last = found[max(found)]
+    for message in messages_by_the_ledger(curve, name, settings, file if chunks > 1 else None):
+        calls[message.kind] = calls.get(message.kind, 0) + message.calls
+        least |= {message.kind} if message.is_least else set()
+        sent[message.kind] = sent.get(message.kind, 0) + message.num_bytes
+    last = by_rank[max(by_rank)]
     print(name, more, {kind: (pair, calls.get(kind), sent.get(kind)) for kind, pair in last.items()})
     assert last.keys() == calls.keys()
     number = {kind: pair[0] for kind, pair in last.items()}
@@ -429,7 +435,7 @@ def test_a_real_step_sends_the_messages_of_the_ledger(lab, name, more):
         {"all-gather"} if name == "zero3" else set()
     )
     for kind in sent.keys() - {"send", "all-to-all"}:  # whose sizes torch does not show
-        mean = sum(kinds.get(kind, (0, 0))[1] for kinds in found.values()) / len(found)
+        mean = sum(kinds.get(kind, (0, 0))[1] for kinds in by_rank.values()) / len(by_rank)
         # Shares are padded, and of layers under pp_fsdp2 the first stage gathers one ahead that it frees unused.
         assert mean == pytest.approx(sent[kind], rel=0.03), kind
 
@@ -438,12 +444,12 @@ def test_messages_of_another_run_are_not_those_of_the_ledger(lab):
     """The control of the test above: another strategy, and a layer less."""
     settings = SIXTEEN | BF16 | {"batch.micro_batch_size": str(PER_MICRO_BATCH)}
     curve = lab.run("fsdp2", settings, sabotage="messages_of_a_step")
-    found = {kind: pair[0] for kind, pair in messages_of_step_3(curve)[0].items()}
+    calls = {kind: pair[0] for kind, pair in messages_of_step_3(curve)[0].items()}
     for name, more in (("fsdp2_grad_op", {}), ("fsdp2", {"model.from_scratch.num_hidden_layers": "3"})):
-        expected = dict.fromkeys(found, 0)
-        for one in messages_by_the_ledger(curve, name, settings | more):
-            expected[one.kind] += one.calls
-        assert found != expected
+        expected = dict.fromkeys(calls, 0)
+        for message in messages_by_the_ledger(curve, name, settings | more):
+            expected[message.kind] += message.calls
+        assert calls != expected
 
 
 def test_calls_by_hand():
@@ -470,12 +476,12 @@ def test_gradients_of_the_last_stage_by_hand(mib: float, is_tied: bool, calls: i
     part = int(mib * 2**18)
     trained = [(8 * part, True, None), *((4 * part, True, i // 2) for i in range(8)), (2 * part, False, None)]
     trained += [] if is_tied else [(8 * part, True, None)]
-    weights = [TrainedWeight(*one) for one in trained]
+    weights = [TrainedWeight(*weight) for weight in trained]
     sizes = replace(SMALL, num_layers=4, head_layers=3, is_tied=is_tied, trained=weights)
-    found = {one.what: one for one in transfers(shipped("pp"), sizes, STEP, 4)}
-    assert found["gradients"].calls == calls
+    by_name = {transfer.what: transfer for transfer in transfers(shipped("pp"), sizes, STEP, 4)}
+    assert by_name["gradients"].calls == calls
     # One more between both ends, which are two ranks apart.
-    tied = found.get("gradients of the tied embedding")
+    tied = by_name.get("gradients of the tied embedding")
     assert (tied is not None) is is_tied
     if tied:
         assert (tied.num_bytes, tied.kind, tied.calls) == (4 * sizes.vocab * sizes.hidden, "all-reduce", 1)
@@ -514,8 +520,8 @@ def test_what_tensor_parallel_leaves_whole_is_in_each_process():
     """Gradients of 6 trained weights and of half of 4; FSDP2 gathers 100 weights and half of 900."""
     copies = transfers(shipped("ddp_tp"), ADAPTED, STEP, 4)[-1]
     assert (copies.what, copies.num_bytes) == ("gradients", 4 * (6 + 4 / 2))
-    found = {one.what: one.num_bytes for one in transfers(shipped("fsdp2_tp"), ADAPTED, STEP, 4)}
-    assert (found["weights, forward"], found["gradients"]) == (2 * (100 + 900 / 2), 4 * (6 + 4 / 2))
+    num_bytes = {transfer.what: transfer.num_bytes for transfer in transfers(shipped("fsdp2_tp"), ADAPTED, STEP, 4)}
+    assert (num_bytes["weights, forward"], num_bytes["gradients"]) == (2 * (100 + 900 / 2), 4 * (6 + 4 / 2))
 
 
 def test_both_ends_of_a_pipeline_by_hand():
@@ -524,15 +530,15 @@ def test_both_ends_of_a_pipeline_by_hand():
     assert (tied.carriers(16), tied.over_links(16), tied.hops(16)) == ((True, False), (10, 0), (2, 0))
     assert (tied.carriers(8), tied.over_links(8), tied.hops(8)) == ((False, True), (0, 4 * 10), (0, 2))
     strategy = replace(shipped("pp"), pp_size=4)
-    found = transfers(strategy, replace(SMALL, num_layers=4, is_tied=True), STEP, 16)
-    (of_run,) = (one for one in found if one.what == "gradients of the tied embedding")
+    messages = transfers(strategy, replace(SMALL, num_layers=4, is_tied=True), STEP, 16)
+    (of_run,) = (message for message in messages if message.what == "gradients of the tied embedding")
     assert (of_run.ranks, of_run.stride, of_run.groups) == (2, 12, 4)
 
 
 def test_steps_of_a_ring_by_hand():
     machines = parse_machines("2x8xH100")
     sixteen = transfers(shipped("fsdp2"), SMALL, STEP, 16)
-    assert [one.hops(8) for one in sixteen] == [(14, 1), (14, 1), (14, 1)]
+    assert [message.hops(8) for message in sixteen] == [(14, 1), (14, 1), (14, 1)]
     assert transfers(shipped("ddp"), SMALL, STEP, 16)[0].hops(8) == (14, 2)  # a tree: 7 and 1, up and down
     assert transfers(shipped("ddp"), SMALL, STEP, 64)[0].hops(8) == (14, 6)
     assert transfers(shipped("ddp"), SMALL, STEP, 8)[0].hops(8) == (14, 0)
@@ -541,7 +547,7 @@ def test_steps_of_a_ring_by_hand():
     # Copies of a machine each: a ring over two ranks, one in each machine.
     across = transfers(replace(shipped("hsdp"), open_sizes=frozenset(), dp_shard_size=8), SMALL, STEP, 16)[-1]
     assert across.hops(8) == (0, 2)
-    calls = [replace(one, calls=10) for one in (sixteen[0], transfers(shipped("tp"), SMALL, STEP, 2)[0])]
+    calls = [replace(message, calls=10) for message in (sixteen[0], transfers(shipped("tp"), SMALL, STEP, 2)[0])]
     here, away = step_time.latencies(calls, "NVLink", machines.gpus_each)
     assert away == pytest.approx((10 * (6.6 + 14 * 0.6 + 2.7) * 1e-6, 10 * (8.4 + 14 * 3.4 + 14) * 1e-6))
     assert here == pytest.approx((10 * (6.6 + 2 * 0.6) * 1e-6, 10 * (8.4 + 2 * 3.4) * 1e-6))
@@ -554,7 +560,7 @@ def test_many_small_messages_take_time_that_their_bytes_do_not():
     step = Step(num_tokens=6400, num_labelled=6400, length=64, micro_batches=100)
     (link,) = (part for part in step_seconds(shipped("tp"), sizes, step, machines).parts if part.name == "NVLink")
     messages = transfers(shipped("tp"), sizes, step, 2)
-    by_bytes = sum(one.over_links(8)[0] for one in messages) / (0.5 * machines.gpu.nvlink)
+    by_bytes = sum(message.over_links(8)[0] for message in messages) / (0.5 * machines.gpu.nvlink)
     calls = 100 * (225 + 1)
     rings = 100 * 225 * 2 + 100  # an all-reduce around two is two steps, a gather one
     assert link.high == pytest.approx(by_bytes + calls * 8.4e-6 + rings * 3.4e-6) and link.high > 4 * by_bytes
@@ -606,16 +612,16 @@ def test_the_fast_end_overlaps_and_the_slow_end_adds_up():
         Portion(name="c", low=0.5, high=1, overlaps=False),
         Portion(name="none", low=0, high=0),
     ]
-    found = combine(parts)
-    assert (found.low, found.high, found.bottleneck) == (3.5, 8, "b")
-    assert [part.name for part in found.parts] == ["a", "b", "c"]
+    time = combine(parts)
+    assert (time.low, time.high, time.bottleneck) == (3.5, 8, "b")
+    assert [part.name for part in time.parts] == ["a", "b", "c"]
 
 
 def test_hours_and_price():
-    found = combine([Portion(name="compute", low=1.8, high=3.6)])
-    assert found.hours(1000) == (0.5, 1.0)
-    assert found.price(1000, per_gpu_hour=2.5, num_gpus=8) == (10.0, 20.0)
-    assert found.tokens_per_second(28800, 8) == (1000.0, 2000.0)
+    time = combine([Portion(name="compute", low=1.8, high=3.6)])
+    assert time.hours(1000) == (0.5, 1.0)
+    assert time.price(1000, per_gpu_hour=2.5, num_gpus=8) == (10.0, 20.0)
+    assert time.tokens_per_second(28800, 8) == (1000.0, 2000.0)
 
 
 def bottleneck(strategy, machines, *, tokens_each=8192, shape=LLAMA_8B, micro_batches=1):
@@ -690,8 +696,8 @@ class Published:
             micro_batches=self.micro_batches,
             recompute=self.recompute,
         )
-        found = step_seconds(shipped(self.strategy), decoder(**self.shape, lora=self.lora), step, machines)
-        return found.tokens_per_second(count, machines.num_gpus)
+        time = step_seconds(shipped(self.strategy), decoder(**self.shape, lora=self.lora), step, machines)
+        return time.tokens_per_second(count, machines.num_gpus)
 
 
 # None of these set an end of EFFICIENCY, but for those that say so. fp8 and power-limited records are left out.
@@ -983,9 +989,9 @@ def qwen(shape, strategy, gpus, lora, length, **changes):
 def test_published_steps_of_little_work_lie_inside_the_forecast(row):
     _, shape, strategy, gpus, lora, published = row
     for length, seconds in published.items():
-        found = qwen(shape, strategy, gpus, lora, length)
-        print(f"{row[0]} {length}: published {seconds}, forecast {found.low:.2f} to {found.high:.2f}")
-        assert found.low <= seconds <= found.high, length
+        time = qwen(shape, strategy, gpus, lora, length)
+        print(f"{row[0]} {length}: published {seconds}, forecast {time.low:.2f} to {time.high:.2f}")
+        assert time.low <= seconds <= time.high, length
 
 
 def test_where_the_gpu_has_little_to_do_launches_are_the_limit():
@@ -1020,8 +1026,8 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     machines = parse_machines("1xH100")
     sizes = decoder(**LLAMA_8B)
     step = Step(num_tokens=4096, num_labelled=4096, length=4096, micro_batches=2)
-    found = step_seconds(shipped("single"), sizes, step, machines, trace=ActivationTrace(phases=phases))
-    parts = {part.name: (part.low, part.high) for part in found.parts}
+    time = step_seconds(shipped("single"), sizes, step, machines, trace=ActivationTrace(phases=phases))
+    parts = {part.name: (part.low, part.high) for part in time.parts}
     bandwidth = machines.gpu.bandwidth
     added = 12 * sizes.num_trained
     assert parts["GPU memory"] == pytest.approx(
@@ -1029,7 +1035,7 @@ def test_kernels_of_a_trace_take_the_memory_s_time_and_the_host_s():
     )
     assert parts["kernel launches"] == pytest.approx((2001 * 5e-6, 2001 * 60e-6))
     # One kernel runs after another: products, then those, then the update.
-    assert found.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
+    assert time.low == pytest.approx(sum(parts[name][0] for name in ("compute", "GPU memory", "update")))
 
 
 def test_a_stage_launches_the_kernels_of_its_layers_and_waits_for_one_turn():
@@ -1038,8 +1044,8 @@ def test_a_stage_launches_the_kernels_of_its_layers_and_waits_for_one_turn():
     sizes = decoder(**LLAMA_8B)
     step = Step(num_tokens=4 * 4096, num_labelled=4, length=4096, micro_batches=4)
     trace = ActivationTrace(phases=phases)
-    found = step_seconds(shipped("pp"), sizes, step, parse_machines("2xH100"), trace=trace)
-    (launches,) = (part for part in found.parts if part.name == "kernel launches")
+    time = step_seconds(shipped("pp"), sizes, step, parse_machines("2xH100"), trace=trace)
+    (launches,) = (part for part in time.parts if part.name == "kernel launches")
     assert launches.low == pytest.approx(2500 * 5e-6, rel=0.01)
 
 
@@ -1056,8 +1062,8 @@ def test_a_stage_launches_the_kernels_of_its_layers_and_waits_for_one_turn():
 def test_products_with_experts_are_a_loop_on_most_gpus(gpus: str, precision: Any, kernels: int):
     phase = Phase(name="forward", layer=0, held=0, peak=0, kernels=10, looped=63)
     step, trace = replace(STEP, precision=precision), ActivationTrace(phases=(phase,))
-    found = step_seconds(shipped("single"), SMALL, step, parse_machines(gpus), trace=trace)
-    (launches,) = (part for part in found.parts if part.name == "kernel launches")
+    time = step_seconds(shipped("single"), SMALL, step, parse_machines(gpus), trace=trace)
+    (launches,) = (part for part in time.parts if part.name == "kernel launches")
     assert (launches.low, launches.high) == pytest.approx((kernels * 5e-6, kernels * 60e-6))
 
 
@@ -1078,8 +1084,8 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_around_messages_by_hand(name: str):
     messages = transfers(shipped(name), SMALL, replace(STEP, micro_batches=3), 4)
-    assert sum(one.copied for one in messages) == COPIES[name][0]
-    assert sum(one.copies * (one.calls or 0) for one in messages) == COPIES[name][1]
+    assert sum(message.copied for message in messages) == COPIES[name][0]
+    assert sum(message.copies * (message.calls or 0) for message in messages) == COPIES[name][1]
 
 
 # The same in two tensors: bytes of a process's share of each that are added to what it has, and the kernels for it.
@@ -1094,9 +1100,9 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_gradients_by_hand(name: str):
     sizes, step = replace(SMALL, trained=[(900, True, 0), (100, False, 0)]), replace(STEP, micro_batches=3)
-    found = list(step_time._of_engine(shipped(name), sizes, step, 4, []))
-    assert sum(size for size, *_ in found) == SUMS[name][0]
-    assert sum(kernels for *_, kernels in found) == SUMS[name][1]
+    sums = list(step_time._of_engine(shipped(name), sizes, step, 4, []))
+    assert sum(size for size, *_ in sums) == SUMS[name][0]
+    assert sum(kernels for *_, kernels in sums) == SUMS[name][1]
 
 
 def test_the_norm_of_gradients_is_part_of_the_update():
@@ -1104,8 +1110,8 @@ def test_the_norm_of_gradients_is_part_of_the_update():
     machines = parse_machines("4xH100")
     assert machines.gpu is not None
     for name, sizes, own in (("ddp", SMALL, 1000), ("fsdp2", SMALL, 1000 / 4), ("ddp", FROZEN, 10)):
-        found = step_seconds(shipped(name), sizes, STEP, machines)
-        (update,) = (part for part in found.parts if part.name == "update")
+        time = step_seconds(shipped(name), sizes, STEP, machines)
+        (update,) = (part for part in time.parts if part.name == "update")
         moved = machines.gpu.bandwidth * update.low * 0.9, machines.gpu.bandwidth * update.high * 0.6
         assert moved == pytest.approx(((28 + 4) * own, (28 + 4 + 8) * own))
 
@@ -1124,8 +1130,10 @@ def test_steps_measured_on_an_h100_lie_in_their_range(row):
         Path(f"recipes/{row['recipe']}.yaml"), [f"{key}={value}" for key, value in row["settings"].items()]
     )
     machines = parse_machines("1xH100")
-    (found,) = forecast_all(recipe, [load_strategy(Path(recipe.strategy))], machines, "recipe", limits=False).forecasts
-    low, high = found.time.tokens_per_second(row["most_tokens_a_step"], 1)
+    (forecast,) = forecast_all(
+        recipe, [load_strategy(Path(recipe.strategy))], machines, "recipe", limits=False
+    ).forecasts
+    low, high = forecast.time.tokens_per_second(row["most_tokens_a_step"], 1)
     assert low < row["tokens_per_second"] < high
 
 

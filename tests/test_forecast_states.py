@@ -226,7 +226,10 @@ class Scale:
 
     def settings(self, case: Run) -> list[str]:
         changes = {"tie_word_embeddings": False}
-        return [f"model={experts(self.lab, **changes)['model']}" if one in EXPERTS else one for one in case.settings]
+        return [
+            f"model={experts(self.lab, **changes)['model']}" if setting in EXPERTS else setting
+            for setting in case.settings
+        ]
 
     def read(self, case: Run) -> Recipe:
         return load_recipe(self.recipe, self.settings(case))
@@ -362,10 +365,10 @@ def test_the_zero_papers_table_of_memory(tmp_path: Path, billions: float, proces
     model = of_layers(*10_000 * [[round(billions * 1e5)]])
     for name, expected in zip(("ddp", "zero1", "zero2", "zero3"), published, strict=True):
         strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
-        found = states(model, cost_inputs(recipe, strategy, processes))
+        held = states(model, cost_inputs(recipe, strategy, processes))
         # The paper counts ZeRO-1's gradients whole, as they are until the last micro-batch; and no buffers.
-        gradients = max(found.gpu.gradients, found.gradients_between)
-        total = found.gpu.weights + found.gpu.masters + gradients + found.gpu.moments
+        gradients = max(held.gpu.gradients, held.gradients_between)
+        total = held.gpu.weights + held.gpu.masters + gradients + held.gpu.moments
         assert total / 1e9 == pytest.approx(expected, rel=4e-3, abs=0.005), name
 
 

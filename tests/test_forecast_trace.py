@@ -87,8 +87,8 @@ def recipe(
 
 def traced(settings: Recipe, config: PreTrainedConfig, *, autocast: bool = True) -> ActivationTrace:
     rows, length = (1, ROWS * LENGTH) if settings.data.packing is True else (ROWS, LENGTH)
-    found = {"rows": rows, "length": length, "num_targets": ROWS * LENGTH}
-    return trace(config, settings, **found, autocast=autocast, tp_size=1)
+    sizes = {"rows": rows, "length": length, "num_targets": ROWS * LENGTH}
+    return trace(config, settings, **sizes, autocast=autocast, tp_size=1)
 
 
 def without_scratch(events: list[dict]) -> list[tuple[float, int]]:
@@ -241,34 +241,40 @@ def hold_against_a_real_pass(
     monkeypatch.setattr(ledgers, "ALLOCATION_BYTES", 1)  # that of CUDA's allocator
     # In float32 a GPU repeats grouped keys and values, and a CPU does not.
     config = config or (config_of() if settings.mixed_precision == "bf16" else config_of(num_key_value_heads=6))
-    found = traced(settings, config)
+    work = traced(settings, config)
     at_head, most = allocated(settings, config, tmp_path)
-    head = next(one for one in found.phases if one.name == "head")
+    head = next(phase for phase in work.phases if phase.name == "head")
     assert head.held == pytest.approx(at_head, rel=0.01)
-    peak = max(one.peak for one in found.phases)
+    peak = max(phase.peak for phase in work.phases)
     assert (1 - missing - 0.01) * most <= peak <= 1.01 * most
 
 
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_compiled_layers_hold_less(checkpointing):
-    plain, compiled = (traced(recipe(checkpointing, compiled=one), config_of()).phases for one in (False, True))
-    assert [one.name for one in compiled] == [one.name for one in plain]
-    assert max(one.peak for one in compiled) <= max(one.peak for one in plain)
+    plain, compiled = (
+        traced(recipe(checkpointing, compiled=is_compiled), config_of()).phases for is_compiled in (False, True)
+    )
+    assert [phase.name for phase in compiled] == [phase.name for phase in plain]
+    assert max(phase.peak for phase in compiled) <= max(phase.peak for phase in plain)
     if checkpointing is not True:  # there only a layer's input is kept
-        assert max(one.held for one in compiled) < 0.95 * max(one.held for one in plain)
+        assert max(phase.held for phase in compiled) < 0.95 * max(phase.held for phase in plain)
 
 
 def test_a_trace_that_took_other_settings_would_be_seen(tmp_path):
     at_head, _ = allocated(recipe(), config_of(), tmp_path)
-    found = traced(recipe(checkpointing=True), config_of())
-    assert next(one for one in found.phases if one.name == "head").held < 0.5 * at_head
+    work = traced(recipe(checkpointing=True), config_of())
+    assert next(phase for phase in work.phases if phase.name == "head").held < 0.5 * at_head
 
 
 def test_layers_that_cannot_be_compiled_are_counted_as_they_are():
     dropout = {"name": "lora", "rank": 8, "dropout": 0.1}  # its state of random numbers stops the partitioner
-    plain, compiled = (traced(recipe(True, dropout, compiled=one), config_of()) for one in (False, True))
+    plain, compiled = (
+        traced(recipe(True, dropout, compiled=is_compiled), config_of()) for is_compiled in (False, True)
+    )
     assert compiled == plain
-    plain, cut = (traced(recipe("selective", compiled=one, packing=True), config_of()) for one in (False, True))
+    plain, cut = (
+        traced(recipe("selective", compiled=is_compiled, packing=True), config_of()) for is_compiled in (False, True)
+    )
     assert cut == plain
 
 
@@ -334,7 +340,7 @@ def test_what_the_backward_of_a_layer_leaves_grows_with_their_number(autocast, m
     trace_all_layers(monkeypatch)
     of_all = trace(config, settings, **sizes)
     assert of_few == of_all
-    held = [one.held for one in of_all.phases if one.name == "backward"]
+    held = [phase.held for phase in of_all.phases if phase.name == "backward"]
     assert held[-1] > held[0]
 
 
@@ -347,7 +353,7 @@ def test_layers_before_the_first_with_an_adapter_keep_nothing_and_those_like_the
     assert len(few_layers(config).layers) == count and few_layers(config, 3).layers == [0, 1, 3, 4, 7, 11]
     trace_all_layers(monkeypatch)
     assert of_few == traced(settings, config)
-    reached = {one.layer for one in of_few.phases if one.name == "backward"}
+    reached = {phase.layer for phase in of_few.phases if phase.name == "backward"}
     assert reached == {*range(3, 12)}
 
 
@@ -359,7 +365,7 @@ def test_all_layers_are_run_where_a_few_would_be_another_model():
 
 def test_activations_grow_with_tokens_and_with_layers():
     def held(**sizes: Any) -> int:
-        return next(one for one in traced(recipe(), config_of(**sizes)).phases if one.name == "head").held
+        return next(phase for phase in traced(recipe(), config_of(**sizes)).phases if phase.name == "head").held
 
     seven, eight, nine = (held(num_hidden_layers=count) for count in (7, 8, 9))
     assert seven < eight
@@ -371,8 +377,8 @@ def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recompute
         settings = recipe(checkpointing=kind, precision="bf16")
         return traced(settings, config_of(num_hidden_layers=count), autocast=False).phases
 
-    def held(found: tuple, name: str) -> int:
-        return next(one for one in found if one.name == name).held
+    def held(phases: tuple, name: str) -> int:
+        return next(phase for phase in phases if phase.name == name).held
 
     kept, kept_of_more, gone, gone_of_more = (phases(kind, count) for kind in (True, "offload") for count in (7, 9))
     size = ROWS * LENGTH * 192 * 2
@@ -382,14 +388,14 @@ def test_offloaded_inputs_of_layers_leave_the_gpu_until_their_layer_is_recompute
     assert held(kept, "head backward") - held(gone, "head backward") == 7 * size
     # Plain checkpoints of a layer and of those before it lie there in its backward; of it alone only until it is
     # computed again.
-    most, less = ({one.layer: one.peak for one in found if one.name == "backward"} for found in (kept, gone))
+    most, less = ({phase.layer: phase.peak for phase in phases if phase.name == "backward"} for phases in (kept, gone))
     assert [most[layer] - less[layer] for layer in range(7)] == [(layer + 1) * size for layer in range(7)]
 
 
 def test_autocast_keeps_copies_of_float32_weights():
     settings = recipe(checkpointing=True, precision="bf16")
-    found = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]
-    copied, cast = (next(one for one in work.phases if one.name == "head").held for work in found)
+    works = [traced(settings, config_of(), autocast=autocast) for autocast in (True, False)]
+    copied, cast = (next(phase for phase in work.phases if phase.name == "head").held for work in works)
     inner = 7 * (192 * 32 * (6 + 2 + 2 + 6) + 3 * 192 * 500)  # of the layers; that of the head comes later
     hidden = ROWS * LENGTH * 192 * 2  # hidden states are float32 under autocast, once for each layer and the last
     assert copied - cast == pytest.approx(2 * inner + 8 * hidden, rel=0.02)
@@ -402,16 +408,16 @@ def test_a_loop_over_tokens_is_traced_in_short_rows_of_as_many(model_type, monke
     config = tiny_config(model_type)
     settings = recipe(checkpointing=True, precision="bf16")
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 64})})
-    found = TraceCache(config, settings).work(SINGLE, 1)
+    work = TraceCache(config, settings).work(SINGLE, 1)
     monkeypatch.setattr(verdict, "SHORT", (64, 64))
     exact = TraceCache(config, settings).work(SINGLE, 1)
     for name in ("held", "peak", "kernels", "moved"):
-        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
+        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (work, exact))
         assert max(ours) == pytest.approx(max(theirs), rel=0.015)
 
 
 @pytest.mark.parametrize(
-    "checkpointing", [True, *(pytest.param(one, marks=pytest.mark.slow) for one in (False, "selective"))]
+    "checkpointing", [True, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (False, "selective"))]
 )
 def test_large_micro_batches_of_compiled_layers_follow_from_two_traces_to_the_byte(checkpointing, monkeypatch):
     """Where the chunks of the loss are half a sample long and divide it."""
@@ -420,22 +426,22 @@ def test_large_micro_batches_of_compiled_layers_follow_from_two_traces_to_the_by
     calls: list[int] = []
     monkeypatch.setattr(verdict, "trace_pass", lambda *a, **sizes: calls.append(sizes["rows"]) or trace(*a, **sizes))
     config = config_of(num_hidden_layers=3)
-    compiled, plain = (recipe(checkpointing, LORA, "bf16", compiled=one) for one in (True, False))
+    compiled, plain = (recipe(checkpointing, LORA, "bf16", compiled=is_compiled) for is_compiled in (True, False))
     traces = TraceCache(config, compiled)
 
     def exact(settings: Recipe, rows: int) -> ActivationTrace:
         sizes = {"rows": rows, "length": LENGTH, "num_targets": rows * LENGTH}
         return trace(config, settings, **sizes, autocast=True, tp_size=1)
 
-    found, whole = traces.work(SINGLE, 7), exact(compiled, 7)
+    few, whole = traces.work(SINGLE, 7), exact(compiled, 7)
     for name in ("held", "peak", "making"):
-        assert [getattr(one, name) for one in found.phases] == [getattr(one, name) for one in whole.phases], name
+        assert [getattr(phase, name) for phase in few.phases] == [getattr(phase, name) for phase in whole.phases], name
     traces.work(SINGLE, 64)
     assert calls == [3, 6], "others have graphs of their own, which take seconds"
     # Of less than a chunk the logits grow too, and two such traces tell of more than there are.
     monkeypatch.setattr(losses, "LOGITS_BUDGET", losses.OF_FROZEN * VOCAB * LENGTH * 2)
     short = exact(plain, 1).towards(exact(plain, 2), 6)
-    peaks = [next(one.peak for one in work.phases if one.name == "head") for work in (short, exact(plain, 7))]
+    peaks = [next(phase.peak for phase in work.phases if phase.name == "head") for work in (short, exact(plain, 7))]
     assert peaks[0] > 1.1 * peaks[1]
 
 
@@ -465,10 +471,10 @@ def test_a_long_sample_of_linear_attention_is_extrapolated_from_two_shorter_ones
     config = config_of(model_type="qwen3_next", **sizes | {"num_hidden_layers": 4})
     settings = recipe(checkpointing=True, precision="bf16")
     settings = settings.model_copy(update={"data": settings.data.model_copy(update={"max_length": 1280})})
-    found = TraceCache(config, settings).work(SINGLE, 1)
+    work = TraceCache(config, settings).work(SINGLE, 1)
     exact = trace(config, settings, rows=1, length=1280, num_targets=1280, autocast=True, tp_size=1)
     for name in ("held", "peak", "kernels"):
-        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (found, exact))
+        ours, theirs = ([getattr(phase, name) for phase in work.phases] for work in (work, exact))
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
@@ -505,11 +511,11 @@ def test_a_model_with_too_many_operations_has_no_forecast(monkeypatch, tmp_path)
         traced(recipe(), config)
     several = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("single", "ddp", "zero3", "tp")]
     report = forecast_all(settings, several, machines, "recipe.yaml", suggests="all")
-    assert {one.strategy.name: one.verdict for one in report.forecasts} == {
+    assert {forecast.strategy.name: forecast.verdict for forecast in report.forecasts} == {
         **dict.fromkeys(("single", "ddp", "zero3"), "no forecast"),
         "tp": "cannot run",
     }
-    assert all(one.memory is None and one.time is None for one in report.forecasts)
+    assert all(forecast.memory is None and forecast.time is None for forecast in report.forecasts)
     said = " ".join(in_words(report, "recipe.yaml", num_samples=None, price=None).split())
     assert f"no forecast of single, ddp, zero3: {why}; launch it with --set run.max_steps=2" in said
     assert "fit" not in said and "GiB a GPU" not in said
@@ -531,8 +537,8 @@ def test_a_strategy_that_cannot_be_traced_is_named_beside_those_that_can(monkeyp
     monkeypatch.setattr(verdict, "trace_pass", without_zero3)
     both = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in ("zero3", "zero2")]
     report = forecast_all(settings, both, parse_machines("3xH100"), "recipe.yaml", limits=False)
-    found = [(one.strategy.name, one.verdict) for one in report.forecasts]
-    assert found == [("zero2", "fits"), ("zero3", "no forecast")]
+    verdicts = [(forecast.strategy.name, forecast.verdict) for forecast in report.forecasts]
+    assert verdicts == [("zero2", "fits"), ("zero3", "no forecast")]
     said = in_words(report, "recipe.yaml", num_samples=None, price=None)
     assert "no forecast of zero3:\n" in said and "llama cannot be traced: here; launch it" in said
 
@@ -550,7 +556,7 @@ def test_what_is_made_again_counts_as_if_each_operation_were_run(model_type: str
 
     monkeypatch.setattr(tracing, "TRACED_MODELS", {})
     monkeypatch.setattr(ledgers, "run", plain)
-    monkeypatch.setattr(tracing, "light", lambda mode, one: FakeTensor(mode, one.detach(), torch.device("cpu")))
+    monkeypatch.setattr(tracing, "light", lambda mode, tensor: FakeTensor(mode, tensor.detach(), torch.device("cpu")))
     assert traced(settings, config) == again
     assert len(num_run) > 500
 
@@ -583,7 +589,7 @@ def test_a_model_tells_of_other_sizes_what_a_new_one_does(model_type: str, keeps
     alone = all_sizes(anew=True)
     made.clear()
     tracing.TRACED_MODELS.clear()
-    assert all_sizes(anew=False) == alone and len({one.phases for one in alone}) == 3
+    assert all_sizes(anew=False) == alone and len({work.phases for work in alone}) == 3
     assert len(made) == (3 if keeps else 1)
 
 
@@ -625,9 +631,9 @@ def test_strategies_share_traces_and_traces_what_they_have_found(monkeypatch):
     num_operations, num_asked, asked = [], 0, repeated._run_plainly
 
     def counted(*arguments: Any) -> Ledger:
-        found = trace_phases(*arguments)
-        num_operations.append(found._operations)
-        return found
+        traced_work = trace_phases(*arguments)
+        num_operations.append(traced_work._operations)
+        return traced_work
 
     def answer(*arguments: Any) -> Any:
         nonlocal num_asked
@@ -660,13 +666,13 @@ def test_an_operation_is_run_again_for_what_it_tells_apart():
             return done(aten.slice.Tensor, whole, 0, row, 4)
 
         for _ in range(2):
-            assert [done(aten.add.Tensor, whole, one).dtype for one in (1, 1.0)] == [torch.int64, torch.float32]
+            assert [done(aten.add.Tensor, whole, number).dtype for number in (1, 1.0)] == [torch.int64, torch.float32]
             assert done(aten.add.Tensor, done(aten.t.default, whole), 1).stride() == (1, 6)
             part = done(aten.slice.Tensor, whole, 0, 1, 3)
             assert (part.storage_offset(), part.shape) == (6, (2, 6))
             assert part.untyped_storage() is whole.untyped_storage()
-            found = [done(aten.slice.Tensor, rows_from(row), 0, 1, 2) for row in (0, 2)]
-            assert [one.storage_offset() for one in found] == [6, 18]
+            slices = [done(aten.slice.Tensor, rows_from(row), 0, 1, 2) for row in (0, 2)]
+            assert [tensor.storage_offset() for tensor in slices] == [6, 18]
             assert done(aten.as_strided.default, rows_from(2), (2,), (1,), 5).storage_offset() == 5
             assert done(aten.add_.Tensor, whole, 1) is whole
             longer = done(aten.unsqueeze_.default, done(aten.add.Tensor, whole, 1), 0)
@@ -797,7 +803,7 @@ def test_under_autocast_4_bit_layers_make_no_float32_copies(autocast):
 
     def most(name: str) -> int:
         settings = recipe(adapter={"name": name, "rank": 8}, precision="bf16")
-        return max(one.held for one in traced(settings, config_of(**sizes), autocast=autocast).phases)
+        return max(phase.held for phase in traced(settings, config_of(**sizes), autocast=autocast).phases)
 
     assert (most("qlora") < most("lora")) is autocast
 
@@ -808,15 +814,15 @@ def test_a_layer_is_divided_at_its_experts_and_layers_between_are_like_those_tra
     config = experts_config(num_hidden_layers=5)
     call = partial(trace, config, recipe(checkpointing, precision="bf16"), rows=ROWS, length=LENGTH, autocast=False)
     call = partial(call, num_targets=ROWS * LENGTH, tp_size=1, fsdp=2, is_sharded_while_read=True)
-    found = call(ep_size=2)
-    of_layer = [phase.name for phase in found.phases if phase.layer == 3]
+    work = call(ep_size=2)
+    of_layer = [phase.name for phase in work.phases if phase.layer == 3]
     assert of_layer == [
         *("forward", "experts forward", "rest forward"),
         *("backward", "experts backward", "rest backward"),
     ]
     trace_all_layers(monkeypatch)
     whole = call(ep_size=2)
-    assert [replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in found.phases] == [
-        replace(one, kernels=0, looped=0, moved=0, streamed=0) for one in whole.phases
+    assert [replace(phase, kernels=0, looped=0, moved=0, streamed=0) for phase in work.phases] == [
+        replace(phase, kernels=0, looped=0, moved=0, streamed=0) for phase in whole.phases
     ]
     assert {phase.name for phase in call().phases} == {"embed", "forward", "head", "head backward", "backward", "end"}

@@ -106,8 +106,8 @@ def few_tell_of_all(model_type: str, config: PreTrainedConfig, length: int, monk
     try:
         of_few = traces.work(FSDP2, 1)
     except Untraceable:
-        found = forecast(traces, FSDP2, machines, limits=False)
-        assert found.verdict in ("no forecast", "cannot run") and found.memory is found.time is None
+        outlook = forecast(traces, FSDP2, machines, limits=False)
+        assert outlook.verdict in ("no forecast", "cannot run") and outlook.memory is outlook.time is None
         return False
 
     def all_layers(config: PreTrainedConfig, start: int = 0) -> ShortModel:
@@ -118,7 +118,9 @@ def few_tell_of_all(model_type: str, config: PreTrainedConfig, length: int, monk
     monkeypatch.setattr(tracing, "few_layers", all_layers)
     monkeypatch.setattr(ledger, "MOST_OPERATIONS", 10**7)
     of_all = traces.work(FSDP2, 1)
-    assert [(one.name, one.layer) for one in of_few.phases] == [(one.name, one.layer) for one in of_all.phases]
-    peak, expected = (max(one.peak for one in found.phases) for found in (of_few, of_all))
+    assert [(phase.name, phase.layer) for phase in of_few.phases] == [
+        (phase.name, phase.layer) for phase in of_all.phases
+    ]
+    peak, expected = (max(phase.peak for phase in work.phases) for work in (of_few, of_all))
     assert 0.99 * expected <= peak <= 1.02 * expected
     return True

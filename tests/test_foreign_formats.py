@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from benchmarks import foreign_formats
 
-found = foreign_formats.outcomes
+results = foreign_formats.outcomes
 NO_TEXTS = {"role", "from", "type", "id", "tool_call_id"}
 """Keys whose texts a template writes in words of its own."""
 
@@ -25,10 +25,10 @@ def texts_in(value: Any) -> Iterator[str]:
             value = json.loads(value)
     if isinstance(value, str):
         yield value
-    for one in value if isinstance(value, list) else ():
-        yield from texts_in(one)
-    for key, one in value.items() if isinstance(value, dict) else ():
-        yield from texts_in(one) if key not in NO_TEXTS else ()
+    for item in value if isinstance(value, list) else ():
+        yield from texts_in(item)
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from texts_in(item) if key not in NO_TEXTS else ()
 
 
 def test_the_page_is_what_the_code_does():
@@ -36,11 +36,11 @@ def test_the_page_is_what_the_code_does():
 
 
 def test_the_page_has_the_formats_of_each_project_and_is_found():
-    projects = Counter(one.project for one in foreign_formats.FORMATS)
+    projects = Counter(form.project for form in foreign_formats.FORMATS)
     assert len(foreign_formats.FORMATS) >= 60
     assert projects.keys() == {"TRL", "axolotl", "LLaMA-Factory", "Unsloth", "OpenAI"}
     assert min(projects.values()) >= 7
-    headings = [f"{one.project}: {one.name}" for one in foreign_formats.FORMATS]
+    headings = [f"{form.project}: {form.name}" for form in foreign_formats.FORMATS]
     assert len({foreign_formats.anchor(heading) for heading in headings}) == len(headings)
     for name in ("docs/README.md", "docs/recipes.md"):
         assert "data.md" in (ROOT / name).read_text(encoding="utf-8")
@@ -49,12 +49,12 @@ def test_the_page_has_the_formats_of_each_project_and_is_found():
 @pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
 def test_no_text_of_a_row_is_lost_without_a_word(number: int):
     """A text of a column is in the sample, or the column is named in a note, or the row is refused."""
-    one, what = found()[number]
+    form, what = results()[number]
     said = "\n".join(what.notes)
     shown = "\n".join(what.texts).replace("⟦", "").replace("⟧", "").replace("\\", "")
-    for column, value in one.row.items():
+    for column, value in form.row.items():
         lost = [text for text in texts_in(value) if text.replace("\\", "") not in shown and column not in LABELS]
-        assert not lost or f"`{column}`" in said or column in said or what.refused, (one.name, column, lost, said)
+        assert not lost or f"`{column}`" in said or column in said or what.refused, (form.name, column, lost, said)
 
 
 LABELS = {"label", "kto_tag"}
@@ -63,11 +63,11 @@ LABELS = {"label", "kto_tag"}
 
 @pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
 def test_a_refusal_names_what_to_do_or_the_place(number: int):
-    one, what = found()[number]
+    form, what = results()[number]
     if what.refused:
         assert "row" in what.refused and len(what.refused) > 40, what.refused
     else:
-        assert all("⟦" in text for text in what.texts), one.name
+        assert all("⟦" in text for text in what.texts), form.name
 
 
 # Rows of these are read without a word too much, since they are the shapes that the projects recommend.
@@ -82,21 +82,21 @@ READ = {
 
 @pytest.mark.parametrize(("project", "name"), [(project, name) for project, names in READ.items() for name in names])
 def test_the_shapes_that_projects_recommend_are_read(project: str, name: str):
-    (what,) = [what for one, what in found() if (one.project, one.name) == (project, name)]
+    (what,) = [what for form, what in results() if (form.project, form.name) == (project, name)]
     assert what.refused == ""
 
 
 def test_an_answer_without_weight_is_not_trained():
-    (what,) = [what for one, what in found() if (one.project, one.name) == ("OpenAI", "`weight`")]
+    (what,) = [what for form, what in results() if (form.project, form.name) == ("OpenAI", "`weight`")]
     assert "⟦Blue." in what.texts[0] and "⟦Red." not in what.texts[0] and "Red." in what.texts[0]
 
 
 @pytest.mark.parametrize("number", range(len(foreign_formats.FORMATS)))
 def test_a_note_of_what_is_not_read_names_columns_that_are_there_and_not_empty(number: int):
-    one, what = found()[number]
+    form, what = results()[number]
     in_messages = {
         f"messages.{key}": value
-        for messages in one.row.values()
+        for messages in form.row.values()
         for message in (messages if isinstance(messages, list) else ())
         if isinstance(message, dict)
         for key, value in message.items()
@@ -104,4 +104,4 @@ def test_a_note_of_what_is_not_read_names_columns_that_are_there_and_not_empty(n
     for note in what.notes:
         if note.startswith("not read: "):
             for name in note.removeprefix("not read: ").split(", "):
-                assert (one.row | in_messages).get(name) not in (None, "", [], {}), (one.name, note)
+                assert (form.row | in_messages).get(name) not in (None, "", [], {}), (form.name, note)

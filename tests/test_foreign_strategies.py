@@ -210,8 +210,8 @@ def mark_of(name: str) -> list[pytest.MarkDecorator]:
 def test_what_accelerate_config_writes_trains_with_the_common_curve(name: str, lab: Lab, tmp_path: Path):
     path, processes = yaml_of_accelerate(tmp_path, name), 1 if name == "single" else 2
     curve = lab.run(str(path), SGD, processes=processes, launched=name in LAUNCHED)
-    found = distance(curve, lab.run("single", SGD))
-    assert found.loss < LOSS and found.norm < NORM, found
+    apart = distance(curve, lab.run("single", SGD))
+    assert apart.loss < LOSS and apart.norm < NORM, apart
     wanted, got = load_strategy(ROOT / f"accelerate_configs/{name}.yaml"), load_strategy(path)
     assert (got.kind, got.zero_stage, got.offloads) == (wanted.kind, wanted.zero_stage, wanted.offloads)
 
@@ -220,8 +220,8 @@ def test_what_accelerate_config_writes_trains_with_the_common_curve(name: str, l
 @pytest.mark.parametrize("name", PAGES)
 def test_a_json_as_the_pages_of_deepspeed_have_it_trains_with_the_common_curve(name: str, lab: Lab, tmp_path: Path):
     curve = lab.run(str(with_json(tmp_path, PAGES[name])), SGD, processes=2)
-    found = distance(curve, lab.run("single", SGD))
-    assert found.loss < LOSS and found.norm < NORM, found
+    apart = distance(curve, lab.run("single", SGD))
+    assert apart.loss < LOSS and apart.norm < NORM, apart
     assert "ask for nothing" in (curve.folder / "output.txt").read_text()
 
 
@@ -250,8 +250,8 @@ def test_a_file_that_asks_for_the_cpu_is_fine_where_there_is_no_gpu_and_refused_
     assert "use_cpu" not in capsys.readouterr().out
     counts = {"num_processes": 1, "num_local": 1}
     assert machine_problems(load_strategy(path), **counts, num_gpus=0) == []
-    (found,) = machine_problems(load_strategy(path), **counts, num_gpus=2)
-    assert "use_cpu is true, but a run uses the 2 GPUs here; take it out, or hide them" in found
+    (problem,) = machine_problems(load_strategy(path), **counts, num_gpus=2)
+    assert "use_cpu is true, but a run uses the 2 GPUs here; take it out, or hide them" in problem
     path.write_text(path.read_text().replace('"use_cpu": true', '"use_cpu": false'))
     assert machine_problems(load_strategy(path), **counts, num_gpus=2) == []
 
@@ -260,8 +260,8 @@ def test_a_file_that_asks_for_the_cpu_is_fine_where_there_is_no_gpu_and_refused_
 @pytest.mark.thorough
 def test_a_file_that_asks_for_the_cpu_trains_when_accelerate_launches_it(written_without_a_gpu: Path, lab: Lab):
     curve = lab.run(str(written_without_a_gpu), SGD, processes=1, launched=True)
-    found = distance(curve, lab.run("single", SGD))
-    assert found.loss < LOSS and found.norm < NORM, found
+    apart = distance(curve, lab.run("single", SGD))
+    assert apart.loss < LOSS and apart.norm < NORM, apart
 
 
 OWNED = {
@@ -366,8 +366,8 @@ def test_data_parallel_sizes_beside_sequence_parallel_are_the_processes_that_are
     sizes = {"parallelism_config_sp_size": 2, f"parallelism_config_dp_{OF_SEQUENCES[name]}_size": 2}
     path = yaml_of_accelerate(tmp_path, name, num_processes=4, parallelism_config=sizes)
     curve = lab.run(str(path), SGD, processes=4)
-    found = distance(curve, lab.run("single", SGD))
-    assert found.loss < LOSS and found.norm < NORM, found
+    apart = distance(curve, lab.run("single", SGD))
+    assert apart.loss < LOSS and apart.norm < NORM, apart
     shipped = load_strategy(ROOT / f"accelerate_configs/{name}_sp.yaml")
     assert load_strategy(path).mesh(4) == shipped.mesh(4)
 
@@ -384,8 +384,8 @@ def test_keys_of_fsdp_are_read_by_each_name_that_accelerate_reads(case: str, tmp
     name, block = FSDP_NAMES[case]
     if case == "without the prefix":  # the rest is foreign.yaml's, which has whole names
         block = {key: value for key, value in block.items() if f"fsdp_{key}" in FsdpBlock.model_fields}
-    found = load_strategy(yaml_of_accelerate(tmp_path, name, fsdp_config=block))
-    assert found.kind == name and found.fsdp == load_strategy(yaml_of_accelerate(tmp_path, name)).fsdp
+    strategy = load_strategy(yaml_of_accelerate(tmp_path, name, fsdp_config=block))
+    assert strategy.kind == name and strategy.fsdp == load_strategy(yaml_of_accelerate(tmp_path, name)).fsdp
 
 
 def test_a_file_from_before_fsdp_had_versions_is_read_as_accelerate_reads_it(tmp_path: Path):
@@ -405,8 +405,8 @@ def test_a_mesh_is_not_counted_without_the_size_that_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("written", [2e8, 200000000])
 def test_a_whole_number_is_an_integer_however_it_is_written(written: float, tmp_path: Path):
     values = {"zero_optimization": {"stage": 2, "reduce_bucket_size": written}}
-    found = load_strategy(with_json(tmp_path, values)).deepspeed
-    assert found is not None and found["zero_optimization"]["reduce_bucket_size"] == 200_000_000
+    config = load_strategy(with_json(tmp_path, values)).deepspeed
+    assert config is not None and config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
     values["zero_optimization"]["reduce_bucket_size"] = 2.5
     assert "reduce_bucket_size is 2.5; write a whole number" in mistakes_of(with_json(tmp_path, values))[0]
 
@@ -469,7 +469,7 @@ IN_ONE_ROUND: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_what_is_wrong_with_a_json_comes_in_one_round(case: str, tmp_path: Path):
     values, said = IN_ONE_ROUND[case]
     *mistakes, way = mistakes_of(with_json(tmp_path, PAGES["zero2"] | values))
-    assert len(mistakes) == len(said) and all(one in line for one, line in zip(said, mistakes, strict=True))
+    assert len(mistakes) == len(said) and all(text in line for text, line in zip(said, mistakes, strict=True))
     assert "cookbook convert" in way
 
 
@@ -564,7 +564,7 @@ def test_every_key_with_deepspeed_s_own_default_is_passed_over(stage: int, tmp_p
 )
 def test_a_block_in_place_of_a_json_is_answered_by_its_own_keys(block: dict[str, Any], said: str, tmp_path: Path):
     mistakes = mistakes_of(yaml_of_accelerate(tmp_path, "zero2", deepspeed_config=block))
-    assert any(said in one for one in mistakes) and "zero_optimization" not in " ".join(mistakes)
+    assert any(said in mistake for mistake in mistakes) and "zero_optimization" not in " ".join(mistakes)
 
 
 # Of axolotl's deepspeed_configs/zero3_bf16_cpuoffload_params.json.
@@ -586,18 +586,18 @@ def test_weights_alone_may_be_offloaded(tmp_path: Path):
     DeepSpeedZeroConfig(**WEIGHTS_IN_HOST_MEMORY["zero_optimization"])
     for device in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
         zero = {"stage": 3, "offload_param": device, "stage3_prefetch_bucket_size": 0}
-        found = load_strategy(with_json(tmp_path, {"zero_optimization": zero}))
-        assert (found.offload_param, found.offload_optimizer) == (device["device"], None)
+        strategy = load_strategy(with_json(tmp_path, {"zero_optimization": zero}))
+        assert (strategy.offload_param, strategy.offload_optimizer) == (device["device"], None)
     block = {"zero_stage": 3, "offload_param_device": "cpu"}
-    found = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block))
-    assert (found.offload_param, found.offload_optimizer) == ("cpu", None)
+    strategy = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block))
+    assert (strategy.offload_param, strategy.offload_optimizer) == ("cpu", None)
 
 
 @pytest.mark.slow
 def test_weights_alone_in_host_memory_have_the_common_curve(gpu_lab: GpuLab, lab: Lab, tmp_path: Path):
     path = with_json(tmp_path, WEIGHTS_IN_HOST_MEMORY)
-    found = distance(lab.run(str(path), SGD), lab.run("single", SGD))
-    assert found.loss < LOSS and found.norm < NORM, found
+    apart = distance(lab.run(str(path), SGD), lab.run("single", SGD))
+    assert apart.loss < LOSS and apart.norm < NORM, apart
     on_gpus = {"strategy": str(path), "data.packing": "true", "mixed_precision": "'no'"}
     whole = {name: value for name, value in on_gpus.items() if name != "strategy"}
     assert gpu_lab.run("zero3", on_gpus, recipe="memory").losses == gpu_lab.run("zero3", whole, recipe="memory").losses
@@ -619,10 +619,10 @@ def test_a_block_in_place_of_a_json_may_offload_to_a_disk(tmp_path: Path):
     block: dict[str, Any] = {"zero_stage": 3}
     for name in ("offload_optimizer", "offload_param"):
         block |= {f"{name}_device": "nvme", f"{name}_nvme_path": str(tmp_path)}
-    found = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block)).zero
+    zero = load_strategy(yaml_of_accelerate(tmp_path, "zero3", deepspeed_config=block)).zero
     on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    assert found["offload_optimizer"].items() >= on_disk.items() <= found["offload_param"].items()
-    assert found["stage"] == 3 and found["stage3_prefetch_bucket_size"] == 0
+    assert zero["offload_optimizer"].items() >= on_disk.items() <= zero["offload_param"].items()
+    assert zero["stage"] == 3 and zero["stage3_prefetch_bucket_size"] == 0
 
 
 @pytest.mark.parametrize(
@@ -652,8 +652,8 @@ def test_a_training_file_of_another_project_is_no_strategy(tmp_path: Path):
 def test_the_name_that_accelerate_had_for_prefetching_is_read(tmp_path: Path):
     block = {key: value for key, value in FSDP1.items() if key != "fsdp_backward_prefetch"}
     path = yaml_of_accelerate(tmp_path, "fsdp1", fsdp_config=block | {"fsdp_backward_prefetch_policy": "NO_PREFETCH"})
-    found = load_strategy(path).fsdp
-    assert found is not None and found.fsdp_backward_prefetch == "NO_PREFETCH"
+    fsdp = load_strategy(path).fsdp
+    assert fsdp is not None and fsdp.fsdp_backward_prefetch == "NO_PREFETCH"
 
 
 def test_a_share_at_the_end_of_the_cosine_is_compared_with_the_recipe_s(lab, tmp_path, capsys):
@@ -850,8 +850,8 @@ def test_machines_without_an_address_are_refused_unless_whoever_starts_them_give
 
 def test_machines_of_deepspeed_are_started_by_torchrun_whatever_the_file_leaves_out(tmp_path: Path):
     strategy = load_strategy(yaml_of_accelerate(tmp_path, "zero2"))
-    found = Hosts(count=2, index=1, first="10.0.0.1")
-    command = launch_command("r.yaml", strategy, num_processes=4, assignments=[], hosts=found)
+    hosts = Hosts(count=2, index=1, first="10.0.0.1")
+    command = launch_command("r.yaml", strategy, num_processes=4, assignments=[], hosts=hosts)
     asked, *_ = _validate_launch_command(launch_command_parser().parse_args(command[2:]))
     assert asked.deepspeed_multinode_launcher == DEEPSPEED_MULTINODE_LAUNCHERS[1] == "standard"  # else [0], pdsh
 
@@ -970,9 +970,9 @@ def test_auto_sizes_are_forecast_and_explained_as_accelerate_fills_them_in(tmp_p
     for more in ({}, sizes, dict.fromkeys(sizes, 10**9)):
         block = {"zero_optimization": PAGES["zero3"]["zero_optimization"] | more}
         strategy = load_strategy(with_json(tmp_path, PAGES["zero3"] | block))
-        found = forecast_all(recipe, [strategy], machines, "recipe", limits=False).forecasts[0].memory
-        assert found is not None
-        memory.append(found.allocated)
+        peak = forecast_all(recipe, [strategy], machines, "recipe", limits=False).forecasts[0].memory
+        assert peak is not None
+        memory.append(peak.allocated)
     assert memory[0] == memory[1] != memory[2]
 
 

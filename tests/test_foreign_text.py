@@ -126,10 +126,10 @@ def test_no_command_prints_it_raw(run: Path, tmp_path: Path, capsys, words: str)
         values["data"]["system"] = EVIL
         (other / "recipe.yaml").write_text(yaml.safe_dump(values))
     places = {"RUN": run, "OTHER": other, "OUT": tmp_path / "out.html", "ODD": odd, "EVIL": EVIL}
-    main([re.sub("|".join(places), lambda found: str(places[found[0]]), word) for word in words.split()])
-    found = "".join(capsys.readouterr())
-    assert raw(found) == [] and "evil" in found, found
-    assert r"\x1b]52" in found or r"\x1b]0;" in found, found
+    main([re.sub("|".join(places), lambda match: str(places[match[0]]), word) for word in words.split()])
+    output = "".join(capsys.readouterr())
+    assert raw(output) == [] and "evil" in output, output
+    assert r"\x1b]52" in output or r"\x1b]0;" in output, output
 
 
 def test_rows_are_previewed_and_answers_printed_without_it(run: Path, tmp_path: Path, capsys):
@@ -142,8 +142,8 @@ def test_rows_are_previewed_and_answers_printed_without_it(run: Path, tmp_path: 
     preview(tmp_path / "recipe.yaml", ["data.max_length=1000"], 1, cache=tmp_path / "cache")
     printer = Printer(make_tokenizer())
     printer.on_finalized_text(EVIL, stream_end=True)
-    found = capsys.readouterr().out
-    assert raw(found) == [] and found.count(r"\x1b]52;c;") == 3 and printer.text == EVIL
+    output = capsys.readouterr().out
+    assert raw(output) == [] and output.count(r"\x1b]52;c;") == 3 and printer.text == EVIL
 
 
 def test_colours_are_the_commands_own(capsys):
@@ -165,7 +165,7 @@ def test_a_run_shows_its_samples_and_notes_without_it():
 def test_the_package_prints_by_the_one_function():
     sources = [path for path in (ROOT / "cookbook").rglob("*.py") if path.parent.name != "cookbook"]
     texts = {path: path.read_text() for path in (*sources, ROOT / "train.py")}
-    raws = {path.stem: found for path, text in texts.items() if (found := re.findall(r"(?<![\w.])print\((.*)", text))}
+    raws = {path.stem: prints for path, text in texts.items() if (prints := re.findall(r"(?<![\w.])print\((.*)", text))}
     of_no_others = {"child", "hang_guard", "nvml", "probe", "__init__", "commands_and_scripts"}
     assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit", "sweep"}, (
         "say of system.console"

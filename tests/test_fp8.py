@@ -39,9 +39,9 @@ def products(linear: torch.nn.Linear, inputs: torch.Tensor) -> tuple[torch.Tenso
     """Output, gradient of the input, gradient of the weight, under autocast."""
     inputs, linear.weight.grad = inputs.clone().requires_grad_(), None
     with torch.autocast("cpu", torch.bfloat16):
-        found = linear(inputs)
-    found.float().pow(2).sum().backward()
-    return found.detach(), inputs.grad, linear.weight.grad
+        outputs = linear(inputs)
+    outputs.float().pow(2).sum().backward()
+    return outputs.detach(), inputs.grad, linear.weight.grad
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def linears():
 def distances(linear: torch.nn.Linear, inputs: torch.Tensor) -> list[float]:
     """How far two micro-batches lie from one, relative to the largest number: output, both gradients."""
     whole, parts = products(linear, inputs), [products(linear, part) for part in (inputs[:1], inputs[1:])]
-    joined = [torch.cat([one[i] for one in parts]) for i in (0, 1)] + [parts[0][2] + parts[1][2]]
+    joined = [torch.cat([part[i] for part in parts]) for i in (0, 1)] + [parts[0][2] + parts[1][2]]
     return [float((a - b)[1:].abs().max() / b[1:].abs().max()) for a, b in zip(joined, whole, strict=True)]
 
 
@@ -82,7 +82,7 @@ def test_a_float32_weight_has_the_same_eight_bits_as_its_rounding(linears):
     rounded.weight.data.copy_(ours.weight.detach().bfloat16())
     assert all(map(torch.equal, products(ours, inputs), products(rounded, inputs)))
     base = type(ours).__mro__[1]
-    theirs = [base.from_float(one, ours.config).forward(inputs.bfloat16()) for one in (ours, rounded)]
+    theirs = [base.from_float(layer, ours.config).forward(inputs.bfloat16()) for layer in (ours, rounded)]
     assert not torch.equal(*theirs), "the control: torchao's own would round twice under FSDP, once under DDP"
 
 
@@ -113,7 +113,7 @@ def test_every_type_learns_in_eight_bits(model_type: str):
 
     experts.autocast_products()
     model = tiny_models.tiny_model(tiny_models.tiny_config(model_type)).train()
-    ids, found = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(1)), []
+    ids, runs = torch.randint(5, 500, (2, 24), generator=torch.Generator().manual_seed(1)), []
     for converts in (False, True):
         if converts:
             fp8.convert_layers(model)
@@ -122,8 +122,8 @@ def test_every_type_learns_in_eight_bits(model_type: str):
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         model.zero_grad()
         loss.backward()
-        found.append((loss.item(), {name for name, one in model.named_parameters() if one.grad is not None}))
-    assert found[1] == (pytest.approx(found[0][0], abs=0.5), found[0][1]) and found[0][0] != found[1][0]
+        runs.append((loss.item(), {name for name, parameter in model.named_parameters() if parameter.grad is not None}))
+    assert runs[1] == (pytest.approx(runs[0][0], abs=0.5), runs[0][1]) and runs[0][0] != runs[1][0]
 
 
 @pytest.mark.slow

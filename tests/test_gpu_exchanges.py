@@ -38,7 +38,7 @@ def asked(name: str, size: int = 4, peer: int = -1, batch: int = -1, group: str 
 
 
 def logs_of(run: GpuRun) -> list[list[Asked]]:
-    return [[Asked(*one) for one in report["asked"]] for report in run.reports()]
+    return [[Asked(*asked) for asked in report["asked"]] for report in run.reports()]
 
 
 def first_pair(log: list[Asked], differs: str) -> int:
@@ -60,18 +60,18 @@ def test_messages_of_a_pipeline_that_cross_are_found(gpu_lab: GpuLab):
     """Both send, then both receive: NCCL needs them in a batch, which begins them at once; gloo does not."""
     run = gpu_lab.run("pp", settings_for("pp", "bf16", True))
     logs = logs_of(run)
-    batched = [[one for one in log if one.batch >= 0] for log in logs]
-    assert {one.name for one in batched[0]} == {"send", "recv"}, "1F1B sends forward and receives backward at once"
-    alone = [[one._replace(batch=-1) for one in sorted(log, key=lambda one: one.batch)] for log in batched]
-    crossed = [sorted(log[:2], key=lambda one: one.name, reverse=True) for log in alone]
-    assert [one.name for one in crossed[0]] == [one.name for one in crossed[1]] == ["send", "recv"]
+    batched = [[asked for asked in log if asked.batch >= 0] for log in logs]
+    assert {asked.name for asked in batched[0]} == {"send", "recv"}, "1F1B sends forward and receives backward at once"
+    alone = [[asked._replace(batch=-1) for asked in sorted(log, key=lambda asked: asked.batch)] for log in batched]
+    crossed = [sorted(log[:2], key=lambda asked: asked.name, reverse=True) for log in alone]
+    assert [asked.name for asked in crossed[0]] == [asked.name for asked in crossed[1]] == ["send", "recv"]
     groups = {name: ranks or [0, 1] for name, ranks in run.report()["groups"].items()}
     assert len(stuck(crossed, groups)) == 2 and stuck([[log[0], log[1]] for log in batched], groups) == []
 
 
 def test_what_meets_what_by_hand():
-    def meet(one: list[Asked], other: list[Asked]) -> bool:
-        return not stuck([one, other], PAIR | {"1": [0, 1]})
+    def meet(log: list[Asked], other: list[Asked]) -> bool:
+        return not stuck([log, other], PAIR | {"1": [0, 1]})
 
     assert meet([asked("send", peer=1)], [asked("recv", peer=0)])
     assert not meet([asked("send", peer=1)], [asked("recv", peer=0, size=5)])
@@ -164,16 +164,16 @@ def gathers_run_beside_layers(run: GpuRun, num_units: int = 3) -> bool:
     """True if in each micro-batch of step 2 under FSDP2 a unit's gather need not wait for what the unit before computes
     in the forward; and is asked for before the unit that comes first in the backward has reduced its gradients.
     """
-    found = []
+    holds = []
     for report in run.reports():
-        log = [one for one in step_2(report) if one.name.startswith(("all_gather", "reduce_scatter"))]
+        log = [asked for asked in step_2(report) if asked.name.startswith(("all_gather", "reduce_scatter"))]
         of_micro_batch = 3 * num_units - 1  # what comes last in the forward stays gathered
         for start in range(0, len(log), of_micro_batch):
-            found += [one.begun - one.done > A_LAYER / 2 for one in log[start + 2 : start + num_units]]
+            holds += [asked.begun - asked.done > A_LAYER / 2 for asked in log[start + 2 : start + num_units]]
             of_backward = log[start + num_units : start + of_micro_batch]
-            found.append([one.name[:3] for one in of_backward] == ["all"] * (num_units - 1) + ["red"] * num_units)
-    assert len(found) == 2 * 2 * 2, "two processes of two micro-batches"
-    return all(found)
+            holds.append([asked.name[:3] for asked in of_backward] == ["all"] * (num_units - 1) + ["red"] * num_units)
+    assert len(holds) == 2 * 2 * 2, "two processes of two micro-batches"
+    return all(holds)
 
 
 def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
@@ -186,7 +186,7 @@ def test_the_next_layer_is_gathered_while_one_computes(gpu_lab: GpuLab):
 
 def backward_goes_on_beside_sums(run: GpuRun) -> bool:
     """True if under DDP the layers compute on between the first sum of gradients that is asked for and the last."""
-    sums = [[one for one in step_2(report) if one.name.startswith("all_reduce")] for report in run.reports()]
+    sums = [[asked for asked in step_2(report) if asked.name.startswith("all_reduce")] for report in run.reports()]
     return all(log[-1].begun - log[0].begun > 2 * A_LAYER for log in sums)
 
 
@@ -203,15 +203,17 @@ def gathers_before_layers_compute(run: GpuRun, num_layers: int = 4) -> bool:
     """True if in each micro-batch of step 2 under ZeRO-3 the weights of all layers are asked for within the time of
     one, by gathers that wait for none of them.
     """
-    found = []
+    holds = []
     for report in run.reports():
-        kinds = [(kind, list(some)) for kind, some in groupby(step_2(report), lambda one: one.name[:10])]
+        kinds = [(kind, list(some)) for kind, some in groupby(step_2(report), lambda asked: asked.name[:10])]
         for gathers in [some for kind, some in kinds if kind == "all_gather"]:
-            assert sum(sum(one.sizes) for one in gathers) > num_layers * 10**6, "half of a layer's weights and more"
+            assert sum(sum(gather.sizes) for gather in gathers) > num_layers * 10**6, (
+                "half of a layer's weights and more"
+            )
             ahead = gathers[-1].begun - gathers[0].begun < A_LAYER
-            found.append(ahead and len({one.done for one in gathers}) == 1)
-    assert len(found) == 2 * 2, "two processes of two micro-batches"
-    return all(found)
+            holds.append(ahead and len({gather.done for gather in gathers}) == 1)
+    assert len(holds) == 2 * 2, "two processes of two micro-batches"
+    return all(holds)
 
 
 @pytest.mark.slow

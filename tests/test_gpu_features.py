@@ -72,12 +72,12 @@ FEATURES = {
 
 
 def feature_cases() -> list:
-    found = []
+    cases = []
     for name, (recipe, settings, long, thorough) in FEATURES.items():
         for strategy in (*long, *thorough):
             marks = [pytest.mark.slow] + ([pytest.mark.thorough] if strategy in thorough else [])
-            found.append(pytest.param(recipe, settings, strategy, marks=marks, id=f"{name}-{strategy}"))
-    return found
+            cases.append(pytest.param(recipe, settings, strategy, marks=marks, id=f"{name}-{strategy}"))
+    return cases
 
 
 @pytest.mark.parametrize(("recipe", "settings", "strategy"), feature_cases())

@@ -47,9 +47,9 @@ def cases() -> list:
     """Packed in bf16: those of `OFTEN` for `make test`, the others of it and those padded in float32 and
     fp16 for `make test-long`; the rest.
     """
-    found = []
+    cases = []
     for strategy in DISTRIBUTED:
-        for precision in (one for one in PRECISIONS if (strategy, one) not in REFUSED):
+        for precision in (precision for precision in PRECISIONS if (strategy, precision) not in REFUSED):
             for packing in (False, True):
                 quick = precision == "bf16" and packing
                 chosen = precision == ("'no'" if packing else "fp16") and strategy in FAMILIES
@@ -61,8 +61,8 @@ def cases() -> list:
                     else [pytest.mark.slow, pytest.mark.thorough]
                 )
                 name = f"{strategy}-{precision.strip(chr(39))}-{'packed' if packing else 'padded'}"
-                found.append(pytest.param(strategy, precision, packing, marks=marks, id=name))
-    return found
+                cases.append(pytest.param(strategy, precision, packing, marks=marks, id=name))
+    return cases
 
 
 @pytest.mark.parametrize(("strategy", "precision", "packing"), cases())

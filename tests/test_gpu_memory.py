@@ -228,8 +228,8 @@ def test_a_row_joins_those_of_the_same_versions_only(
     if versions == "other":
         now["versions"] = now["versions"] | {"torch": "1.0"}
     row = recorded["rows"][0] | {"peak_bytes": 7}
-    for name, found in (("of_now", lambda: now), ("measure", lambda *_: iter([row]))):
-        monkeypatch.setattr(simulated, name, found)
+    for name, function in (("of_now", lambda: now), ("measure", lambda *_: iter([row]))):
+        monkeypatch.setattr(simulated, name, function)
     for name, content in (("RESULTS", json.dumps(recorded)), ("PAGE", simulated.PAGE.read_text(encoding="utf-8"))):
         (tmp_path / name).write_text(content, encoding="utf-8")
         monkeypatch.setattr(simulated, name, tmp_path / name)

@@ -53,9 +53,9 @@ def test_fp16_under_fsdp1_is_that_of_fsdp2(gpu_lab):
     """On simulated GPUs nearly to the bit. On an H100 the first loss is the same and the third norm differs by 5e-5,
     alike in two runs, so by rounding of one engine's kernels and not by chance; of which ones is not known.
     """
-    one, two = (gpu_lab.run(strategy, FP16) for strategy in ("fsdp1", "fsdp2"))
-    assert one.losses == pytest.approx(two.losses, rel=BAND)
-    assert one.norms == pytest.approx(two.norms, rel=BAND)
+    first, two = (gpu_lab.run(strategy, FP16) for strategy in ("fsdp1", "fsdp2"))
+    assert first.losses == pytest.approx(two.losses, rel=BAND)
+    assert first.norms == pytest.approx(two.norms, rel=BAND)
 
 
 @pytest.mark.simulated

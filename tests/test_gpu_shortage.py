@@ -66,9 +66,9 @@ def test_a_run_that_does_not_fit_ends_with_one_sentence(gpu_lab):
     assert "Traceback" not in told
     assert told.count("CUDA out of memory") == 1, "the first prints for all"
     assert "\n  Next: " in told
-    found = json.loads((run.output / "status.json").read_text())
-    assert (found["state"], found["exit_code"]) == ("failed", 1)
-    assert "CUDA out of memory" in found["reason"]
+    status = json.loads((run.output / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert "CUDA out of memory" in status["reason"]
 
 
 def test_without_our_launcher_it_ends_with_the_line_that_goes_on(gpu_lab):

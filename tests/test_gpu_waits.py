@@ -74,7 +74,7 @@ def test_expert_parallel_waits_once_for_a_layer_in_a_forward(gpu_lab: GpuLab, la
     report = gpu_lab.run("fsdp2_ep", {"mixed_precision": "'no'"} | PACKED | experts(lab)).report()
     asked = Counter((name, kind) for _, name, kind, *_ in report["asked"])
     here = "transformers/distributed/expert_parallel.py"
-    waits = sum(one["times"] for one in report["waits"] if here in one["at"] and one["why"].startswith("copy to"))
+    waits = sum(wait["times"] for wait in report["waits"] if here in wait["at"] and wait["why"].startswith("copy to"))
     assert waits == asked["all_to_all", "Long"] > 0
 
 

@@ -48,9 +48,9 @@ def sent(curve: Curve) -> tuple[float, int]:
     """Bytes that the first process sends in a step, and the parameters of the model."""
     printed = (curve.folder / "output.txt").read_text()
     rows = [[int(word) for word in row] for row in re.findall(r"SENT (\d+) 0 (\d+) (\d+) (\d+)", printed)]
-    found = {step: count for step, count, _, _ in rows}
-    assert len(found) == 20
-    return (found[6] - found[2]) / 4, rows[0][2]
+    counts = {step: count for step, count, _, _ in rows}
+    assert len(counts) == 20
+    return (counts[6] - counts[2]) / 4, rows[0][2]
 
 
 def forecast(strategy: str, num_parameters: int, processes: int, dtype: str | None) -> float:
@@ -59,14 +59,18 @@ def forecast(strategy: str, num_parameters: int, processes: int, dtype: str | No
     step = Step(num_tokens=0, num_labelled=0, length=1, micro_batches=2, precision="no", gradient_dtype=dtype)
     messages = transfers(load_strategy(Path(f"accelerate_configs/{strategy}.yaml")), sizes, step, processes)
     # gloo reduces and scatters by an all-reduce.
-    return sum(one.sent * (2 if one.kind == "reduce-scatter" else 1) for one in messages if "gradients" in one.what)
+    return sum(
+        message.sent * (2 if message.kind == "reduce-scatter" else 1)
+        for message in messages
+        if "gradients" in message.what
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_are_exchanged_in_bf16_in_a_band_of_one_process(lab: Lab, strategy: str):
-    found = distance(run(lab, strategy, BF16), lab.run("single", SGD))
-    print(strategy, found)
-    assert ROUNDED < found.loss < LOSS and ROUNDED < found.norm < NORM, found
+    apart = distance(run(lab, strategy, BF16), lab.run("single", SGD))
+    print(strategy, apart)
+    assert ROUNDED < apart.loss < LOSS and ROUNDED < apart.norm < NORM, apart
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,17 +106,17 @@ def test_what_ddp_exchanges_in_16_bits_is_a_mean_in_buckets_of_its_files_size(la
     file = lab.folder / "buckets_of_50.yaml"
     text = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     file.write_text(f"{text}parallelism_config: {{parallelism_config_ddp_bucket_cap_mb: 50}}\n")
-    found = lab.run(str(file), ONE_STEP | BF16, processes=2)
-    norms = [curve.steps[0]["grad_norm"] for curve in (found, lab.run("single", ONE_STEP))]
+    curve = lab.run(str(file), ONE_STEP | BF16, processes=2)
+    norms = [curve.steps[0]["grad_norm"] for curve in (curve, lab.run("single", ONE_STEP))]
     assert ROUNDED < abs(norms[0] / norms[1] - 1) < NORM, norms
-    assert "'bucket_cap_mb': 50" in found.record["strategy"]["DDP"]
+    assert "'bucket_cap_mb': 50" in curve.record["strategy"]["DDP"]
 
 
 @pytest.mark.core
 def test_fsdp2_reduces_in_float32_what_it_computes_in_bf16(lab: Lab):
     """accelerate's default would reduce in bf16; what is read of torch's wrapper is in run.json."""
-    found = lab.run("fsdp2", ONE_STEP | {"mixed_precision": "bf16"}, processes=2).record["strategy"]
-    weights, reductions, _ = found["dtypes of a layer's weights, reductions and output"]
+    record = lab.run("fsdp2", ONE_STEP | {"mixed_precision": "bf16"}, processes=2).record["strategy"]
+    weights, reductions, _ = record["dtypes of a layer's weights, reductions and output"]
     assert (weights, reductions) == ("bfloat16", "float32")
 
 
@@ -130,9 +134,9 @@ def test_sums_over_micro_batches_that_wait_for_the_replicas_stay_float32(lab: La
     right, wrong = (run(lab, "hsdp", settings, name) for name in ("bytes_on_the_wire", SIXTEEN_BITS))
     assert right.losses != wrong.losses
     reference = lab.run("single", SGD)
-    found, others = distance(right, reference), distance(wrong, reference)
-    print(found, others)
-    assert found.weight < others.weight
+    apart, others = distance(right, reference), distance(wrong, reference)
+    print(apart, others)
+    assert apart.weight < others.weight
 
 
 def test_a_release_of_torch_that_casts_what_waits_is_kept_from_it(monkeypatch):
@@ -166,9 +170,9 @@ def test_a_sum_that_was_rounded_ends_the_run():
 @pytest.mark.parametrize("strategy", ["ddp", *seldom("fsdp1", "fsdp2", "zero2")])
 def test_fp16_under_a_loss_scale_stays_in_its_band(gpu_lab: GpuLab, strategy: str):
     settings = {"mixed_precision": "fp16", "optim.gradient_dtype": "fp16"}
-    found = gpu_lab.run(strategy, settings)
-    assert_same_curve(found, gpu_lab.run("single", {"mixed_precision": "fp16"}), BANDS["fp16"])
-    assert "float16" in str(found.record["strategy"])
+    run = gpu_lab.run(strategy, settings)
+    assert_same_curve(run, gpu_lab.run("single", {"mixed_precision": "fp16"}), BANDS["fp16"])
+    assert "float16" in str(run.record["strategy"])
 
 
 @pytest.mark.slow
@@ -193,7 +197,7 @@ def test_buckets_have_the_size_of_the_strategys_file(lab: Lab):
         curve = lab.run(name, settings, processes=2, launched=True, sabotage="sizes_of_buckets")
         (printed,) = re.findall(r"BUCKETS (.*)", (curve.folder / "output.txt").read_text())
         sizes[name] = printed.split()
-        found = distance(curve, lab.run("single", settings))
-        assert found.loss < ADAMW_LOSS and found.norm < ADAMW_NORM, found
+        apart = distance(curve, lab.run("single", settings))
+        assert apart.loss < ADAMW_LOSS and apart.norm < ADAMW_NORM, apart
     print(sizes)
-    assert [len(found) for found in sizes.values()] == [1, 2]
+    assert [len(size) for size in sizes.values()] == [1, 2]

@@ -95,37 +95,37 @@ def run_all(lab: Lab, folder: Path, cases: list[Case]) -> list[subprocess.Comple
 
 def mistakes(case: Case, done: subprocess.CompletedProcess, output: Path) -> list[str]:
     """Facts that are not as they should be."""
-    found = [] if done.returncode not in (0, 2, 75) else [f"exit code {done.returncode}"]
+    wrong = [] if done.returncode not in (0, 2, 75) else [f"exit code {done.returncode}"]
     try:
         report = (output / "hang/report.txt").read_text()
         status = json.loads((output / "status.json").read_text())
     except OSError as error:
-        return [*found, str(error), done.stdout[-2000:]]
+        return [*wrong, str(error), done.stdout[-2000:]]
     accused = report.splitlines()[1]
     # Steps take less time here than a sign is written in; a sleeping process still shows where it is.
     is_late = case.do == "SIGSTOP" and not case.point.startswith("phase.")
     if not accused.startswith(f"rank {case.rank} (process ") or not (is_late or case.last_sign in accused):
-        found.append(accused)
+        wrong.append(accused)
     if report not in done.stdout:
-        found.append("the report is not on stderr")
+        wrong.append("the report is not on stderr")
     if case.point.startswith("step.") and case.rank == 1:  # rank 0, which waits for it, has the log
         events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
         told = [(event["step"], event["reason"]) for event in events if event["event"] == "hang"]
         if told != [(case.step, accused.removesuffix("."))]:
-            found.append(f"events.jsonl: {events}")
+            wrong.append(f"events.jsonl: {events}")
     if case.point == "phase.leaving":  # everything is done
         told = status["state"] == "finished"
     else:
         told = status["state"] == "failed" and status["exit_code"] == 1 and status["reason"].startswith("hang: rank ")
-    return found if told else [*found, f"status.json: {status}"]
+    return wrong if told else [*wrong, f"status.json: {status}"]
 
 
 def check_all(lab: Lab, folder: Path, cases: list[Case]) -> None:
     ended = run_all(lab, folder, cases)
     wrong = {
-        str(case): found
+        str(case): faults
         for number, (case, done) in enumerate(zip(cases, ended, strict=True))
-        if (found := mistakes(case, done, folder / str(number)))
+        if (faults := mistakes(case, done, folder / str(number)))
     }
     assert wrong == {}, json.dumps(wrong, indent=1)
 

@@ -90,10 +90,10 @@ DRIVER_NAMES = {
 
 @pytest.mark.parametrize("name", DRIVER_NAMES)
 def test_what_a_driver_calls_a_gpu_is_recognised(name):
-    found = find_gpu(name)
-    assert (found and found.name) == DRIVER_NAMES[name]
-    if found:
-        assert parse_machines(f"8x{name}").gpu is found, "a person may write what the driver prints"
+    kind = find_gpu(name)
+    assert (kind and kind.name) == DRIVER_NAMES[name]
+    if kind:
+        assert parse_machines(f"8x{name}").gpu is kind, "a person may write what the driver prints"
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_the_peak_of_a_gpu_without_bf16_is_none():
     ],
 )
 def test_machines_are_read(text, num_machines, gpus_each, gpu, usable):
-    found = parse_machines(text)
-    assert (found.num_machines, found.gpus_each) == (num_machines, gpus_each)
-    assert (found.gpu and found.gpu.name) == gpu
-    assert found.usable_gib == (usable and pytest.approx(usable, abs=0.06))
-    assert found.num_gpus == num_machines * gpus_each
+    machines = parse_machines(text)
+    assert (machines.num_machines, machines.gpus_each) == (num_machines, gpus_each)
+    assert (machines.gpu and machines.gpu.name) == gpu
+    assert machines.usable_gib == (usable and pytest.approx(usable, abs=0.06))
+    assert machines.num_gpus == num_machines * gpus_each
 
 
 def test_more_gpus_than_a_machine_has_are_machines_of_8_and_it_is_said():
@@ -326,15 +326,15 @@ H100, L4 = ("NVIDIA H100 80GB HBM3", 81559), ("NVIDIA L4", 23034)
 
 
 def test_the_drivers_list_is_read():
-    found = simulated_driver.read(
+    installed = simulated_driver.read(
         f"count 2\ngpu.0.name NVIDIA L4\ngpu.1.name NVIDIA A100\ngpu.0.uuid GPU-0a\ngpu.1.uuid GPU-1b\n"
         f"gpu.0.memory.total {23034 << 20}\ngpu.1.memory.total error 3\ngpu.1.pcie.width 8\n"
     ).gpus
-    assert [(one.index, one.uuid, one.name, one.total_bytes >> 20) for one in found] == [
+    assert [(card.index, card.uuid, card.name, card.total_bytes >> 20) for card in installed] == [
         (0, "GPU-0a", "NVIDIA L4", 23034),
         (1, "GPU-1b", "NVIDIA A100", 0),
     ]
-    assert found[1].pcie_generation is None and found[1].pcie_width == 8
+    assert installed[1].pcie_generation is None and installed[1].pcie_width == 8
 
 
 @pytest.mark.parametrize(
@@ -375,16 +375,16 @@ FOUR = [gpu(i, *H100, uuid=f"GPU-{i}a{i}b") for i in range(4)]
     ],
 )
 def test_visible_gpus_are_those_that_cuda_and_torch_see(visible, seen, monkeypatch):
-    assert [one.index for one in gpus.visible_gpus(FOUR, visible)] == seen
+    assert [gpu.index for gpu in gpus.visible_gpus(FOUR, visible)] == seen
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     parsed = torch.cuda._parse_visible_devices()
     if parsed and isinstance(parsed[0], str):
-        parsed = torch.cuda._transform_uuid_to_ordinals(parsed, [one.uuid for one in FOUR])
+        parsed = torch.cuda._transform_uuid_to_ordinals(parsed, [card.uuid for card in FOUR])
     assert list(itertools.takewhile(lambda index: index < len(FOUR), parsed)) == seen
-    assert [one.index for one in gpus.visible_gpus(FOUR)] == seen
+    assert [gpu.index for gpu in gpus.visible_gpus(FOUR)] == seen
 
 
 def test_uuids_count_one_each_where_nobody_tells_whose_they_are_and_slices_are_one():
@@ -395,20 +395,20 @@ def test_uuids_count_one_each_where_nobody_tells_whose_they_are_and_slices_are_o
 
 
 def test_the_machine_is_what_its_driver_tells():
-    found = from_driver([gpu(0, *H100), gpu(1, *H100)], host_gib=2000)
-    assert (found.text, found.gpus_each, found.gpu.name, found.host_gib) == ("2xH100", 2, "H100", 2000)
-    assert found.usable_gib == pytest.approx(81559 / 1024 - 0.75)
+    machines = from_driver([gpu(0, *H100), gpu(1, *H100)], host_gib=2000)
+    assert (machines.text, machines.gpus_each, machines.gpu.name, machines.host_gib) == ("2xH100", 2, "H100", 2000)
+    assert machines.usable_gib == pytest.approx(81559 / 1024 - 0.75)
     assert from_driver([]).text == "cpu"
 
 
 def test_of_different_gpus_the_smallest_counts_and_no_speed_is_known():
-    found = from_driver([gpu(0, *H100), gpu(1, *L4)])
-    assert found.gpu is None and found.usable_gib < 22 and found.no_speed
+    machines = from_driver([gpu(0, *H100), gpu(1, *L4)])
+    assert machines.gpu is None and machines.usable_gib < 22 and machines.no_speed
 
 
 def test_hidden_gpus_do_not_count(monkeypatch):
-    found = Driver(gpus=[gpu(0, *L4), gpu(1, *H100), gpu(2, *L4)])
-    monkeypatch.setattr(hardware, "read_driver", lambda: found)
+    driver = Driver(gpus=[gpu(0, *L4), gpu(1, *H100), gpu(2, *L4)])
+    monkeypatch.setattr(hardware, "read_driver", lambda: driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert this_machine().text == "1xH100"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")

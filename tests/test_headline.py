@@ -123,8 +123,8 @@ def test_meshes_that_one_gpu_can_never_run_are_not_named(capsys):
 
 def test_what_does_not_fit_is_one_line_with_the_nearest():
     recipe = load_recipe(Path("recipes/llama31_8b/sft.yaml"))
-    found = forecast_all(recipe, strategies("single", "ddp", "zero3"), parse_machines("8xH100"), "", limits=False)
-    printed = in_words(found, "", num_samples=None, price=None)
+    report = forecast_all(recipe, strategies("single", "ddp", "zero3"), parse_machines("8xH100"), "", limits=False)
+    printed = in_words(report, "", num_samples=None, price=None)
     assert re.search(r"does not fit: single, ddp; nearest single, \d+ to \d+ of 79 GiB\n", printed)
     assert not re.search(r"^  ddp +8", printed, flags=re.MULTILINE)
 
@@ -311,7 +311,8 @@ def test_the_range_if_fused_ends_where_the_compiled_recipe_does(tmp_path: Path):
 def test_how_machines_were_read_is_said_beside_the_answer(capsys):
     """More GPUs than a machine has are several machines; of AMD's all is arithmetic; one machine has no network."""
     sets = [
-        f"--set={one}" for one in ("mixed_precision=bf16", "batch.global_batch_size=32", "batch.micro_batch_size=2")
+        f"--set={setting}"
+        for setting in ("mixed_precision=bf16", "batch.global_batch_size=32", "batch.micro_batch_size=2")
     ]
 
     def said(*words: str) -> str:

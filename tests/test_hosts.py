@@ -34,12 +34,12 @@ LOCAL = ["--first", "127.0.0.1"]
 @pytest.fixture
 def launched(book, monkeypatch):
     """The command lines and environments that `cookbook launch` would run."""
-    found = []
-    monkeypatch.setattr(launch, "run_child", lambda command, environment, folder: found.append((command, environment)))
+    calls = []
+    monkeypatch.setattr(launch, "run_child", lambda command, environment, folder: calls.append((command, environment)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in hosts.INTERFACES:
         monkeypatch.delenv(name, raising=False)
-    return found
+    return calls
 
 
 def test_launch_hands_the_machines_to_accelerate_with_the_interface_between_them(launched):
@@ -141,8 +141,8 @@ def test_a_user_s_interface_is_taken_unless_it_does_not_leave_the_machine():
         assert hosts.set_interfaces("nowhere.invalid", dict(given)) == []
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert others and hosts.set_interfaces("127.0.0.1", dict(loopback)) == []
-    found = hosts.set_interfaces("10.88.0.1", loopback)
-    assert [text.partition("; ")[0] for text in found] == [
+    notes = hosts.set_interfaces("10.88.0.1", loopback)
+    assert [text.partition("; ")[0] for text in notes] == [
         f"{name}=lo does not leave this machine, and machine 0 is 10.88.0.1" for name in loopback
     ]
 
@@ -210,8 +210,8 @@ def test_two_machines_have_the_curve_of_one_process(machines, lab, tmp_path, str
     folder = tmp_path / "run"
     ends = run_on(machines, lab, tmp_path, strategy, {"run.output_dir": str(folder)})
     assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-3000:] for end in ends)
-    found = distance(Curve(folder), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(folder), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart
 
 
 @pytest.mark.thorough
@@ -230,8 +230,8 @@ def test_torchrun_s_own_line_has_the_curve_of_one_process(machines, lab, tmp_pat
     with ThreadPoolExecutor() as both:
         ends = list(both.map(train, range(2)))
     assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-2000:] + end.stderr[-2000:] for end in ends)
-    found = distance(Curve(tmp_path / "run"), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(tmp_path / "run"), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart
 
 
 @pytest.mark.thorough
@@ -275,10 +275,10 @@ def run_with_a_cut(machines, lab, tmp_path, at, cut):
     settings = {"run.output_dir": str(folder), "run.hang_timeout_minutes": str(SILENT_SECONDS / 60)}
     faults = [{"rank": 1, "at": at, "step": 6, "do": "SIGSTOP"}]
     with ThreadPoolExecutor() as beside:
-        found = beside.submit(cut, machines[1], lab.parent, folder / "hang/report.txt")
+        cutting = beside.submit(cut, machines[1], lab.parent, folder / "hang/report.txt")
         ends = run_on(machines, lab, tmp_path, "ddp", settings, faults=faults)
         set_cable(machines[1], "up")
-        assert found.result(), "".join(end.stdout[-3000:] for end in ends)
+        assert cutting.result(), "".join(end.stdout[-3000:] for end in ends)
     return folder, ends
 
 
@@ -331,14 +331,14 @@ def cut_power(machine, parent, report, *, limit=200.0):
 def until_stopped(parent, *, limit=200.0):
     """The processes of a run that stop, as soon as one does."""
     deadline = time.monotonic() + limit
-    while not (found := stopped(parent.pid)) and time.monotonic() < deadline:
+    while not (process := stopped(parent.pid)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return process
 
 
 def stopped(parent):
     """The stopped processes of a run."""
     with contextlib.suppress(psutil.Error):  # one has ended meanwhile
         children = psutil.Process(parent).children(recursive=True) if parent else []
-        return [one for one in children if one.status() == psutil.STATUS_STOPPED]
+        return [child for child in children if child.status() == psutil.STATUS_STOPPED]
     return []

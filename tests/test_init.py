@@ -281,7 +281,7 @@ def test_a_note_cannot_become_keys(model):
 @pytest.mark.parametrize(("task", "has_adapter"), EXAMPLES)
 def test_every_example_is_a_shipped_recipe_for_its_task(book, task, has_adapter):
     examples = EXAMPLES[task, has_adapter]
-    assert [one.billions for one in examples] == sorted(one.billions for one in examples)
+    assert [example.billions for example in examples] == sorted(example.billions for example in examples)
     assert examples[-1].billions == ANY
     for example in examples:
         recipe = load_recipe(example.path)

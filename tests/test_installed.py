@@ -103,13 +103,13 @@ def test_a_recipe_elsewhere_trains_on_the_rows_beside_it_and_not_on_those_here(t
     recipe = project(tmp_path / "there")
     here = project(tmp_path / "here").parent
     monkeypatch.chdir(here)
-    found, strategy = load_pair(recipe)
-    assert [source.path for source in found.data.train] == [str(recipe.parent / "data/rows.jsonl")]
-    assert found.run.output_dir == "outputs/mine-zero2"  # what a run writes is here
+    loaded, strategy = load_pair(recipe)
+    assert [source.path for source in loaded.data.train] == [str(recipe.parent / "data/rows.jsonl")]
+    assert loaded.run.output_dir == "outputs/mine-zero2"  # what a run writes is here
     assert Path(strategy.path) == ROOT / "accelerate_configs/zero2.yaml"
     assert strategy.deepspeed_file == str(ROOT / "ds_configs/zero2.json")
-    found, _ = load_pair(recipe, ["data.train=data/rows.jsonl"])  # typed here
-    assert [source.path for source in found.data.train] == ["data/rows.jsonl"]
+    loaded, _ = load_pair(recipe, ["data.train=data/rows.jsonl"])  # typed here
+    assert [source.path for source in loaded.data.train] == ["data/rows.jsonl"]
 
 
 def names_path(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
@@ -128,7 +128,7 @@ def test_every_key_with_a_path_is_sought_beside_the_recipe_but_for_what_a_run_wr
         sections[name] = [
             kind for model in models for kind in (model.kinds() if issubclass(model, NamedSection) else [model])
         ]
-    found = {
+    keys = {
         (name, key)
         for name, models in sections.items()
         for model in models
@@ -136,7 +136,7 @@ def test_every_key_with_a_path_is_sought_beside_the_recipe_but_for_what_a_run_wr
         if names_path(field.annotation, field.metadata)
     }
     rows = {("data", "train"), ("data", "eval")}  # Source has their path
-    assert found - rows == {*LOCAL, ("run", "output_dir")} - rows and ("objective", "teacher") in found
+    assert keys - rows == {*LOCAL, ("run", "output_dir")} - rows and ("objective", "teacher") in keys
 
 
 def test_a_teacher_and_an_adapter_are_sought_beside_the_recipe(tmp_path, monkeypatch):
@@ -222,9 +222,9 @@ def test_no_file_of_the_users_is_overwritten_and_nothing_is_copied_beside_it(tmp
 def texts_of(path: Path) -> list[str]:
     """The strings of a Python file that somebody may read while it runs."""
     tree = ast.parse(path.read_text())
-    asides = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}  # docstrings
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return [one.value for one in found if id(one) not in asides]
+    asides = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [text.value for text in texts if id(text) not in asides]
 
 
 def test_messages_name_cookbook_and_not_make_which_a_package_lacks():

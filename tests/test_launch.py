@@ -458,7 +458,7 @@ def test_machines_with_other_numbers_of_processes_would_fill_an_open_mesh_in_oth
     hsdp, ddp = (load_strategy(strategy_path(name)) for name in ("hsdp", "ddp"))
     for num_local in (8, 4):
         world = replace(LAUNCHED, num_processes=16, num_local=num_local)
-        (found,) = launchers.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": "3"})
-        assert "needs as many on each machine" in found
+        (finding,) = launchers.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": "3"})
+        assert "needs as many on each machine" in finding
         assert not launchers.check_shares(ddp, world, {"GROUP_WORLD_SIZE": "3"})
         assert not launchers.check_shares(hsdp, world, {"GROUP_WORLD_SIZE": str(16 // num_local)})

@@ -67,7 +67,7 @@ def imports(path: Path, *, typing: bool = True):
                 yield from ((alias.name, is_lazy) for alias in child.names)
             yield from walk(child, is_lazy or is_typing or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    return {found for found in walk(ast.parse(path.read_text()), False) if found[0] in MODULES}
+    return {node for node in walk(ast.parse(path.read_text()), False) if node[0] in MODULES}
 
 
 @functools.cache
@@ -78,13 +78,13 @@ def graph_of_imports() -> dict[str, set[str]]:
 def reached(start: str, graph: dict[str, set[str]] | None = None) -> set[str]:
     """All modules that one imports, at any time, at any depth."""
     graph = graph_of_imports() if graph is None else graph
-    found, ahead = set(), [start]
+    modules, ahead = set(), [start]
     while ahead:
         module = ahead.pop()
-        if module not in found:
-            found.add(module)
+        if module not in modules:
+            modules.add(module)
             ahead += graph[module]
-    return found
+    return modules
 
 
 def test_every_folder_is_a_room():
@@ -94,7 +94,7 @@ def test_every_folder_is_a_room():
 
 
 def upward(graph) -> list[tuple[str, str]]:
-    found = []
+    imports = []
     for module, others in graph.items():
         for other in others - {module}:
             if module == "train" or not other.startswith("cookbook."):
@@ -102,8 +102,8 @@ def upward(graph) -> list[tuple[str, str]]:
             mine, its = room_of(module), room_of(other)
             is_sibling = mine == its == "training" and module.split(".")[2] != other.split(".")[2]
             if ROOMS.index(its) < ROOMS.index(mine) or is_sibling:
-                found.append((module, other))
-    return found
+                imports.append((module, other))
+    return imports
 
 
 def circles(graph) -> list[set[str]]:
@@ -133,9 +133,9 @@ def test_an_import_upward_or_in_a_circle_would_be_found():
 def test_a_run_imports_no_command_and_the_forecast_through_one_door():
     """At any time: what `train.py` reaches, also from inside its functions, as long as it passes no door."""
     graph = graph_of_imports() | {DOOR: {other for other in graph_of_imports()[DOOR] if room_of(other) != "forecast"}}
-    found = reached("train", graph)
-    assert len(found) > 100
-    assert {module for module in found if module != "train" and room_of(module) in ("commands", "forecast")} == set()
+    modules = reached("train", graph)
+    assert len(modules) > 100
+    assert {module for module in modules if module != "train" and room_of(module) in ("commands", "forecast")} == set()
     through = [is_lazy for other, is_lazy in imports(MODULES[DOOR]) if room_of(other) == "forecast"]
     assert len(through) > 3 and all(through), "the door imports the forecast only when it is asked"
 
@@ -246,8 +246,8 @@ def test_what_a_run_changes_in_its_process_would_be_found():
     start = "from cookbook.system import imports, signals\nimports.quiet_libraries()\nsignals.install()\n"
     others = "imports.quiet_deepspeed()\ntorch.compile = print\nwith imports.imports():\n    pass\n"
     assert changed_by(start) == ["hidden modules", "loggers", "finders", "signals"]
-    found = {"hidden modules", "loggers", "finders", "signals", "torch.compile", "environment", "garbage collector"}
-    assert set(changed_by(start + others)) == found
+    changed = {"hidden modules", "loggers", "finders", "signals", "torch.compile", "environment", "garbage collector"}
+    assert set(changed_by(start + others)) == changed
 
 
 def dotted_names(text: str) -> set[str]:
@@ -288,7 +288,7 @@ def questions_for_the_kind(text):
     """Comparisons and matches with a strategy's kind."""
     for node in ast.walk(ast.parse(text)):
         asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [getattr(node, "subject", None)]
-        yield from (one for one in asked if isinstance(one, ast.Attribute) and one.attr == "kind")
+        yield from (node for node in asked if isinstance(node, ast.Attribute) and node.attr == "kind")
 
 
 def test_the_engine_asks_for_no_kind_of_strategy():
@@ -328,11 +328,11 @@ def attributes_read_in(path):
 
 
 def test_every_setting_is_read_somewhere():
-    found = list(fields())
-    assert len(found) > 40
+    paths = list(fields())
+    assert len(paths) > 40
     read = attributes_read([*SOURCES, ROOT / "train.py"])
     whole = {("model", "from_scratch")}  # its sizes go to the model's configuration as one dict
-    unread = [".".join(path) for path in found if path[-1] not in read and path[:-1] not in whole]
+    unread = [".".join(path) for path in paths if path[-1] not in read and path[:-1] not in whole]
     assert unread == []
 
 
@@ -346,7 +346,7 @@ def unread_by_kind(kinds):
         modules = {sys.modules[parent.__module__].__file__ for parent in kind.__mro__ if issubclass(parent, base)}
         trees = [ast.parse(Path(str(file)).read_text()) for file in modules]
         own = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
-        read = {node.attr for one in own for node in ast.walk(one) if isinstance(node, ast.Attribute)}
+        read = {node.attr for tree in own for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         for key in kind.model_fields.keys() - base.model_fields.keys() - read - outside:
             yield kind.__name__, key
 
@@ -354,8 +354,8 @@ def unread_by_kind(kinds):
 def test_every_key_of_a_kind_is_read_for_that_kind():
     """By its own classes: dpo read `label_smoothing` while sft had no use for it."""
     families = [info.annotation for info in Recipe.model_fields.values()]
-    families = [candidate for one in families for candidate in (one, *getattr(one, "__args__", ()))]
-    families = [one for one in families if isinstance(one, type) and issubclass(one, NamedSection)]
+    families = [candidate for family in families for candidate in (family, *getattr(family, "__args__", ()))]
+    families = [family for family in families if isinstance(family, type) and issubclass(family, NamedSection)]
     assert len(families) == 3
     assert [pair for family in families for pair in unread_by_kind(family.kinds())] == []
 

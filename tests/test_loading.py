@@ -60,9 +60,9 @@ def read_in(tmp_path: Path, model_folder: Path, strategy: str) -> list[dict]:
     command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", "2"]
     command += ["tests/loading_bytes.py", str(tmp_path), str(tmp_path / "recipe.yaml")]
     done = run_to_end(command, timeout=300)
-    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("loading-*.json"))]
-    assert len(found) == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    return found
+    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("loading-*.json"))]
+    assert len(records) == 2, done.stdout[-3000:] + done.stderr[-3000:]
+    return records
 
 
 def whole_of(model_folder: Path) -> int:
@@ -77,22 +77,22 @@ def test_under_fsdp_one_process_of_a_machine_reads_the_weights(tmp_path: Path, m
     assert first["resident"] == pytest.approx(whole, rel=0.1)
     assert second["resident"] < 0.1 * whole
     # Each has its half in the end.
-    for found in (first, second):
-        assert found["prepared"]["cpu"] == pytest.approx(whole / 2, rel=0.01)
+    for record in (first, second):
+        assert record["prepared"]["cpu"] == pytest.approx(whole / 2, rel=0.01)
 
 
 def test_a_stage_reads_its_own_layers(tmp_path: Path, model_folder: Path):
     """Two of the four, which are nearly all of the model."""
-    for found in read_in(tmp_path, model_folder, "pp"):
-        assert found["resident"] == pytest.approx(whole_of(model_folder) / 2, rel=0.1)
-        assert found["prepared"]["cpu"] == pytest.approx(whole_of(model_folder) / 2, rel=0.05)
+    for record in read_in(tmp_path, model_folder, "pp"):
+        assert record["resident"] == pytest.approx(whole_of(model_folder) / 2, rel=0.1)
+        assert record["prepared"]["cpu"] == pytest.approx(whole_of(model_folder) / 2, rel=0.05)
 
 
 @pytest.mark.thorough
 def test_the_measurement_sees_a_whole_copy(tmp_path: Path, model_folder: Path):
     """On a CPU each process of DDP trains on weights of its own."""
-    for found in read_in(tmp_path, model_folder, "ddp"):
-        assert found["resident"] == pytest.approx(whole_of(model_folder), rel=0.1)
+    for record in read_in(tmp_path, model_folder, "ddp"):
+        assert record["resident"] == pytest.approx(whole_of(model_folder), rel=0.1)
 
 
 # By hand: five weights of 100, 90, 80, 70 and 60 numbers.
@@ -148,8 +148,8 @@ def full() -> Recipe:
     ],
 )
 def test_the_start_by_hand(full: Recipe, name: str, states: States, host: int, gpu: int):
-    found = loading(skeleton_of(*WEIGHTS), cost_inputs(full, read(name), 2), states, local=2)
-    assert (found.host, found.gpu) == (host, gpu)
+    peak = loading(skeleton_of(*WEIGHTS), cost_inputs(full, read(name), 2), states, local=2)
+    assert (peak.host, peak.gpu) == (host, gpu)
 
 
 def test_an_adapter_is_whole_on_each_gpu_before_it_joins_the_shards(full: Recipe):
@@ -163,17 +163,17 @@ def test_without_efficient_loading_each_process_has_a_copy(full: Recipe):
     strategy = read("fsdp2")
     assert strategy.fsdp is not None
     block = strategy.fsdp.model_copy(update={"fsdp_cpu_ram_efficient_loading": False})
-    found = loading(skeleton_of(*WEIGHTS), cost_inputs(full, replace(strategy, fsdp=block), 2), ON_GPU, local=2)
-    assert found.host == 2 * 4 * 400
+    peak = loading(skeleton_of(*WEIGHTS), cost_inputs(full, replace(strategy, fsdp=block), 2), ON_GPU, local=2)
+    assert peak.host == 2 * 4 * 400
 
 
 def four_bits(full: Recipe, name: str) -> int:
     """Bytes of a GPU at the start, in 4 bits but for a trained weight of 60 numbers."""
     frozen = [replace(weight, is_trained=False, is_quantized=True) for weight in WEIGHTS[:4]]
     adapter = full.model_copy(update={"adapter": load_adapter("qlora")})
-    found = loading(skeleton_of(*frozen, WEIGHTS[4]), cost_inputs(adapter, read(name), 2), ON_GPU, local=2)
-    assert found.host == 2 * 4 * 100  # one at a time
-    return found.gpu
+    peak = loading(skeleton_of(*frozen, WEIGHTS[4]), cost_inputs(adapter, read(name), 2), ON_GPU, local=2)
+    assert peak.host == 2 * 4 * 100  # one at a time
+    return peak.gpu
 
 
 SCALES = 2 + 4 * (1 + 1 + 16 + 256)
@@ -204,9 +204,9 @@ def load_adapter(name: str) -> object:
 
 def test_host_memory_that_is_too_small_for_the_start_is_reported(full: Recipe):
     """Llama 3.1 8B: 8.03e9 weights of 4 bytes are 29.9 GiB, and that once on each machine."""
-    (found,) = forecast_all(full, [read("fsdp2")], parse_machines("8xH100", host_gib=25), "recipe").forecasts
-    assert found.host / GIB == pytest.approx(29.9, abs=0.1)
-    assert found.verdict == "does not fit"
-    assert found.why == ["needs 30 GiB of host memory to read the weights in a machine that has 25"]
-    (found,) = forecast_all(full, [read("fsdp2")], parse_machines("8xH100", host_gib=64), "recipe").forecasts
-    assert found.verdict == "fits"
+    (forecast,) = forecast_all(full, [read("fsdp2")], parse_machines("8xH100", host_gib=25), "recipe").forecasts
+    assert forecast.host / GIB == pytest.approx(29.9, abs=0.1)
+    assert forecast.verdict == "does not fit"
+    assert forecast.why == ["needs 30 GiB of host memory to read the weights in a machine that has 25"]
+    (forecast,) = forecast_all(full, [read("fsdp2")], parse_machines("8xH100", host_gib=64), "recipe").forecasts
+    assert forecast.verdict == "fits"

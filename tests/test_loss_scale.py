@@ -22,17 +22,17 @@ FP16 |= {f"loss_scale.{name}": str(value) for name, value in SETTINGS.items()}
 
 
 def faults(steps: set[int]) -> dict[str, str]:
-    found = [{"rank": 1, "at": "step.loss", "step": step, "do": "nan"} for step in sorted(steps)]
-    return {"COOKBOOK_FAULTS": json.dumps(found)}
+    faults = [{"rank": 1, "at": "step.loss", "step": step, "do": "nan"} for step in sorted(steps)]
+    return {"COOKBOOK_FAULTS": json.dumps(faults)}
 
 
 def path_of(scaler, steps: int, overflows: set[int]) -> list[float]:
     """The scale of each step, of anything with `scale` and `update`."""
-    found = []
+    scales = []
     for step in range(1, steps + 1):
-        found.append(scaler.scale)
+        scales.append(scaler.scale)
         scaler.update(overflowed=step in overflows)
-    return found
+    return scales
 
 
 def test_a_restored_run_goes_on_with_the_scale_and_the_counts_of_its_save():

@@ -37,8 +37,8 @@ def test_what_is_not_finite_is_null_in_json(tmp_path: Path):
     log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "tokens_per_second": 1.0})
     log.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    found = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
-    assert found == {"step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 1.0}
+    values = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert values == {"step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 1.0}
 
 
 def test_a_write_that_takes_a_part_is_followed_by_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

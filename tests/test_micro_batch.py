@@ -41,8 +41,8 @@ def recipe_with(*settings: str) -> Recipe:
 def chosen(recipe: Recipe, strategy: str, *, processes: int = 1, gpus: int = 1) -> tuple[int, str]:
     loaded = load_strategy(strategy_path(strategy))
     plan = make_plan(recipe, loaded, num_processes=processes, num_gpus=gpus, recipe_name=str(QUICKSTART))
-    found = auto_settings.choose(QUICKSTART, recipe, loaded, plan)
-    return found["batch.micro_batch_size"]
+    choices = auto_settings.choose(QUICKSTART, recipe, loaded, plan)
+    return choices["batch.micro_batch_size"]
 
 
 @pytest.mark.slow
@@ -52,11 +52,11 @@ def test_auto_is_the_largest_that_splits_the_batch_and_fits(monkeypatch: pytest.
     size, why = chosen(recipe, "single")
     assert 1 < size < 768 and 768 % size == 0 and "4 GiB" in why
     verdicts = []
-    for one in (size, next(one for one in range(size + 1, 769) if 768 % one == 0)):
-        batch = recipe.batch.model_copy(update={"micro_batch_size": one})
+    for count in (size, next(larger for larger in range(size + 1, 769) if 768 % larger == 0)):
+        batch = recipe.batch.model_copy(update={"micro_batch_size": count})
         changed, single = recipe.model_copy(update={"batch": batch}), load_strategy(strategy_path("single"))
-        (found,) = forecast_all(changed, [single], ROOM, "", limits=False).forecasts
-        verdicts.append(found.verdict)
+        (forecast,) = forecast_all(changed, [single], ROOM, "", limits=False).forecasts
+        verdicts.append(forecast.verdict)
     assert verdicts == ["fits", "tight"]
 
 
@@ -77,23 +77,23 @@ def test_checkpointing_and_micro_batch_are_chosen_together(monkeypatch: pytest.M
     """Held against all of them, tried one by one: the least time, and of that kind the most samples."""
     keys = ["batch.micro_batch_size=auto", "model.gradient_checkpointing=auto"]
     path, recipe, single, plan = single_of(monkeypatch, QLORA, gpus, *keys)
-    found = auto_settings.choose(path, recipe, single, plan)
+    choices = auto_settings.choose(path, recipe, single, plan)
     fit = {}
     for kind, micro in itertools.product((False, "selective", True), (1, 2, 4, 8, 16)):
         model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
         batch = recipe.batch.model_copy(update={"micro_batch_size": micro})
         changed = recipe.model_copy(update={"model": model, "batch": batch})
-        (one,) = forecast_all(changed, [single], parse_machines(gpus), "", limits=False).forecasts
-        if one.verdict == "fits":
-            fit[kind, micro] = one.time.low + one.time.high if one.time else 0.0
-    best = found["model.gradient_checkpointing"][0], found["batch.micro_batch_size"][0]
+        (forecast,) = forecast_all(changed, [single], parse_machines(gpus), "", limits=False).forecasts
+        if forecast.verdict == "fits":
+            fit[kind, micro] = forecast.time.low + forecast.time.high if forecast.time else 0.0
+    best = choices["model.gradient_checkpointing"][0], choices["batch.micro_batch_size"][0]
     assert best[1] == max(micro for kind, micro in fit if kind == best[0])
     report = forecast_all(recipe, [single], parse_machines(gpus), str(path), limits=False)
     (shown,) = by_auto(report, str(path), all_of_them=True)  # by plan, as launch takes it
     assert (shown.best.checkpointing, shown.best.batch.micro_batch_size) == best
     if gpus == "1xH100":  # where a time is forecast
         assert fit[best] == min(fit.values()) and best == (False, 2)
-        assert " s a step by the forecast; " in found["model.gradient_checkpointing"][1]
+        assert " s a step by the forecast; " in choices["model.gradient_checkpointing"][1]
     else:
         assert best[0] is True and not any(kind is False for kind, _ in fit)
 
@@ -149,14 +149,14 @@ def test_a_kind_that_is_still_open_is_forecast_as_one_that_recomputes():
 
 def test_a_number_says_what_a_larger_one_would_save(monkeypatch: pytest.MonkeyPatch):
     """A sample of 2,048 tokens in 4 bits leaves an H100 waiting for the host; one of 4,096 does not."""
-    one = "batch.micro_batch_size=1"
-    said = auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1xH100", one))
+    smallest = "batch.micro_batch_size=1"
+    said = auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1xH100", smallest))
     assert said and said.startswith("batch.micro_batch_size 1: 16 fits too, and by the forecast a step takes 4.5 to ")
     assert (
-        auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA.with_name("sft_lora.yaml"), "1xH100", one))
+        auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA.with_name("sft_lora.yaml"), "1xH100", smallest))
         is None
     )
-    assert auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1x24GB", one)) is None, (
+    assert auto_settings.larger_micro_batch(*single_of(monkeypatch, QLORA, "1x24GB", smallest)) is None, (
         "no time is forecast"
     )
 
@@ -167,22 +167,28 @@ def test_plan_has_a_row_of_what_auto_takes_for_each_strategy(monkeypatch):
     named = [load_strategy(strategy_path(name)) for name in ("ddp", "zero3", "pp")]
     recipe = recipe_with("batch.micro_batch_size=2", "batch.global_batch_size=32", "data.max_length=128")
     report = forecast_all(recipe, named, machines, "", limits=False)
-    found = {one.strategy.name: one for one in by_auto(report, "", all_of_them=True)}
-    assert {name: one.best.batch.micro_batch_size for name, one in found.items()} == {"ddp": 16, "zero3": 16, "pp": 1}
-    assert not any(one.best.checkpointing for one in found.values()), "all of it fits"
-    assert found["zero3"].compiled is None, "compile is refused there"
+    choices = {choice.strategy.name: choice for choice in by_auto(report, "", all_of_them=True)}
+    assert {name: choice.best.batch.micro_batch_size for name, choice in choices.items()} == {
+        "ddp": 16,
+        "zero3": 16,
+        "pp": 1,
+    }
+    assert not any(choice.best.checkpointing for choice in choices.values()), "all of it fits"
+    assert choices["zero3"].compiled is None, "compile is refused there"
     model = recipe.model.model_copy(update={"compile": True})
-    compiled = recipe.model_copy(update={"model": model, "batch": found["ddp"].best.batch})
+    compiled = recipe.model_copy(update={"model": model, "batch": choices["ddp"].best.batch})
     (whole,) = forecast_all(compiled, named[:1], machines, "", limits=False).forecasts
-    assert whole.time == found["ddp"].compiled and whole.time != found["ddp"].best.time
+    assert whole.time == choices["ddp"].compiled and whole.time != choices["ddp"].best.time
     model = recipe.model.model_copy(update={"gradient_checkpointing": False})
-    chosen = recipe.model_copy(update={"model": model, "batch": found["ddp"].best.batch})
+    chosen = recipe.model_copy(update={"model": model, "batch": choices["ddp"].best.batch})
     (alone,) = forecast_all(chosen, named[:1], machines, "", limits=False).forecasts
-    assert (alone.time, alone.memory) == (found["ddp"].best.time, found["ddp"].best.forecast.memory)
+    assert (alone.time, alone.memory) == (choices["ddp"].best.time, choices["ddp"].best.forecast.memory)
 
     monkeypatch.setattr(fitting, "MOST_BY_AUTO", 1)
     few = by_auto(report, "", all_of_them=False)
-    assert [one.strategy.name for one in few] == [report.forecasts[0].strategy.name], "the recipe's own is another"
+    assert [choice.strategy.name for choice in few] == [report.forecasts[0].strategy.name], (
+        "the recipe's own is another"
+    )
     words = in_words(report, "", num_samples=None, price=None, settings=few)
     *_, table = words.split("With batch.micro_batch_size and model.gradient_checkpointing by auto:\n")
     assert table.splitlines()[1].split()[:3] == [few[0].strategy.name, "16", "false"]

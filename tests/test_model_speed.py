@@ -78,8 +78,8 @@ def backward(folder: Path, **settings: object) -> tuple[collections.Counter[str]
 @pytest.mark.parametrize("kind", [True, "selective", "offload"])
 def test_checkpointing_changes_no_bit(folder: Path, kind: bool | str):
     _, expected = backward(folder)
-    _, found = backward(folder, gradient_checkpointing=kind)
-    assert all(torch.equal(p, q) for p, q in zip(expected, found, strict=True))
+    _, gradients = backward(folder, gradient_checkpointing=kind)
+    assert all(torch.equal(p, q) for p, q in zip(expected, gradients, strict=True))
 
 
 @pytest.mark.parametrize("model_type", others_by_turn(RECOMPUTED, IN_PLACE))
@@ -125,8 +125,8 @@ def test_compiled_layers_give_the_same_loss_and_are_compiled_once_for_all_length
     torch._dynamo.utils.counters.clear()
     graphs = []
     for lengths in LENGTHS:
-        expected, found = plain(**packed_row(lengths)), compiled(**packed_row(lengths))
-        assert torch.allclose(found, expected, rtol=1e-5)
+        expected, losses = plain(**packed_row(lengths)), compiled(**packed_row(lengths))
+        assert torch.allclose(losses, expected, rtol=1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "nothing was compiled"
     assert graphs[1] == graphs[-1], graphs

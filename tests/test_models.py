@@ -89,11 +89,11 @@ def test_what_a_model_does_to_its_logits_is_in_loss_and_gradients(
     plain = plain.double()
     if chunked:
         lower_the_budget(monkeypatch)
-    expected, found = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
-    assert torch.allclose(found, expected, rtol=1e-6)
-    weights = torch.linspace(-1, 2, len(found))
+    expected, losses = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
+    assert torch.allclose(losses, expected, rtol=1e-6)
+    weights = torch.linspace(-1, 2, len(losses))
     (expected * weights).sum().backward()
-    (found * weights).sum().backward()
+    (losses * weights).sum().backward()
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6 * p.grad.abs().max()), name
     ids, targets = padded([9, 5, 12])
@@ -118,13 +118,13 @@ def test_loss_and_gradients_are_those_of_the_full_logits(head: str, chunked: boo
     add_loss(ours)
     if chunked:
         lower_the_budget(monkeypatch)
-    expected, found = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
-    assert found.shape == (6 + 2 + 9,) and found.dtype == torch.float32
-    assert torch.allclose(found, expected, rtol=1e-6)
-    assert found._base is None, "a view, of which FSDP2 warns"
-    weights = torch.linspace(-1, 2, len(found))  # an objective may weigh each position by itself
+    expected, losses = reference(plain, [9, 5, 12]), ours(**batch([9, 5, 12]))
+    assert losses.shape == (6 + 2 + 9,) and losses.dtype == torch.float32
+    assert torch.allclose(losses, expected, rtol=1e-6)
+    assert losses._base is None, "a view, of which FSDP2 warns"
+    weights = torch.linspace(-1, 2, len(losses))  # an objective may weigh each position by itself
     (expected * weights).sum().backward()
-    (found * weights).sum().backward()
+    (losses * weights).sum().backward()
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-7), name
 
@@ -289,8 +289,8 @@ def test_label_smoothing_is_that_of_transformers(rows: int, dtype: torch.dtype, 
     torch.testing.assert_close(losses.sum().double(), expected, rtol=rounding, atol=0)
     torch.testing.assert_close(nll.sum().double(), plain, rtol=rounding, atol=0)
     assert abs(expected - plain) > 1 and not nll.requires_grad
-    for found, exact in zip((hidden.grad, head.weight.grad), gradients, strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=8 * rounding, atol=8 * rounding)
+    for gradient, exact in zip((hidden.grad, head.weight.grad), gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), exact, rtol=8 * rounding, atol=8 * rounding)
 
 
 @pytest.mark.parametrize("targets", ["head kept whole", "head with LoRA"])
@@ -304,9 +304,9 @@ def test_a_head_that_peft_wrapped_gives_the_same_loss(targets: str, monkeypatch:
     options = {"modules_to_save": ["lm_head"]} if targets == "head kept whole" else {}
     names = ["q_proj"] if options else ["q_proj", "lm_head"]
     model = get_peft_model(ours, LoraConfig(target_modules=names, task_type="CAUSAL_LM", **options))
-    found = model(**batch([9, 5, 12]))
-    assert torch.allclose(found, expected, rtol=1e-6)  # new adapters add zero
-    found.sum().backward()
+    losses = model(**batch([9, 5, 12]))
+    assert torch.allclose(losses, expected, rtol=1e-6)  # new adapters add zero
+    losses.sum().backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     assert any("lm_head" in name for name in trained) and any("q_proj" in name for name in trained)
     assert all(p.grad is None for name, p in model.named_parameters() if "original_module" in name)
@@ -531,8 +531,8 @@ def test_heads_that_tensor_parallel_cannot_divide_are_named():
     ],
 )
 def test_of_a_written_configuration_only_what_it_has_is_judged(values: dict, mesh: Mesh, problem: str | None):
-    found = mesh_problem(SimpleNamespace(**values), mesh)
-    assert found is None if problem is None else problem in str(found)
+    said = mesh_problem(SimpleNamespace(**values), mesh)
+    assert said is None if problem is None else problem in str(said)
 
 
 @pytest.mark.parametrize(
@@ -544,8 +544,8 @@ def test_of_a_written_configuration_only_what_it_has_is_judged(values: dict, mes
     ],
 )
 def test_of_a_whole_configuration_the_defaults_are_judged_too(model_type: str, mesh: Mesh, problem: str | None):
-    found = mesh_problem(AutoConfig.for_model(model_type, num_attention_heads=4, sliding_window=8), mesh)
-    assert found is None if problem is None else problem in str(found)
+    said = mesh_problem(AutoConfig.for_model(model_type, num_attention_heads=4, sliding_window=8), mesh)
+    assert said is None if problem is None else problem in str(said)
 
 
 def products_of_experts(tokens: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -565,10 +565,10 @@ def test_experts_are_multiplied_in_the_dtype_of_autocast_and_without_it_in_their
     plain = multiply(tokens, weights, ends)
     torch.testing.assert_close(plain, products_of_experts(tokens, weights, torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
-        found = multiply(tokens, weights, ends)
-    assert found.dtype == torch.bfloat16 and not torch.allclose(found.float(), plain, atol=1e-3)
-    torch.testing.assert_close(found, products_of_experts(tokens, weights, torch.bfloat16))
-    (gradient,) = torch.autograd.grad(found.float().sum(), weights)
+        products = multiply(tokens, weights, ends)
+    assert products.dtype == torch.bfloat16 and not torch.allclose(products.float(), plain, atol=1e-3)
+    torch.testing.assert_close(products, products_of_experts(tokens, weights, torch.bfloat16))
+    (gradient,) = torch.autograd.grad(products.float().sum(), weights)
     assert gradient.dtype == torch.float32
     torch.testing.assert_close(
         gradient[0], tokens[:2].bfloat16().float().sum(0)[:, None].expand(8, 8), atol=0.02, rtol=0
@@ -579,9 +579,9 @@ def test_what_experts_return_is_added_up_in_the_dtype_of_the_sum():
     autocast_products()
     index, source = torch.tensor([1, 1]), torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.zeros(2, 3).index_add_(0, index, source)
-    torch.testing.assert_close(found, torch.stack([torch.zeros(3), source.detach().float().sum(0)]))
-    assert found.dtype == torch.float32 and torch.autograd.grad(found.sum(), source)[0].dtype == torch.bfloat16
+        sums = torch.zeros(2, 3).index_add_(0, index, source)
+    torch.testing.assert_close(sums, torch.stack([torch.zeros(3), source.detach().float().sum(0)]))
+    assert sums.dtype == torch.float32 and torch.autograd.grad(sums.sum(), source)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("model_type", others_by_turn(TRAINED, ["dbrx", "qwen3_moe"]))
@@ -595,11 +595,11 @@ def test_every_type_learns_in_16_bits_under_autocast_and_as_zero_holds_its_weigh
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         model.zero_grad()
         loss.backward()
-        return loss.item(), {name for name, one in model.named_parameters() if one.grad is not None}
+        return loss.item(), {name for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     expected, learning = loss_and_learning()
     with torch.autocast("cpu", torch.bfloat16):
-        found = [loss_and_learning()]
+        outcomes = [loss_and_learning()]
     model.to(torch.bfloat16)
-    found.append(loss_and_learning())
-    assert found == [(pytest.approx(expected, abs=0.1), learning)] * 2
+    outcomes.append(loss_and_learning())
+    assert outcomes == [(pytest.approx(expected, abs=0.1), learning)] * 2

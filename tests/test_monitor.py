@@ -75,8 +75,8 @@ def measure(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, ranks: int
     """The first line's GPUs, by a monitor that is closed at once."""
     for name, value in variables(folder, text).items():
         monkeypatch.setenv(name, value)
-    found = monitor.Monitor(folder, first_rank=8, num_ranks=ranks, machine=1)
-    found.close()
+    watching = monitor.Monitor(folder, first_rank=8, num_ranks=ranks, machine=1)
+    watching.close()
     return json.loads((folder / "monitor-1.jsonl").read_text().splitlines()[0])["gpus"]
 
 
@@ -116,16 +116,16 @@ def test_what_a_driver_does_not_offer_is_left_out(tmp_path, monkeypatch):
 
 
 def test_an_error_is_kept_beside_samples_without_one():
-    found = monitor.summarise([{"xids": [48], "remapping": "pending"}, {"nvlink_recoveries": 2}, {}])
-    assert found == {"xids": [48], "remapping": "pending", "nvlink_recoveries": 2}
+    summary = monitor.summarise([{"xids": [48], "remapping": "pending"}, {"nvlink_recoveries": 2}, {}])
+    assert summary == {"xids": [48], "remapping": "pending", "nvlink_recoveries": 2}
 
 
 def test_a_driver_that_hangs_delays_the_end_of_a_run_for_two_seconds_at_most(tmp_path, monkeypatch):
     for name, value in variables(tmp_path, facts(busy="hang")).items():
         monkeypatch.setenv(name, value)
-    found, began = monitor.Monitor(tmp_path, first_rank=0, num_ranks=2, machine=0), time.monotonic()
-    child = found._child
-    found.close()
+    watching, began = monitor.Monitor(tmp_path, first_rank=0, num_ranks=2, machine=0), time.monotonic()
+    child = watching._child
+    watching.close()
     assert 1.9 < time.monotonic() - began < 20 and not (tmp_path / monitor.FILE).exists()
     child.kill()
 
@@ -205,8 +205,8 @@ def history_of(*samples: dict[str, Any], cpu: dict[str, Any] | None = None) -> H
     ],
 )
 def test_what_is_wrong_is_named_with_its_rank_and_nothing_else_is(samples, cpu, said):
-    found = hardware_problems.findings(history_of(*samples, cpu=cpu))
-    assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
+    findings = hardware_problems.findings(history_of(*samples, cpu=cpu))
+    assert len(findings) == len(said) and all(a.startswith(b) for a, b in zip(findings, said, strict=True)), findings
 
 
 def test_the_report_draws_what_was_measured(tmp_path):
@@ -224,6 +224,6 @@ def test_the_report_draws_what_was_measured(tmp_path):
 def test_a_long_curve_is_thinned_without_losing_a_spike():
     points = [(float(i), 0.0) for i in range(100_000)]
     points[54_321], points[77_777] = (54_321.0, 9.0), (77_777.0, -9.0)
-    found = thin(points)
-    assert len(found) <= MOST_POINTS and {points[54_321], points[77_777]} <= set(found)
-    assert found == sorted(found) and thin(points[:MOST_POINTS]) == points[:MOST_POINTS]
+    thinned = thin(points)
+    assert len(thinned) <= MOST_POINTS and {points[54_321], points[77_777]} <= set(thinned)
+    assert thinned == sorted(thinned) and thin(points[:MOST_POINTS]) == points[:MOST_POINTS]

@@ -80,8 +80,8 @@ def settings(lab: Lab, more: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize(("strategy", "kind"), CASES)
 def test_every_strategy_trains_the_same_grown_model(lab: Lab, strategy: str, kind: str):
     asked = settings(lab, KINDS[kind][0])
-    found = distance(lab.run(strategy, asked, processes=processes_of(strategy)), lab.run("single", asked))
-    assert found.loss < 2e-5 and found.norm < 1e-3 and found.weight < 2e-5, found
+    apart = distance(lab.run(strategy, asked, processes=processes_of(strategy)), lab.run("single", asked))
+    assert apart.loss < 2e-5 and apart.norm < 1e-3 and apart.weight < 2e-5, apart
 
 
 @pytest.mark.slow
@@ -92,18 +92,22 @@ def test_every_strategy_trains_the_same_grown_model(lab: Lab, strategy: str, kin
 def test_rows_that_a_process_trains_by_itself_leave_the_curve(lab: Lab, strategy: str, mistake: str, kind: str):
     asked = settings(lab, KINDS[kind][0])
     run = lab.run(strategy, asked, processes=processes_of(strategy), sabotage=mistake)
-    found = distance(run, lab.run("single", asked))
-    assert found.loss > 1e-3, found
+    apart = distance(run, lab.run("single", asked))
+    assert apart.loss > 1e-3, apart
 
 
 def test_the_forecast_divides_embedding_and_head_under_trained_rows():
     words = ["model.new_tokens=[<a>, <b>]", "model.from_scratch.tie_word_embeddings=false", "adapter.name=lora"]
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", words)
     config = scratch_config(recipe.model.from_scratch)
-    ends = [one for one in skeleton(config, recipe).weights if "embed_tokens" in one.name or "lm_head" in one.name]
+    ends = [
+        weight
+        for weight in skeleton(config, recipe).weights
+        if "embed_tokens" in weight.name or "lm_head" in weight.name
+    ]
     size, width = config.vocab_size, config.hidden_size
-    found = sorted((one.shape, one.is_trained, one.shard_dim) for one in ends)
-    assert found == [((2, width), True, None)] * 2 + [((size, width), False, 0)] * 2
+    shapes = sorted((end.shape, end.is_trained, end.shard_dim) for end in ends)
+    assert shapes == [((2, width), True, None)] * 2 + [((size, width), False, 0)] * 2
 
 
 @pytest.mark.slow
@@ -112,16 +116,16 @@ def test_expert_parallel_trains_the_rows_of_new_tokens(lab: Lab, tied: bool):
     asked = settings(lab, LORA) | experts(lab, tie_word_embeddings=tied)
     asked["model"] = asked["model"].replace("}", f", new_tokens: {json.dumps(NEW)}}}")
     del asked["model.new_tokens"]
-    found = distance(lab.run("fsdp2_ep", asked, processes=4), lab.run("single", asked))
-    assert found.loss < 2e-5 and found.norm < 1e-3 and found.weight < 2e-5, found
+    apart = distance(lab.run("fsdp2_ep", asked, processes=4), lab.run("single", asked))
+    assert apart.loss < 2e-5 and apart.norm < 1e-3 and apart.weight < 2e-5, apart
 
 
 @pytest.mark.slow
 def test_a_run_with_trained_rows_goes_on_under_strategies_that_cut_them_otherwise(lab: Lab, tmp_path: Path):
     asked = settings(lab, UNTIED | LORA | {"optim.name": "adamw", "optim.learning_rate": "3e-3", "optim.eps": "1e-4"})
     curve = chain(lab, tmp_path, ["tp:2", "pp:2", "fsdp2_tp:4", "zero3:2", "tp:2", "single"], asked, num_steps=3)
-    found = distance(curve, lab.run("single", asked))
-    assert found.loss < 2e-5 and found.norm < 1e-3, found
+    apart = distance(curve, lab.run("single", asked))
+    assert apart.loss < 2e-5 and apart.norm < 1e-3, apart
 
 
 def write_base(folder: Path, *, spare: int = 0, kind: type = LlamaConfig, **sizes: Any) -> Path:
@@ -194,9 +198,9 @@ def test_a_folder_that_was_grown_for_other_tokens_or_weights_is_not_taken(tmp_pa
     first, head = grown(NEW)
     many, larger = grown([*NEW, *(f"<|{number}|>" for number in range(64))])
     assert many != first and len(larger) == len(head) + 64
-    (path,) = (one for one in base.glob("*.safetensors") if "lm_head.weight" in load_file(one))
-    found = load_file(path)
-    save_file(found | {"lm_head.weight": found["lm_head.weight"] + 1}, path, metadata={"format": "pt"})
+    (path,) = (path for path in base.glob("*.safetensors") if "lm_head.weight" in load_file(path))
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] + 1}, path, metadata={"format": "pt"})
     again, other = grown(NEW)
     assert again != first
     torch.testing.assert_close(other, head + 1)
@@ -219,13 +223,13 @@ def test_trained_rows_are_embedded_as_the_model_embeds_its_own(kind: type, tmp_p
             new_rows=new,
             first={"model.embed_tokens.weight": row},
         )
-        found = ours(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        logits = ours(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def losses_of(model: Any, tokenizer: Any, chats: list[dict[str, Any]], num_steps: int, rate: float) -> list[float]:
     """The curve of plain gradient descent over all rows at once, the loss a mean over the assistants' tokens."""
-    found = []
+    losses = []
     for _ in range(num_steps):
         sums, count = [], 0
         for chat in chats:
@@ -237,14 +241,14 @@ def losses_of(model: Any, tokenizer: Any, chats: list[dict[str, Any]], num_steps
             sums.append(torch.nn.functional.cross_entropy(logits[mask], row["input_ids"][0, 1:][mask], reduction="sum"))
             count += int(mask.sum())
         loss = torch.stack(sums).sum() / count
-        found.append(loss.item())
+        losses.append(loss.item())
         loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= rate * parameter.grad
                     parameter.grad = None
-    return found
+    return losses
 
 
 def run_on(lab: Lab, base: Path, rate: float, more: dict[str, str]) -> tuple[Curve, list[dict[str, Any]]]:
@@ -307,8 +311,8 @@ def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_ba
     plain.resize_token_embeddings(len(tokenizer))
     opened = [PeftModel.from_pretrained(plain, export), AutoPeftModelForCausalLM.from_pretrained(export)]
     expected = wrapped(input_ids=ids).logits[..., : len(tokenizer)]
-    for one in opened:
-        torch.testing.assert_close(one(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
+    for reread in opened:
+        torch.testing.assert_close(reread(input_ids=ids).logits, expected, rtol=0, atol=1e-4)
     merge_adapter(run.folder, run.folder / "merged", "as-is")
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")(input_ids=ids).logits
     torch.testing.assert_close(merged[..., : len(tokenizer)], expected, rtol=0, atol=1e-4)
@@ -321,9 +325,9 @@ def test_an_adapter_trains_the_new_rows_as_peft_does_and_peft_opens_it_on_the_ba
 
 def test_tokens_that_cannot_be_new_are_refused(tmp_path: Path):
     base = write_base(tmp_path / "base")
-    with pytest.raises(RecipeError) as found:
+    with pytest.raises(RecipeError) as refused:
         load_tokenizer(str(base), None, ["<|im_end|>", "<|new|>", "fox"])
-    assert found.value.mistakes == [
+    assert refused.value.mistakes == [
         "model.new_tokens has '<|im_end|>', which the tokenizer has already (id 2); take it out",
     ]
     wrong = {"[]": "is empty", "[a, a]": "twice", "['']": "an empty token", "[' a']": "white space"}
@@ -378,7 +382,7 @@ def test_rows_beside_an_adapter_have_the_gradients_that_they_have_without_one(mo
         insertion.add_adapter(adapted, AdapterSection(name="lora", rank=2), seed=1, new_rows=rows)
     if refused:
         return
-    wrapped = {name: one for name, one in adapted.named_modules() if isinstance(one, TrainableTokensWrapper)}
+    wrapped = {name: module for name, module in adapted.named_modules() if isinstance(module, TrainableTokensWrapper)}
     first = {f"{name}.weight": whole.get_parameter(f"{name}.weight")[rows].detach() for name in wrapped}
     fill(adapted, first)
     ids = torch.randint(5, rows.stop, (2, 24), generator=torch.Generator().manual_seed(1))

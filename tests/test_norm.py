@@ -14,9 +14,9 @@ from cookbook.training.engine.norm import norm_in_float64, square_sum
 
 def largest_allocation(function: Callable[[], torch.Tensor]) -> int:
     """Bytes of the largest that is made, also inside of operations."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
-    events = found.profiler.kineto_results.events()
+    events = profiled.profiler.kineto_results.events()
     return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
@@ -26,8 +26,8 @@ def test_the_norm_is_that_of_float64_without_a_copy_in_it(shape: tuple[int, ...]
     torch.manual_seed(0)
     tensor = torch.randn(shape) * torch.rand(shape[0], *(1 for _ in shape[1:]))
     exact = float(tensor.double().square().sum().sqrt())
-    found = norm_in_float64(tensor)
-    assert found.dtype == torch.float64 and float(found) == pytest.approx(exact, rel=2e-8, abs=0)
+    norm = norm_in_float64(tensor)
+    assert norm.dtype == torch.float64 and float(norm) == pytest.approx(exact, rel=2e-8, abs=0)
     if tensor.numel() > 10**6:
         assert abs(float(torch.linalg.vector_norm(tensor)) / exact - 1) > 1e-5
         assert largest_allocation(lambda: norm_in_float64(tensor)) < tensor.nbytes / 100
@@ -54,5 +54,5 @@ def test_a_part_counts_as_often_as_there_are_different_ones():
     weights = [torch.nn.Parameter(torch.zeros(8)) for _ in range(3)]
     weights[0].grad, weights[1].grad = torch.arange(8.0), torch.full((8,), 0.5)
     times = {id(weights[0].grad): 4.0, id(weights[1].grad): 1.0}
-    found = square_sum(weights, lambda gradient: times[id(gradient)], lambda tensor: tensor)
-    assert found.item() == 4 * sum(i * i for i in range(8)) + 8 * 0.25
+    square = square_sum(weights, lambda gradient: times[id(gradient)], lambda tensor: tensor)
+    assert square.item() == 4 * sum(i * i for i in range(8)) + 8 * 0.25

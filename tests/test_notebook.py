@@ -26,9 +26,9 @@ def code() -> str:
 
 
 def test_outputs_are_not_committed():
-    found = [cell for cell in cells() if cell["cell_type"] == "code"]
-    assert len(found) > 4
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in found)
+    code = [cell for cell in cells() if cell["cell_type"] == "code"]
+    assert len(code) > 4
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
 @pytest.mark.thorough

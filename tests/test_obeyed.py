@@ -54,8 +54,8 @@ def obey(mistake: str) -> str | None:
     """Does in the files what a mistake says. Returns what was done; None: it names nothing that can be written."""
     for kind, patterns in (("rename", RENAME), ("remove", REMOVE), ("insert", INSERT), ("correct", CORRECT)):
         for pattern in patterns:
-            if found := re.fullmatch(rf"{pattern}.*", mistake, re.DOTALL):
-                change(Path(found["file"]), kind, found["key"].split("."), found.groupdict())
+            if match := re.fullmatch(rf"{pattern}.*", mistake, re.DOTALL):
+                change(Path(match["file"]), kind, match["key"].split("."), match.groupdict())
                 return kind
     return None
 
@@ -66,10 +66,10 @@ def at(values: Any, keys: list[str]) -> Any:
     return values
 
 
-def change(path: Path, kind: str, keys: list[str], found: dict[str, str]) -> None:
+def change(path: Path, kind: str, keys: list[str], matched: dict[str, str]) -> None:
     values = yaml.safe_load(path.read_text())
-    value = yaml.safe_load(found["value"]) if "value" in found else None
-    name = found.get("name")
+    value = yaml.safe_load(matched["value"]) if "value" in matched else None
+    name = matched.get("name")
     if kind == "insert" and name:
         keys = [*(keys if isinstance(at(values, keys), dict) else keys[:-1]), name]
     section = at(values, keys[:-1])
@@ -101,12 +101,12 @@ WAYS = re.compile(r"\b(?:write|use|take|add|did you mean|for example)\b")
 def follow(strategy: str | None) -> int:
     """Obeys the first message that names a text, checks again, and so on. Returns how many were obeyed."""
     obeyed: list[str] = []
-    while found := mistakes_of(strategy):
-        found = [one for one in found if "cookbook convert" not in one]
-        done = next((one for one in found if obey(one)), None)
+    while mistakes := mistakes_of(strategy):
+        mistakes = [mistake for mistake in mistakes if "cookbook convert" not in mistake]
+        done = next((mistake for mistake in mistakes if obey(mistake)), None)
         if done is None:
-            rest = [one for one in found if not any(end in one for end in NAMES_NO_TEXT)]
-            assert not any(WAYS.search(one) or obeyed for one in rest), (rest, obeyed)
+            rest = [mistake for mistake in mistakes if not any(end in mistake for end in NAMES_NO_TEXT)]
+            assert not any(WAYS.search(mistake) or obeyed for mistake in rest), (rest, obeyed)
             break
         assert done not in obeyed, obeyed
         obeyed.append(done)

@@ -35,11 +35,11 @@ def grid() -> torch.Tensor:
 @pytest.fixture
 def batch(grid) -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(2)
-    found = from_grid(grid)
+    targets = from_grid(grid)
     return {
         "input_ids": grid.clamp(min=0),
-        **found,
-        "target_sequences": found["target_positions"] // LENGTH,
+        **targets,
+        "target_sequences": targets["target_positions"] // LENGTH,
         "num_sequences": 2 * NUM_PAIRS,
         "values": torch.tensor([1.0, 0.0] * NUM_PAIRS, dtype=torch.float64),
         "reference_logps": torch.randn(2 * NUM_PAIRS, generator=chance) - 12.0,
@@ -277,10 +277,10 @@ def loss_of_answers(answers, keys: dict) -> tuple[float, float]:
             ratio, away = math.exp(part), (answers["token_reference_logps"][i] - logps[i]).item()
             inside = max(min(ratio, 1 + high), 1 - low)
             divergence = (math.exp(away) - away - 1) * (ratio if keys.get("use_bias_correction_kl", True) else 1)
-            one = -min(ratio * advantage, inside * advantage) + keys.get("beta", 0) * divergence
+            term = -min(ratio * advantage, inside * advantage) + keys.get("beta", 0) * divergence
             if "sampled_logps" in answers:
-                one *= min(math.exp(answers["old_logps"][i].item() - answers["sampled_logps"][i].item()), 3.0)
-            loss += one / keys["max_completion_length"] if "max_completion_length" in keys else one * weight
+                term *= min(math.exp(answers["old_logps"][i].item() - answers["sampled_logps"][i].item()), 3.0)
+            loss += term / keys["max_completion_length"] if "max_completion_length" in keys else term * weight
             clipped += weight * (ratio * advantage > inside * advantage)
     return loss / divisor, clipped / divisor
 
@@ -325,7 +325,7 @@ def test_truncated_samples_give_the_gradient_of_the_policy_itself(batch):
         leaf = logits.clone().requires_grad_()
         for token, chance_of in zip(kept, drawn, strict=True):
             logp = leaf.log_softmax(0)[token]
-            one = {
+            values = {
                 "target_sequences": torch.tensor([0]),
                 "num_sequences": 1,
                 "targets": token[None],
@@ -333,7 +333,7 @@ def test_truncated_samples_give_the_gradient_of_the_policy_itself(batch):
                 "old_logps": logp.detach()[None],
                 "sampled_logps": chance_of.log()[None],
             }
-            given = {name: value for name, value in one.items() if name in names or not name.endswith("_logps")}
+            given = {name: value for name, value in values.items() if name in names or not name.endswith("_logps")}
             outcome = Objective.of(name="grpo").compute(lambda logp=logp, **_: -logp[None], {**inputs(batch), **given})
             (chance_of * outcome.loss_sum).backward()
         gradients.append(leaf.grad)
@@ -357,8 +357,8 @@ def test_advantages_are_those_within_a_group():
         "group": [0.5 + 1e-4] * 3 + [1e-4] * 2 + [half + 1e-4] * 2,
         "batch": [whole + 1e-4] * 7,
     }.items():
-        found = Objective.of(name="grpo", scale_rewards=scaled).values_of(groups)
-        assert found == pytest.approx([a / b for a, b in zip(mean, divisors, strict=True)])
+        values = Objective.of(name="grpo", scale_rewards=scaled).values_of(groups)
+        assert values == pytest.approx([a / b for a, b in zip(mean, divisors, strict=True)])
 
 
 @pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
@@ -371,9 +371,9 @@ def test_parts_of_a_batch_add_up_to_its_loss_and_their_means_do_not(answers, log
         part = answers | {name: answers[name][mine] for name in names} | {"values": answers["values"][first:last]}
         part |= {"target_sequences": part["target_sequences"] - first, "num_sequences": last - first}
         parts.append(objective.compute(model(logits), part))
-    assert sum(one.count for one in parts) == whole.count
-    assert sum(one.loss_sum for one in parts).item() == pytest.approx(whole.loss_sum.item(), rel=1e-5)
-    mean = sum(one.loss_sum.item() / one.count for one in parts) / len(parts)
+    assert sum(part.count for part in parts) == whole.count
+    assert sum(part.loss_sum for part in parts).item() == pytest.approx(whole.loss_sum.item(), rel=1e-5)
+    mean = sum(part.loss_sum.item() / part.count for part in parts) / len(parts)
     assert abs(mean - whole.loss_sum.item() / whole.count) > 1e-3
 
 
@@ -437,17 +437,17 @@ def test_grpo_is_that_of_trl(request, tmp_path, grid, keys, source):
         },
     )
     theirs.backward()
-    expected = torch.nn.utils.get_total_norm([one.grad for one in network.parameters()]).item()
+    expected = torch.nn.utils.get_total_norm([parameter.grad for parameter in network.parameters()]).item()
     network.zero_grad()
 
     def ours(*, input_ids, targets, target_positions):
-        found = network(input_ids=ids[:, :-1]).logits.flatten(0, 1)[target_positions]
-        return torch.nn.functional.cross_entropy(found, targets, reduction="none")
+        scores = network(input_ids=ids[:, :-1]).logits.flatten(0, 1)[target_positions]
+        return torch.nn.functional.cross_entropy(scores, targets, reduction="none")
 
     outcome = Objective.of(name="grpo", **keys).compute(ours, answers)
     (outcome.loss_sum / outcome.count).backward()
     assert (outcome.loss_sum / outcome.count).item() == pytest.approx(theirs.item(), rel=1e-5)
-    norm = torch.nn.utils.get_total_norm([one.grad for one in network.parameters()]).item()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in network.parameters()]).item()
     assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.01
 
 

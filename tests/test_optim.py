@@ -174,10 +174,10 @@ def test_muon_takes_matrices_of_every_type_and_nothing_else(model_type: str):
     model = skeleton_of(model_type)
     taken = names_of(model, build_optimizer(model, muon(), "no"), orthogonal=True)
     owners = {type(model.get_submodule(name.rpartition(".")[0])) for name in taken}
-    assert taken and not any(issubclass(one, torch.nn.Embedding) or "Norm" in one.__name__ for one in owners)
+    assert taken and not any(issubclass(owner, torch.nn.Embedding) or "Norm" in owner.__name__ for owner in owners)
     head = model.get_output_embeddings()
-    linear = [one.weight for one in model.modules() if type(one) is torch.nn.Linear and one is not head]
-    assert {id(one) for one in linear} <= {id(model.get_parameter(name)) for name in taken}
+    linear = [module.weight for module in model.modules() if type(module) is torch.nn.Linear and module is not head]
+    assert {id(weight) for weight in linear} <= {id(model.get_parameter(name)) for name in taken}
     others = {*APART.get(model_type, ()), *NO_MATRICES.get(model_type, ())}
     for end in others:
         assert [name for name, _ in model.named_parameters() if name.endswith(end)], f"no {end}"
@@ -262,8 +262,8 @@ def test_sgd_takes_the_momentum_of_the_recipe(settings: dict, expected: float):
 def test_muon_takes_the_momentum_of_the_recipe_and_rounds_where_the_run_does(settings: dict, expected: float):
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
         optimizer = build_optimizer(tiny_llama(), muon(**settings), precision)
-        found = {group["momentum"] for group in optimizer.param_groups if group["orthogonal"]}
-        assert (found, optimizer.dtype) == ({expected}, dtype)
+        momenta = {group["momentum"] for group in optimizer.param_groups if group["orthogonal"]}
+        assert (momenta, optimizer.dtype) == ({expected}, dtype)
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -397,14 +397,14 @@ def test_a_cut_model_gets_the_updates_of_a_whole_one(name: str, mesh: DeviceMesh
     a, b = build_optimizer(whole, settings, "no"), build_optimizer(cut, settings, "no")
     torch.manual_seed(1)
     for _ in range(3):
-        for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = distribute_tensor(one.grad.clone(), mesh, [Shard(0)])
+        for weight, other in zip(whole.parameters(), cut.parameters(), strict=True):
+            weight.grad = torch.randn_like(weight)
+            other.grad = distribute_tensor(weight.grad.clone(), mesh, [Shard(0)])
         a.step()
         b.step()
     b.load_state_dict(b.state_dict())  # the state belongs to the parameters of the model, not to their shards
-    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-        assert torch.equal(one, other.full_tensor())
+    for weight, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert torch.equal(weight, other.full_tensor())
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -103,7 +103,7 @@ def test_what_is_recorded_follows_the_content(planted: Path):
 
 
 def test_a_run_resumes_with_other_kernels_by_consent_only():
-    def found(before: str | None, after: str | None, *allowed: str) -> tuple[list[str], list[str]]:
+    def changes_of(before: str | None, after: str | None, *allowed: str) -> tuple[list[str], list[str]]:
         settings = [f"run.allow_changes=[{', '.join(allowed)}]"]
         made = [[] if digest is None else ["model.kernels=[fla]"] for digest in (before, after)]
         states = [load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, *keys]) for keys in made]
@@ -111,12 +111,12 @@ def test_a_run_resumes_with_other_kernels_by_consent_only():
         recipe = states[0].model_dump(mode="json", exclude_none=True)
         return changes({"recipe": recipe, "made_from": digests[0]}, states[1], digests[1])
 
-    assert found(None, None) == found("a", "a") == ([], [])
+    assert changes_of(None, None) == changes_of("a", "a") == ([], [])
     for before, after in ((None, "a"), ("a", None), ("a", "b")):
-        mistakes, notes = found(before, after)
+        mistakes, notes = changes_of(before, after)
         assert mistakes[1].startswith("Put back what was") and not notes
         assert "  --set 'run.allow_changes=[model.kernels]' to go on from there with the new values" in mistakes
-        mistakes, notes = found(before, after, "model.kernels")
+        mistakes, notes = changes_of(before, after, "model.kernels")
         assert not mistakes and len(notes) == 1 and "as run.allow_changes allows" in notes[0]
 
 

@@ -47,8 +47,8 @@ def conversations_of(chance: random.Random) -> dict[str, Any]:
     """A prompt and three conversations of token ids, in which every second stretch is not the policy's."""
     row: dict[str, Any] = {"prompt_ids": chance.choices(range(400), k=5), "rewards": [1.0, 0.0, chance.random()]}
     lengths = [[chance.randint(1, 9) for _ in range(turns)] for turns in (1, 3, 4)]
-    row["completion_mask"] = [[1 - k % 2 for k, length in enumerate(one) for _ in range(length)] for one in lengths]
-    return row | {"completion_ids": [chance.choices(range(400), k=sum(one)) for one in lengths]}
+    row["completion_mask"] = [[1 - k % 2 for k, length in enumerate(parts) for _ in range(length)] for parts in lengths]
+    return row | {"completion_ids": [chance.choices(range(400), k=sum(parts)) for parts in lengths]}
 
 
 def row_of(kind: str, chance: random.Random) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def test_every_key_of_a_schema_has_an_entry(name):
 @pytest.mark.parametrize("owner", ["transformers", "seq2seq", "trl", "accelerate"])
 def test_the_schema_of_an_installed_package_is_that_of_its_version(owner):
     """After an update: python benchmarks/owner_schemas.py. Another version than the pinned one has the same keys."""
-    found, package = owner_schemas.found(owner, None), owner_schemas.SOURCES[owner].package
-    assert found is not None and package is not None
-    schema = owner_schemas.schema_of(owner, *found) | {"version": PINS[package]}
+    place, package = owner_schemas.found(owner, None), owner_schemas.SOURCES[owner].package
+    assert place is not None and package is not None
+    schema = owner_schemas.schema_of(owner, *place) | {"version": PINS[package]}
     assert owner_schemas.dumps(schema) == (owner_schemas.OWNERS / f"{owner}.json").read_text(encoding="utf-8")
 
 

@@ -154,9 +154,9 @@ def alone(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat(nll)
 
 
-def distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
+def distance(model: PreTrainedModel, other: PreTrainedModel) -> float:
     """Error of the gradients, relative to the largest."""
-    pairs = [(p.grad, q.grad) for p, q in zip(one.parameters(), other.parameters(), strict=True)]
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True)]
     assert all((p is None) == (q is None) for p, q in pairs)
     largest = max(float(p.abs().max()) for p, _ in pairs if p is not None)
     return max(float((p - q).abs().max()) for p, q in pairs if p is not None) / largest
@@ -164,9 +164,9 @@ def distance(one: PreTrainedModel, other: PreTrainedModel) -> float:
 
 def loss_and_gradients(model: PreTrainedModel, row: dict) -> torch.Tensor:
     model.zero_grad()
-    found = model(**row)
-    found.mean().backward()
-    return found.detach()
+    losses = model(**row)
+    losses.mean().backward()
+    return losses.detach()
 
 
 @pytest.mark.parametrize("model_type", others_by_turn(PACKABLE, FAMILIES))
@@ -178,8 +178,8 @@ def test_each_sample_alone_gives_what_the_packed_row_gives(model_type: str):
     expected.mean().backward()
     add_loss(ours.train())
     row = packed_row()
-    found = loss_and_gradients(ours, row)
-    assert (found - expected).abs().max() < 1e-5 and abs(found.mean() - expected.mean()) < 2e-6
+    results = loss_and_gradients(ours, row)
+    assert (results - expected).abs().max() < 1e-5 and abs(results.mean() - expected.mean()) < 2e-6
     assert distance(plain, ours) < 2e-5
     width = max(LENGTHS)
     ids, targets = torch.zeros(len(LENGTHS), width, dtype=torch.int64), torch.full((len(LENGTHS), width), -100)
@@ -240,13 +240,13 @@ class Recurrent(torch.nn.Module):
         return self.inner(values).cumsum(1)
 
 
-def with_recurrence(monkeypatch: pytest.MonkeyPatch, found: type[torch.nn.Module] = Recurrent) -> PreTrainedConfig:
+def with_recurrence(monkeypatch: pytest.MonkeyPatch, layer: type[torch.nn.Module] = Recurrent) -> PreTrainedConfig:
     """The configuration of a Llama whose layers multiply in such a layer."""
     config, made = config_of("llama"), LlamaDecoderLayer.__init__
 
     def make(self: LlamaDecoderLayer, *args: object, **kwargs: object) -> None:
         made(self, *args, **kwargs)
-        self.mlp = found(self.mlp)
+        self.mlp = layer(self.mlp)
 
     monkeypatch.setattr(LlamaDecoderLayer, "__init__", make)
     return config
@@ -371,10 +371,10 @@ def test_what_is_refused_by_name_does_mix_samples_or_fails(model_type: str):
         ours = tiny(model_type, PACKED)
         keep_apart(ours, try_two_samples(ours.config).layers)
         add_loss(ours)
-        found = ours(**packed_row())
+        losses = ours(**packed_row())
     except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError):
         return
-    if (found - alone(tiny(model_type, "eager"))).abs().max() <= 0.02:
+    if (losses - alone(tiny(model_type, "eager"))).abs().max() <= 0.02:
         measured, here = TYPES[model_type].transformers, metadata.version("transformers")
         assert measured != here
         assert f"that is so in transformers {measured}, and here is {here}" in str(
@@ -409,8 +409,8 @@ def test_the_kernel_for_ragged_samples_is_called_right_under_each_signature(vers
     query, key, value = torch.randn(1, 4, 47, 8), torch.randn(1, 2, 47, 8), torch.randn(1, 2, 47, 8)
     parts = segments()
     expected, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
-    found = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), parts, Kind(0.2))
-    assert torch.allclose(found[None], expected, atol=1e-6)
+    output = _varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), parts, Kind(0.2))
+    assert torch.allclose(output[None], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -427,8 +427,8 @@ def test_on_a_gpu_the_installed_kernel_takes_our_call_or_samples_go_one_by_one(
         key, value = (torch.empty(1, 2, 47, head_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         parts = segments()._replace(offsets=torch.empty(len(LENGTHS) + 1, device="cuda", dtype=torch.int32))
         with Operations() as operations, Attentions() as attentions:
-            found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
-    assert found.shape == (1, 47, 4, head_size) and found.dtype == torch.bfloat16 and found.is_cuda
+            output, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2, segments=parts)
+    assert output.shape == (1, 47, 4, head_size) and output.dtype == torch.bfloat16 and output.is_cuda
     assert ("_varlen_attn" in operations.names) == is_called
     assert len(attentions.calls) == (0 if is_called else len(LENGTHS))
 
@@ -463,16 +463,16 @@ def test_what_no_kernel_computes_is_transformers_own(window: int | None):
         theirs = {} if own is gpt_oss else options
         for parts, lengths in ((segments(), LENGTHS), (None, [total])):
             expected = []
-            for q, k, v in zip(*(one.split(lengths, 2) for one in (query, key, value)), strict=True):
+            for q, k, v in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
                 seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
                 mask = torch.where(seen if window is None else seen.triu(1 - window), 0.0, -torch.inf)
                 expected.append(own.eager_attention_forward(module, q, k, v, mask, scaling=0.3, **theirs)[0])
-            found, _ = attend(
+            output, _ = attend(
                 module, query, key, value, None, scaling=0.3, sliding_window=window, segments=parts, **options
             )
-            torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(output, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
             plain, _ = attend(module, query, key, value, None, scaling=0.3, sliding_window=window, segments=parts)
-            assert (plain - found).abs().max() > 0.1
+            assert (plain - output).abs().max() > 0.1
 
 
 class Attentions(TorchFunctionMode):
@@ -505,8 +505,8 @@ def test_in_float32_on_a_gpu_each_query_head_gets_a_key(device: str, dtype: torc
         query = torch.empty(1, 4, 47, 16, device=device, dtype=dtype)
         key, value = (torch.empty(1, 2, 47, 16, device=device, dtype=dtype) for _ in range(2))
         with Attentions() as attentions:
-            found, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2)
-    assert attentions.calls == [expected] and found.shape == (1, 47, 4, 16)
+            output, _ = attend(torch.nn.Module(), query, key, value, None, scaling=0.2)
+    assert attentions.calls == [expected] and output.shape == (1, 47, 4, 16)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -520,16 +520,16 @@ def test_on_cpu_short_samples_in_16_bits_are_computed_in_float32(low, autocast: 
     upstream = torch.randn(1, total, 4, 16, generator=generator).to(low)
 
     def results(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [one.clone().requires_grad_() for one in inputs]
-        found, _ = attend(torch.nn.Module(), *leaves, None, scaling=0.2, segments=segments() if is_packed else None)
-        return [found, *torch.autograd.grad(found, leaves, upstream.to(found.dtype))]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        output, _ = attend(torch.nn.Module(), *leaves, None, scaling=0.2, segments=segments() if is_packed else None)
+        return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
-    wide = [one.float() for one in low_inputs]
-    expected = [one.to(low) for one in results(wide)]
+    wide = [leaf.float() for leaf in low_inputs]
+    expected = [tensor.to(low) for tensor in results(wide)]
     with torch.autocast("cpu", dtype=low, enabled=autocast), Attentions() as attentions:
-        found = results(wide if autocast else low_inputs)  # rotary embeddings raise them to float32 under autocast
-    assert found[0].dtype == low
-    assert all(torch.equal(a.to(low), b) for a, b in zip(found, expected, strict=True))
+        outcome = results(wide if autocast else low_inputs)  # rotary embeddings raise them to float32 under autocast
+    assert outcome[0].dtype == low
+    assert all(torch.equal(a.to(low), b) for a, b in zip(outcome, expected, strict=True))
     assert attentions.dtypes == {torch.float32}
 
 
@@ -537,8 +537,8 @@ def test_on_cpu_long_samples_in_16_bits_are_not_raised(monkeypatch: pytest.Monke
     monkeypatch.setattr(attention, "LONG_ON_CPU", max(LENGTHS))
     query = torch.randn(1, 4, sum(LENGTHS), 16, dtype=torch.bfloat16)
     with Attentions() as attentions:
-        found, _ = attend(torch.nn.Module(), query, query, query, None, segments=segments())
-    assert found.dtype == torch.bfloat16 and attentions.dtypes == {torch.bfloat16}
+        output, _ = attend(torch.nn.Module(), query, query, query, None, segments=segments())
+    assert output.dtype == torch.bfloat16 and attentions.dtypes == {torch.bfloat16}
 
 
 class Operations(TorchDispatchMode):
@@ -662,11 +662,11 @@ def test_auto_keeps_what_a_run_had_and_what_its_recipe_asks_for(tmp_path: Path):
 
 def test_the_architectures_whose_attention_has_sinks_are_those_of_transformers():
     """An argument `s_aux` of the attention function."""
-    found, lacked = set(), lacked_types().keys()
+    with_sinks, lacked = set(), lacked_types().keys()
     for name in {*PACKABLE} - lacked:
         code = inspect.getsource(sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))].__module__])
-        found |= {name} if "s_aux=" in code else set()
-    assert found == {name for name, facts in TYPES.items() if facts.has_sinks} - lacked
+        with_sinks |= {name} if "s_aux=" in code else set()
+    assert with_sinks == {name for name, facts in TYPES.items() if facts.has_sinks} - lacked
 
 
 @pytest.mark.parametrize("path", labels.recipe_files(), ids=str)

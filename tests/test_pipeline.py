@@ -83,7 +83,7 @@ def test_the_stages_of_known_models_by_hand():
 def most_begun(num_micro_batches: int, num_stages: int, chunks: int = 1) -> list[int]:
     """For each stage, the most micro-batches, of whatever chunk, that have begun at once."""
     stages = (stage_passes(num_micro_batches, stage, num_stages, chunks) for stage in range(num_stages))
-    return [max(sum(one.counts) for one in stage) for stage in stages]
+    return [max(sum(move.counts) for move in stage) for stage in stages]
 
 
 def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand():
@@ -94,14 +94,14 @@ def test_micro_batches_that_a_stage_has_begun_before_its_first_backward_by_hand(
     assert most_begun(8, 4, chunks=2) == [11, 9, 7, 5]
     assert most_begun(101, 2, chunks=2) == [5, 3]
     assert most_begun(1, 2, chunks=3) == [3, 3]
-    first = {one for one in stage_passes(1, 0, 2, 2) if one.is_first}
-    assert {(one.chunk, one.counts, one.waiting) for one in first} == {(0, (1, 0), (0, 0)), (1, (1, 1), (1, 0))}
+    first = {move for move in stage_passes(1, 0, 2, 2) if move.is_first}
+    assert {(move.chunk, move.counts, move.waiting) for move in first} == {(0, (1, 0), (0, 0)), (1, (1, 1), (1, 0))}
 
 
 def torchs(num_micro_batches: int, num_stages: int, chunks: int) -> dict[int, list]:
     """Work that torch's schedules give each stage."""
 
-    def found(stage: int) -> list:
+    def actions_of(stage: int) -> list:
         named = {"num_stages": num_stages * chunks, "group_size": num_stages, "group_rank": stage}
         pieces = [SimpleNamespace(**named, stage_index=stage, has_backward=True) for _ in range(chunks)]
         if chunks > 1:
@@ -113,13 +113,15 @@ def torchs(num_micro_batches: int, num_stages: int, chunks: int) -> dict[int, li
     for stage in range(num_stages):
         # The rest are pauses, and what a stage does once at the end.
         orders[stage] = [
-            one for one in found(stage) if one and one.computation_type.name in ("FORWARD", "FULL_BACKWARD")
+            action
+            for action in actions_of(stage)
+            if action and action.computation_type.name in ("FORWARD", "FULL_BACKWARD")
         ]
         if chunks == 1:  # where torch 2.13, which does not run this list, counts the last stage's forwards from 1
             seen = Counter()
-            for i, one in enumerate(orders[stage]):
-                orders[stage][i] = one._replace(microbatch_index=seen[one.computation_type])
-                seen[one.computation_type] += 1
+            for i, action in enumerate(orders[stage]):
+                orders[stage][i] = action._replace(microbatch_index=seen[action.computation_type])
+                seen[action.computation_type] += 1
     return orders
 
 
@@ -151,7 +153,8 @@ def test_the_order_of_a_stage_and_the_time_of_all_are_those_of_torchs_schedule(n
         orders = torchs(count, num_stages, chunks)
         for stage, order in orders.items():
             expected = [
-                (one.computation_type.name != "FORWARD", one.stage_index // num_stages, one[2]) for one in order
+                (action.computation_type.name != "FORWARD", action.stage_index // num_stages, action[2])
+                for action in order
             ]
             if chunks > 1 or count >= num_stages:  # GPipe's backwards have another order, which changes nothing
                 assert list(pipeline_order(count, stage, num_stages, chunks)) == expected, (count, stage)
@@ -169,9 +172,9 @@ def test_the_order_of_a_stage_and_the_time_of_all_are_those_of_torchs_schedule(n
 def test_stages_together_have_each_weight_once_and_a_tied_one_twice(is_tied: bool):
     whole = sketch(LLAMA | {"tie_word_embeddings": is_tied}, 10_000)
     parts = [stage_of(whole, stage, 3) for stage in range(3)]
-    found = sum(weight.num_elements for part in parts for weight in part.weights)
+    count = sum(weight.num_elements for part in parts for weight in part.weights)
     expected = sum(weight.num_elements for weight in whole.weights)
-    assert found == expected + (32 * 8 if is_tied else 0)
+    assert count == expected + (32 * 8 if is_tied else 0)
     assert [part.num_layers for part in parts] == [1, 2, 2]
     assert [{weight.part for weight in part.weights} for part in parts] == [
         {"embedding", "layer"},
@@ -185,7 +188,7 @@ def test_the_chunks_of_a_stage_by_hand():
     assert chunks == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
     # Llama-3.1-8B: 8 + 9 layers, and 8 + 7 with a head of two.
     chunks = [stage_chunks(32, stage, 2, 2, head_layers=2) for stage in range(2)]
-    assert [[*map(len, one)] for one in chunks] == [[8, 9], [8, 7]]
+    assert [[*map(len, chunk)] for chunk in chunks] == [[8, 9], [8, 7]]
     assert slowest_share(32, 2, 2, head_layers=2) == 0.5
     whole = sketch(LLAMA | {"tie_word_embeddings": False}, 10_000)
     parts = [stage_of(whole, stage, 2, 2) for stage in range(2)]
@@ -264,8 +267,8 @@ def test_models_whose_code_has_more_between_the_layers_are_refused():
 )
 def test_a_mistake_leaves_the_curve(lab: Lab, strategy: str, mistake: str, processes: int):
     settings = {"batch.micro_batch_size": "2"} if processes >= 4 else SGD
-    found = distance(lab.run(strategy, settings, processes=processes, sabotage=mistake), lab.run("single", SGD))
-    assert found.loss > 100 * SGD_LOSS, found
+    apart = distance(lab.run(strategy, settings, processes=processes, sabotage=mistake), lab.run("single", SGD))
+    assert apart.loss > 100 * SGD_LOSS, apart
 
 
 @pytest.mark.slow
@@ -273,8 +276,8 @@ def test_a_mistake_leaves_the_curve(lab: Lab, strategy: str, mistake: str, proce
 def test_gradients_that_transformers_sums_by_itself_count_once_in_a_stage(lab: Lab):
     """Gradients of Qwen3's norms of queries and keys, over several micro-batches."""
     reference = lab.run("single", QWEN3)
-    found = distance(lab.run("pp_tp", QWEN3), reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp_tp", QWEN3), reference)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     wrong = distance(lab.run("pp_tp", QWEN3, sabotage="gradients_summed_again"), reference)
     assert wrong.loss > 100 * SGD_LOSS or wrong.norm > 100 * SGD_NORM, wrong
 
@@ -284,8 +287,8 @@ def test_gradients_that_transformers_sums_by_itself_count_once_in_a_stage(lab: L
 def test_copies_of_stages_of_shards_have_the_curve_of_one_process(lab: Lab):
     """Eight processes; and where the ranks that have other shards count as copies, the engine refuses to train."""
     small = {"batch.micro_batch_size": "2"}
-    found = distance(lab.run("pp_tp", small, processes=8), lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp_tp", small, processes=8), lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     _, output = lab.attempt("pp_tp", small, processes=8, sabotage="copies_taken_for_shards")
     assert "processes with the same layers and other samples: asked for 2, found 4" in output
 
@@ -320,8 +323,8 @@ def test_a_loss_that_two_stages_count_leaves_the_curve(lab: Lab):
     ],
 )
 def test_four_stages_have_the_curve_of_one_process(lab: Lab, settings: dict[str, str]):
-    found = distance(lab.run(with_stages(lab.folder, "pp", 4), settings, processes=4), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(with_stages(lab.folder, "pp", 4), settings, processes=4), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
@@ -349,8 +352,8 @@ def test_chunks_of_layers_have_the_curve_of_one_process(
 ):
     settings = FOUR_LAYERS | (preferences(lab, more) if isinstance(more, str) else more)
     curve = lab.run(with_stages(lab.folder, name, count, chunks), settings, processes=processes)
-    found = distance(curve, lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(curve, lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     assert curve.record["strategy"]["ranges of layers"] == chunks
 
 
@@ -374,15 +377,15 @@ def test_a_run_goes_on_with_and_without_chunks(lab: Lab, tmp_path: Path, where: 
         name, _, chunks = leg.partition("/")
         file = with_stages(lab.folder, name, chunks=2) if chunks else name
         legs.append(file if name == "single" else f"{file}:{4 if name in ('pp_fsdp2', 'pp_tp') else 2}")
-    found = distance(chain(lab, tmp_path, legs, settings, num_steps=3), lab.run("single", settings))
-    assert found.loss < 1e-5 and found.norm < 1e-4, found
+    apart = distance(chain(lab, tmp_path, legs, settings, num_steps=3), lab.run("single", settings))
+    assert apart.loss < 1e-5 and apart.norm < 1e-4, apart
 
 
 def test_stages_of_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
     """The losses differed by 2.9 while embedding and head had a padded copy each, of which one was updated."""
     rows = {"model.from_scratch.vocab_size": "511"}
-    found = distance(lab.run("pp_fsdp2", rows | {"batch.micro_batch_size": "2"}), lab.run("single", rows))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp_fsdp2", rows | {"batch.micro_batch_size": "2"}), lab.run("single", rows))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -394,8 +397,8 @@ def test_stages_of_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
     ],
 )
 def test_stages_of_shards_have_the_curve_of_one_process(lab: Lab, settings: dict[str, str]):
-    found = distance(lab.run("pp_fsdp2", settings | {"batch.micro_batch_size": "2"}), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp_fsdp2", settings | {"batch.micro_batch_size": "2"}), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -413,22 +416,22 @@ def test_the_other_models_have_the_curve_of_one_process_too(lab: Lab, kind: str)
             config = AutoConfig.for_model(kind, **{name: getattr(llama, name) for name in sizes})
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     settings = {"model": f"{{name_or_path: {folder}}}"}
-    found = distance(lab.run("pp", settings), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp", settings), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 def test_a_token_budget_makes_micro_batches_of_many_shapes(lab: Lab):
     budget = {"batch": "{global_batch_size: 16, micro_batch_tokens: 300}"}
-    found = distance(lab.run("pp", budget, processes=4), lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("pp", budget, processes=4), lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 def test_bf16_stays_in_the_band_of_one_process(lab: Lab):
     settings = {"model.from_scratch.num_hidden_layers": "3", "mixed_precision": "bf16"}
-    found = distance(lab.run("pp", settings), lab.run("single", settings))
-    assert found.loss < 5e-3 and found.norm < 2e-2, found
+    apart = distance(lab.run("pp", settings), lab.run("single", settings))
+    assert apart.loss < 5e-3 and apart.norm < 2e-2, apart
 
 
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=THOROUGH)])
@@ -481,10 +484,10 @@ def test_two_chunks_have_the_loss_metrics_and_gradients_of_plain_torch(alone):
     every = torch.cat(losses_of(plain, tokens))
     every.mean().backward()
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
-    found = in_two_chunks(model).gradients(one_more, batches, len(every))
-    assert found == {"loss": pytest.approx(1 + every.mean().item(), rel=1e-6), "ones": 1}
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
+    sums = in_two_chunks(model).gradients(one_more, batches, len(every))
+    assert sums == {"loss": pytest.approx(1 + every.mean().item(), rel=1e-6), "ones": 1}
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_what_stages_hand_on_under_bf16_is_not_rounded(alone):
@@ -497,9 +500,9 @@ def test_what_stages_hand_on_under_bf16_is_not_rounded(alone):
     sums: list[float] = []
 
     def kept(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        found = negative_log_likelihood(model, batch).sum()
-        sums.append(found.item())
-        return found
+        losses = negative_log_likelihood(model, batch).sum()
+        sums.append(losses.item())
+        return losses
 
     in_two_chunks(model, torch.bfloat16)._forwards(kept, batches, lambda i: None)
     assert sums == expected

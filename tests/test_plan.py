@@ -63,9 +63,9 @@ def clash(**arguments):
 def test_accumulation_is_global_over_micro_times_data_parallel(
     book, strategy, processes, global_batch, micro_batch, data_parallel_size, accumulation
 ):
-    found = plan(strategy=strategy, processes=processes, global_batch=global_batch, micro_batch=micro_batch)
-    assert (found.num_processes, found.data_parallel_size) == (processes, data_parallel_size)
-    assert found.gradient_accumulation_steps == accumulation
+    result = plan(strategy=strategy, processes=processes, global_batch=global_batch, micro_batch=micro_batch)
+    assert (result.num_processes, result.data_parallel_size) == (processes, data_parallel_size)
+    assert result.gradient_accumulation_steps == accumulation
 
 
 # processes, global batch, micro batch -> what to use instead

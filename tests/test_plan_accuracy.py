@@ -59,18 +59,18 @@ def test_every_row_of_a_framework_is_forecast():
 
 
 def test_the_shares_of_the_peak_are_those_that_a_fit_left_or_made_better():
-    found = json.loads(frameworks.RESULTS.read_text(encoding="utf-8"))
-    rows = [row for row in found["rows"] if "gpt-oss" not in row["model"]]
-    assert json.loads(json.dumps(frameworks_fit.report(rows))) == found["fit"]
-    for one in found["fit"]:
-        assert EFFICIENCY[one["kind"]] == tuple(one["shares" if one["is_taken"] else "before"])
-        before, after = one["now"], one["then"]
-        assert one["is_taken"] == (
+    record = json.loads(frameworks.RESULTS.read_text(encoding="utf-8"))
+    rows = [row for row in record["rows"] if "gpt-oss" not in row["model"]]
+    assert json.loads(json.dumps(frameworks_fit.report(rows))) == record["fit"]
+    for kind in record["fit"]:
+        assert EFFICIENCY[kind["kind"]] == tuple(kind["shares" if kind["is_taken"] else "before"])
+        before, after = kind["now"], kind["then"]
+        assert kind["is_taken"] == (
             after["score"] < before["score"]
             and after["median"] <= before["median"]
             and after["inside"] >= before["inside"]
         )
-    assert [one["is_taken"] for one in found["fit"]] == [False, False, True]
+    assert [kind["is_taken"] for kind in record["fit"]] == [False, False, True]
     for row in rows:
         low, high = frameworks_fit.range_of(row, EFFICIENCY[row["kind"]])
         assert (low, high) == pytest.approx((row["forecast"][0], row["most"]), rel=0.01), row["id"]
@@ -213,9 +213,9 @@ def test_a_forecast_that_forgets_activations_misses(results, group):
 @pytest.mark.parametrize("row", ["m125", "m092", "m024", "m144", "m005"])
 def test_a_row_forecast_again_gives_what_is_recorded(results, facts, row):
     setup = setup_of(facts[row])
-    found = published.compare(facts[row], setup)
-    recorded = next(one for one in results["compared"] if one["id"] == row)
-    assert found.forecast == pytest.approx(recorded["forecast"], rel=0.01)
+    compared = published.compare(facts[row], setup)
+    recorded = next(entry for entry in results["compared"] if entry["id"] == row)
+    assert compared.forecast == pytest.approx(recorded["forecast"], rel=0.01)
     if row == "m125":  # a forecast of another run would show
         other = published.compare(facts[row], replace(setup, rows=2))
         assert other.forecast > 1.2 * recorded["forecast"]

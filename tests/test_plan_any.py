@@ -48,8 +48,8 @@ def test_a_name_a_folder_and_a_config_are_the_same_question(tmp_path):
     answers = [
         forecast_of(name, method="full", length=512) for name in (NAME, str(tmp_path), f"{tmp_path}/config.json")
     ]
-    assert {(one.num_parameters, one.num_trained) for one in answers} == {(facts["num_parameters"],) * 2}
-    assert len({one.forecasts[0].memory.allocated for one in answers}) == 1
+    assert {(answer.num_parameters, answer.num_trained) for answer in answers} == {(facts["num_parameters"],) * 2}
+    assert len({answer.forecasts[0].memory.allocated for answer in answers}) == 1
     assert answers[0].recipe.data.max_length == 512
 
 
@@ -115,8 +115,8 @@ def test_the_number_of_each_card_is_the_least_and_the_price_is_by_hand():
         count = card.machines.num_gpus
         verdicts = {
             number: [
-                one.verdict
-                for one in forecast_all(
+                forecast.verdict
+                for forecast in forecast_all(
                     least, strategies, parse_machines(f"{number}x{name}"), "recipe", limits=False
                 ).forecasts
             ]
@@ -194,7 +194,7 @@ def test_only_models_that_may_be_meant_are_suggested(capsys):
 def test_only_strategies_that_any_number_of_gpus_runs_are_tried():
     names = ("single", "ddp", "fsdp2", "zero3_offload", "tp", "fsdp1")
     tried = simple([load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names])
-    assert [one.name for one in tried] == ["single", "ddp", "fsdp2"]
+    assert [trial.name for trial in tried] == ["single", "ddp", "fsdp2"]
 
 
 def test_every_price_is_of_a_gpu_of_the_table():

@@ -95,13 +95,13 @@ def test_check_explain_and_preview_take_it(recipe, capsys):
     assert main(["check", str(recipe)]) == 0, capsys.readouterr().err
     assert "8 duels a step" in capsys.readouterr().out
     assert main(["explain", str(recipe), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    texts = {name: one["text"] for section in found["quantities"].values() for name, one in section.items()}
+    record = json.loads(capsys.readouterr().out)
+    texts = {name: quantity["text"] for section in record["quantities"].values() for name, quantity in section.items()}
     assert texts["objective"] == "margin of 0.5"
     assert texts["optimizer"].startswith("heavy_ball: inertia 0.5; weight decay")
     assert texts["schedule"] == "sawtooth, from the peak to a third of it, every 5 steps"
     assert "8 x 2 x 256" in texts["tokens a step"]
-    states = {one["what"]: one["num_bytes"] for one in found["bytes_a_parameter"]["states"]}
+    states = {state["what"]: state["num_bytes"] for state in record["bytes_a_parameter"]["states"]}
     assert states["optimizer"] == 4
     assert main(["preview", str(recipe), "--samples", "1"]) == 0
     assert "better: " in capsys.readouterr().out
@@ -109,8 +109,8 @@ def test_check_explain_and_preview_take_it(recipe, capsys):
 
 def test_plan_takes_it(recipe, capsys):
     assert main(["plan", str(recipe), "--gpus", "2x80GB", "--json"]) == 0, capsys.readouterr().err
-    found = json.loads(capsys.readouterr().out)
-    assert "nobody has tried it" in json.dumps(found), "its refusal of FSDP1"
+    record = json.loads(capsys.readouterr().out)
+    assert "nobody has tried it" in json.dumps(record), "its refusal of FSDP1"
 
 
 def test_its_own_refusal_is_one_of_the_table(recipe):
@@ -126,11 +126,11 @@ def test_a_loss_over_samples_that_cannot_share_them_is_refused_where_tokens_are_
 
 
 def test_a_resolved_recipe_names_the_whole_path_and_reloads(recipe, book):
-    found = load_recipe(recipe)
-    assert found.plugins == [str(Path("recipes/mine.py").resolve())]
-    book.write("elsewhere/resolved.yaml", dump_recipe(found))
+    loaded = load_recipe(recipe)
+    assert loaded.plugins == [str(Path("recipes/mine.py").resolve())]
+    book.write("elsewhere/resolved.yaml", dump_recipe(loaded))
     again = load_recipe(Path("elsewhere/resolved.yaml"))
-    assert again == found and again.objective.margin == 0.5
+    assert again == loaded and again.objective.margin == 0.5
 
 
 def test_its_keys_are_checked_as_those_of_the_package(recipe):
@@ -199,12 +199,17 @@ def test_a_changed_plugin_is_read_again_in_the_same_process(recipe):
 
 
 def test_tokenizing_processes_know_it(recipe):
-    found = load_recipe(recipe)
-    rows = read_rows(found.data.train[0], "error", found.objective)
+    loaded = load_recipe(recipe)
+    rows = read_rows(loaded.data.train[0], "error", loaded.objective)
     bad_rows, tokenizer = BadRows(), make_tokenizer()
     together, alone = (
         tokenize(
-            [rows], tokenizer, max_length=500, objective=found.objective, bad_rows=bad_rows, num_processes=num_processes
+            [rows],
+            tokenizer,
+            max_length=500,
+            objective=loaded.objective,
+            bad_rows=bad_rows,
+            num_processes=num_processes,
         )
         for num_processes in (2, 1)
     )
@@ -239,10 +244,10 @@ def test_a_checkpoint_names_no_code_that_is_run(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
     values = load_recipe(ROOT / "recipes/quickstart.yaml").model_dump(mode="json", exclude_none=True)
     values |= {"plugins": [str(tmp_path / "evil.py")], "objective": {"name": "margin", "margin": 0.5}}
-    found = recipe_of(values)
+    loaded = recipe_of(values)
     assert not marker.exists()
-    assert found.objective.name == "margin"
-    assert "margin: 0.5" in dump_recipe(found), "for the model card"
+    assert loaded.objective.name == "margin"
+    assert "margin: 0.5" in dump_recipe(loaded), "for the model card"
 
 
 def test_a_run_resumes_with_its_own_objective_and_plugins_only():
@@ -295,8 +300,8 @@ def run(lab: Lab, strategy: str, **more: str) -> Curve:
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_the_curve_is_that_of_one_process(lab: Lab, strategy: str):
     curve, reference = run(lab, strategy), run(lab, "single")
-    found = distance(curve, reference)
-    assert found.loss < 1e-5 and found.norm < 1e-4, found
+    apart = distance(curve, reference)
+    assert apart.loss < 1e-5 and apart.norm < 1e-4, apart
     assert reference.steps[0]["loss"] > 1.2 * reference.steps[-1]["loss"], "it learns"
     (record,) = curve.record["plugins"]
     assert record["file"] == str(PLUGIN) and len(record["sha256"]) == 64
@@ -318,8 +323,8 @@ def test_a_resumed_run_is_the_whole_one_and_a_changed_plugin_is_noticed(lab: Lab
     moved.write_text(PLUGIN.read_text())
     done = lab.start("fsdp2", settings | {"plugins": f"[{moved}]"})
     assert done.returncode == 0, done.stdout[-3000:]
-    found = distance(Curve(tmp_path / "out"), run(lab, "single"))
-    assert found.loss < 1e-5 and found.norm < 1e-4, found
+    apart = distance(Curve(tmp_path / "out"), run(lab, "single"))
+    assert apart.loss < 1e-5 and apart.norm < 1e-4, apart
 
 
 @pytest.mark.slow

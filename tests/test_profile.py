@@ -59,16 +59,16 @@ def ms(record: dict[str, Any], phase: str) -> list[float]:
 
 
 def test_time_is_divided_as_by_hand():
-    found = divide(BY_HAND, num_steps=1)
-    assert {name: ms(found, name) for name in found["phases"]} == {
+    shares = divide(BY_HAND, num_steps=1)
+    assert {name: ms(shares, name) for name in shares["phases"]} == {
         "data": [0, 0, 0, 10],
         "forward": [10, 5, 0, 15],
         "backward": [20, 0, 15, 15],
         "step": [0, 0, 3, 7],
     }
-    assert found["seconds"] == pytest.approx(0.1) and found["hidden"] == pytest.approx(0.015)
-    assert found["operations"]["aten::linear"] == pytest.approx(0.010), "without what it calls"
-    assert found["layers"] == {"model.layers.0": pytest.approx({"forward": 0.026, "backward": 0.030})}
+    assert shares["seconds"] == pytest.approx(0.1) and shares["hidden"] == pytest.approx(0.015)
+    assert shares["operations"]["aten::linear"] == pytest.approx(0.010), "without what it calls"
+    assert shares["layers"] == {"model.layers.0": pytest.approx({"forward": 0.026, "backward": 0.030})}
     assert divide(BY_HAND, num_steps=2)["seconds"] == pytest.approx(0.05)
 
 
@@ -114,10 +114,10 @@ def test_with_a_gpu_its_own_events_are_the_work():
         event("gemm", 60, 85, link=3, **device),
         event("Memcpy DtoH", 95, 97, **device),  # launched by nobody here, after all phases
     ]
-    found = divide(BY_HAND + on_gpu, num_steps=1)
-    assert ms(found, "forward") == [20, 0, 10, 10] and found["hidden"] == pytest.approx(0.010)
-    assert ms(found, "backward") == [25, 0, 0, 15] and ms(found, "data") == [0, 0, 0, 10]
-    assert ms(found, "step") == [0, 2, 0, 8] and "aten::mm" not in found["operations"]
+    shares = divide(BY_HAND + on_gpu, num_steps=1)
+    assert ms(shares, "forward") == [20, 0, 10, 10] and shares["hidden"] == pytest.approx(0.010)
+    assert ms(shares, "backward") == [25, 0, 0, 15] and ms(shares, "data") == [0, 0, 0, 10]
+    assert ms(shares, "step") == [0, 2, 0, 8] and "aten::mm" not in shares["operations"]
 
 
 def test_the_table_has_shares_of_a_step():
@@ -135,10 +135,10 @@ def check_profile(folder: Path, layers: set[str]) -> list[dict[str, Any]]:
     assert [(record["rank"], record["steps"]) for record in records] == [(0, 2), (1, 2)]
     for record in records:
         trace = json.loads(gzip.decompress((folder / f"profile/rank_{record['rank']}.pt.trace.json.gz").read_bytes()))
-        steps = [one for one in trace["traceEvents"] if one.get("name") == "run: step" and one.get("ph") == "X"]
+        steps = [event for event in trace["traceEvents"] if event.get("name") == "run: step" and event.get("ph") == "X"]
         assert len(steps) >= 2 and "schemaVersion" in trace
         # In microseconds; of two, the host's.
-        assert record["seconds"] == pytest.approx(sum(one["dur"] for one in steps[:2]) / 2e6, rel=0.01)
+        assert record["seconds"] == pytest.approx(sum(step["dur"] for step in steps[:2]) / 2e6, rel=0.01)
         assert {"data", "forward", "backward", "update"} <= set(record["phases"])
         assert set(record["layers"]) == layers
         for parts in (record["phases"][name] for name in ("forward", "backward", "update")):
@@ -152,7 +152,9 @@ SELDOM = [pytest.mark.slow, pytest.mark.thorough]
 LAYERS = {"model.layers.0", "model.layers.1"}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(one, marks=SELDOM) for one in ("ddp", "fsdp2", "tp"))])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(strategy, marks=SELDOM) for strategy in ("ddp", "fsdp2", "tp"))]
+)
 def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab: Lab, strategy: str):
     curve = lab.run(strategy, PROFILED)
     check_profile(curve.folder, LAYERS)
@@ -160,7 +162,9 @@ def test_a_run_is_profiled_under_every_kind_of_strategy_and_keeps_its_curve(lab:
     assert curve.losses == lab.run(strategy, plain).losses, "to the bit"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(one, marks=SELDOM) for one in ("ddp", "zero3"))])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(strategy, marks=SELDOM) for strategy in ("ddp", "zero3"))]
+)
 def test_a_run_on_simulated_gpus_is_profiled(gpu_lab: GpuLab, strategy: str):
     run = gpu_lab.run(strategy, {"run.profile": "{steps: [2, 3], ranks: [0, 1]}"})
     check_profile(run.output, LAYERS)
@@ -264,8 +268,10 @@ def test_what_sends_less_is_named_for_the_strategy(strategy: str, machines: int,
     run.settings["batch.micro_batch_size"] = 2
     run.record.update(strategy={"file": f"accelerate_configs/{strategy}.yaml", "processes": 2}, machines=machines)
     sends = [profile_of(rank, communication=0.4, other=0.02) for rank in (0, 1)]
-    (one,) = advice(run, sends)
-    assert one.what.startswith(f"communication that nothing hides takes 40%: {said}") and one.gain == pytest.approx(0.4)
+    (line,) = advice(run, sends)
+    assert line.what.startswith(f"communication that nothing hides takes 40%: {said}") and line.gain == pytest.approx(
+        0.4
+    )
 
 
 def history_of(**of_each_step: float) -> History:
@@ -286,16 +292,16 @@ def profile_of(rank: int, communication: float, other: float) -> dict[str, Any]:
 def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
     healthy = [profile_of(rank, communication=0.02, other=0.02) for rank in (0, 1)]
     assert list(advice(history_of(), healthy)) == []
-    (one,) = advice(history_of(step_seconds=2.0, data_seconds=1.0), healthy)
-    assert one.gain == pytest.approx(0.5) and "for 50%" in one.what
+    (line,) = advice(history_of(step_seconds=2.0, data_seconds=1.0), healthy)
+    assert line.gain == pytest.approx(0.5) and "for 50%" in line.what
     waits, slow = profile_of(0, communication=0.42, other=0.02), profile_of(1, communication=0.02, other=0.42)
-    (one,) = advice(history_of(), [waits, slow])
-    assert one.gain == pytest.approx(0.4) and one.what.startswith("rank 1 is slower"), (
+    (line,) = advice(history_of(), [waits, slow])
+    assert line.gain == pytest.approx(0.4) and line.what.startswith("rank 1 is slower"), (
         "and no word on sending or Python"
     )
     sends = [profile_of(rank, communication=0.4, other=0.02) for rank in (0, 1)]
-    (one,) = advice(history_of(eval_seconds=0.0), sends)
-    assert one.what.startswith("communication that nothing hides takes 40%")
+    (line,) = advice(history_of(eval_seconds=0.0), sends)
+    assert line.what.startswith("communication that nothing hides takes 40%")
     assert shares(history_of(save_seconds=3.0).lines)["saving"] == pytest.approx(0.75)
     of_step = shares(history_of(step_seconds=2.0, data_seconds=0.5).lines)
     assert (of_step["data"], of_step["step"]) == pytest.approx((0.25, 0.75)), "waiting is a part of the step"
@@ -327,7 +333,7 @@ def test_a_healthy_run_gets_no_advice_and_gains_are_shares_of_the_whole():
 def test_what_is_to_be_done_less_often_is_a_key_that_the_recipe_has(spent: str, settings: dict, said: str | None):
     run = history_of(**{spent: 1.0})
     run.settings.update(settings)
-    advised = [one.what for one in advice(run, [])]
+    advised = [line.what for line in advice(run, [])]
     assert len(advised) == (said is not None) and all(said in what and "None" not in what for what in advised)
 
 
@@ -356,9 +362,9 @@ def test_small_micro_batches_beside_free_memory_are_named_without_a_profile():
         "forecast": {"needed": [14 * 2**30, 15 * 2**30]},
     }
     run.record.update(known)
-    (one,) = advice(run, [])
-    assert "8 micro-batches of some 6 tokens" in one.what and "batch.micro_batch_size 1 to 4, which" in one.what
-    assert "at most 60 GiB" in one.what and one.gain == pytest.approx(0.6 * 0.75)
+    (line,) = advice(run, [])
+    assert "8 micro-batches of some 6 tokens" in line.what and "batch.micro_batch_size 1 to 4, which" in line.what
+    assert "at most 60 GiB" in line.what and line.gain == pytest.approx(0.6 * 0.75)
     assert list(advice(run, [profile_of(0, communication=0.0, other=0.02)])) == [], "a profile knows better"
     for key, other in (
         ("step_forecast", {"low": 0.2, "high": 1.1, "parts": []}),
@@ -384,12 +390,12 @@ def test_steps_that_were_not_reached_are_reported(tmp_path):
     said: list[str] = []
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     for ranks, reached in ([0], 4), ([1], 4), ([0], 5):
-        one = Profile(ProfileSection(steps=[5, 6], ranks=ranks), tmp_path, 0, model, said.append)
+        profile = Profile(ProfileSection(steps=[5, 6], ranks=ranks), tmp_path, 0, model, said.append)
         for step in range(1, reached + 1):
-            one.begin_step(step)
+            profile.begin_step(step)
             model(torch.ones(2))
-            one.end_step(step)
-        one.close()
+            profile.end_step(step)
+        profile.close()
         assert sum("nothing was profiled, as no step of [5, 6] was reached" in text for text in said) == 1
     assert any(text.startswith("PROFILE of steps 5 to 5, rank 0") for text in said), "a run that stops within"
 

@@ -29,9 +29,9 @@ def tokenizer():
 
 def trained(path, task, tokenizer, folder, **names):
     """The trained stretches of the first sequence, and the notes."""
-    found = read_back(path, tokenizer, folder, objective={"name": task}, **names)
-    assert not found.refused, found.refused
-    return re.findall(r"\[\[(.*?)\]\]", found.texts[0], re.DOTALL), found.notes
+    outcome = read_back(path, tokenizer, folder, objective={"name": task}, **names)
+    assert not outcome.refused, outcome.refused
+    return re.findall(r"\[\[(.*?)\]\]", outcome.texts[0], re.DOTALL), outcome.notes
 
 
 def offers(words):

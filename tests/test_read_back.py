@@ -27,5 +27,5 @@ def test_every_setting_that_is_compared_is_refused_when_another_runs(lab: Lab, t
     done = lab.start(strategy, settings, program=("tests/changed_settings.py",))
     said = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("CHANGED ")]
     assert len(said) == 1, done.stdout[-3000:]
-    found = json.loads(said[0])
-    assert found["number"] > 5 and not found["unknown"] and not found["unnoticed"], found
+    counts = json.loads(said[0])
+    assert counts["number"] > 5 and not counts["unknown"] and not counts["unnoticed"], counts

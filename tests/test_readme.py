@@ -28,8 +28,8 @@ STRATEGIES = {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")
 
 def block(language: str) -> str:
     """The only fenced block of a language on the first screen."""
-    (found,) = re.findall(rf"(?ms)^```{language}\n(.*?)^```$", FIRST)
-    return found
+    (block,) = re.findall(rf"(?ms)^```{language}\n(.*?)^```$", FIRST)
+    return block
 
 
 def sentences(text: str) -> list[str]:
@@ -55,9 +55,9 @@ def test_the_first_screen_has_the_promise_a_picture_the_start_and_what_is_not_tr
 
 
 def test_no_sentence_is_long() -> None:
-    found = sentences(README.partition("## Pages")[0]) + sentences(TROUBLE)
-    assert len(found) >= 60
-    assert [one for one in found if len(one.split()) > 40] == []
+    said = sentences(README.partition("## Pages")[0]) + sentences(TROUBLE)
+    assert len(said) >= 60
+    assert [sentence for sentence in said if len(sentence.split()) > 40] == []
 
 
 def test_the_recipe_of_the_first_screen_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

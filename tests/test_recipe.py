@@ -120,7 +120,8 @@ def loaded(path, assignments):
         return load_recipe(Path(path), assignments).model_dump(exclude={"run": {"output_dir"}})
     except RecipeError as error:
         return [
-            re.sub(rf"^(--set|{re.escape(str(path))}(:\d+)?:) ([\w.]+: (?=\w+:))?", "", one) for one in error.mistakes
+            re.sub(rf"^(--set|{re.escape(str(path))}(:\d+)?:) ([\w.]+: (?=\w+:))?", "", mistake)
+            for mistake in error.mistakes
         ]
 
 

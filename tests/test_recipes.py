@@ -109,8 +109,8 @@ def test_the_table_of_a_label_is_what_plan_computes(name, monkeypatch):
 def test_a_strategy_that_fits_on_fewer_gpus_needs_fewer():
     label = {"Needs": "4 GPUs of 80 GB.", "Fits": "GiB. 1x24GB zero3_offload 9 + 2 2x8x80GB zero3 30, fsdp2 28"}
     assert labels.read_fits(label) == {"1x24GB": "zero3_offload 9 + 2", "2x8x80GB": "zero3 30, fsdp2 28"}
-    found = {name: labels.gpus_needed(label, name) for name in ("zero3_offload", "fsdp2", "ddp")}
-    assert found == {"zero3_offload": 1, "fsdp2": 4, "ddp": 4}
+    needed = {name: labels.gpus_needed(label, name) for name in ("zero3_offload", "fsdp2", "ddp")}
+    assert needed == {"zero3_offload": 1, "fsdp2": 4, "ddp": 4}
     assert labels.gpus_needed({}, "ddp") == 0
     assert labels.gpus_needed(labels.read_label(Path("recipes/qwen3_0_6b/sft.yaml")), "ddp") == 1
 
@@ -239,7 +239,7 @@ def choices(model=Recipe, key="", family=None):
                     if word != kind.default:
                         yield f"{own}.name: {word}"
                     yield from (
-                        found for found in choices(named, f"{own}.", kind) if not found.startswith(f"{own}.name")
+                        choice for choice in choices(named, f"{own}.", kind) if not choice.startswith(f"{own}.name")
                     )
             elif isinstance(kind, type) and issubclass(kind, Section):
                 yield from choices(kind, f"{own}.")

@@ -73,7 +73,8 @@ def test_there_are_recipes_to_rehearse():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(one, marks=pytest.mark.thorough if any(x in one for x in ALIKE) else ()) for one in RECIPES]
+    "recipe",
+    [pytest.param(recipe, marks=pytest.mark.thorough if any(x in recipe for x in ALIKE) else ()) for recipe in RECIPES],
 )
 def test_a_shipped_recipe_passes_its_rehearsal(recipe, capsys, request):
     need_simulated_gpus()
@@ -267,7 +268,7 @@ def test_the_tiny_model_keeps_the_structure_of_the_large_one(name):
     assert type(small) is type(large)
     for key in ("tie_word_embeddings", "rope_parameters", "rms_norm_eps", "sliding_window", "attention_bias"):
         assert getattr(small, key, None) == getattr(large, key, None), key
-    first_of_kinds = [{one.window: one for one in reversed(attention_layers(c))} for c in (small, large)]
+    first_of_kinds = [{layer.window: layer for layer in reversed(attention_layers(c))} for c in (small, large)]
     assert len(first_of_kinds[0]) == len(first_of_kinds[1])
     for a, b in zip(*(kinds.values() for kinds in first_of_kinds), strict=True):
         assert a.num_heads * b.num_key_heads == b.num_heads * a.num_key_heads or a.num_key_heads == 1

@@ -123,21 +123,21 @@ def digest(script: str) -> str:
 
 def offences(page: Page) -> list[str]:
     """Parts that would fetch something, or execute anything but the one script that the page's policy allows."""
-    found = [tag for tag in page.tags if tag in {"img", "link", "iframe", "object", "embed", "base", "form"}]
+    parts = [tag for tag in page.tags if tag in {"img", "link", "iframe", "object", "embed", "base", "form"}]
     for name, value in page.attributes:
         is_reference = name in {"href", "src", "xlink:href", "action"} and not value.startswith("#")
         if is_reference or name.startswith("on") or "://" in value or re.search(r"url\((?!#)", value):
-            found.append(f"{name}={value}")
+            parts.append(f"{name}={value}")
     scripts = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
     allowed = " ".join(map(digest, scripts)) or "'none'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     if page.tags["script"] != len(scripts) or len(scripts) > 1:
-        found.append("scripts of others")
+        parts.append("scripts of others")
     if policy not in [value for name, value in page.attributes if name == "content"]:
-        found.append("no policy that forbids the rest")
+        parts.append("no policy that forbids the rest")
     if any(word in script for script in scripts for word in ("fetch(", "XMLHttp", "import(", "eval(", "innerHTML")):
-        found.append("a script that fetches, or executes texts")
-    return found + re.findall(r"@import|url\([^#]", page.text)
+        parts.append("a script that fetches, or executes texts")
+    return parts + re.findall(r"@import|url\([^#]", page.text)
 
 
 def test_the_page_of_a_run_has_every_number_and_loads_nothing(tmp_path: Path, capsys) -> None:

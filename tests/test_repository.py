@@ -218,11 +218,11 @@ def test_no_docstring_begins_with_of() -> None:
         assert [text.split() for _, text in texts_of(source)] == [["Of", "it."]] and MAY_BEGIN_SO.search(source)
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 300
-    found = [
+    places = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in files
         if MAY_BEGIN_SO.search(source := path.read_text(encoding="utf-8"))
         for line, text in texts_of(source)
         if text.split()[:1] == ["Of"]
     ]
-    assert not found, f'docstrings that begin with "Of"; name the thing first: {" ".join(found)}'
+    assert not places, f'docstrings that begin with "Of"; name the thing first: {" ".join(places)}'

@@ -132,8 +132,8 @@ EXACT |= {"run.eval_every_steps": "1"}
 @pytest.mark.thorough
 def test_six_legs_under_six_strategies_are_one_run(lab: Lab, tmp_path: Path):
     curve = chain(lab, tmp_path, QUICK_LEGS, EXACT, num_steps=3)
-    found = distance(curve, lab.run("single", EXACT))
-    assert found.loss < 1e-5 and found.norm < 1e-4 and found.weight < 1e-5, found
+    apart = distance(curve, lab.run("single", EXACT))
+    assert apart.loss < 1e-5 and apart.norm < 1e-4 and apart.weight < 1e-5, apart
 
 
 CHAINS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -184,10 +184,10 @@ def test_a_chain_of_strategies_is_one_run(lab: Lab, tmp_path: Path, name: str):
     if "global_batch_size" not in str(settings):
         settings = settings | {"batch.global_batch_size": "24", "batch.micro_batch_size": "2"}
     curve = chain(lab, tmp_path, legs, settings, num_steps=min(3, 19 // (len(legs) - 1)))
-    found = distance(curve, lab.run("single", settings))
+    apart = distance(curve, lab.run("single", settings))
     # An adapter's second matrix begins at zero, so the first steps of AdamW turn rounding into differences.
     loss, norm = (1e-4, 1e-3) if "adapter.name" in settings else (1e-5, 1e-4)
-    assert found.loss < loss and found.norm < norm, found
+    assert apart.loss < loss and apart.norm < norm, apart
 
 
 @pytest.mark.slow
@@ -201,8 +201,8 @@ def test_a_chain_drawn_at_random_is_one_run(lab: Lab, tmp_path: Path):
     settings |= {"model.from_scratch.tie_word_embeddings": chance.choice(["false", "true"])}
     print(legs, settings)
     curve = chain(lab, tmp_path, legs, settings, num_steps=2)
-    found = distance(curve, lab.run("single", settings))
-    assert found.loss < 1e-4 and found.norm < 1e-3, found
+    apart = distance(curve, lab.run("single", settings))
+    assert apart.loss < 1e-4 and apart.norm < 1e-3, apart
 
 
 @pytest.mark.thorough
@@ -210,8 +210,8 @@ def test_a_chain_drawn_at_random_is_one_run(lab: Lab, tmp_path: Path):
 def test_a_chain_in_bf16(lab: Lab, tmp_path: Path):
     settings = EXACT | {"mixed_precision": "bf16"}
     curve = chain(lab, tmp_path, ["zero3:2", "ddp:2", "zero1:2", "fsdp2:2"], settings, num_steps=3)
-    found = distance(curve, lab.run("ddp", settings, processes=2))
-    assert found.loss < 2e-2, found
+    apart = distance(curve, lab.run("ddp", settings, processes=2))
+    assert apart.loss < 2e-2, apart
 
 
 @pytest.mark.thorough
@@ -221,8 +221,8 @@ def test_moments_in_8_bits_come_back_to_the_bit_where_they_are_cut_alike(lab: La
     for i, where in enumerate(("fsdp2:2", "zero2:2")):
         chain(lab, tmp_path / str(i), [where, where], settings | SGD_STEPS, num_steps=3)
     curve = chain(lab, tmp_path / "across", ["fsdp2:2", "ddp:3", "zero3:2"], settings, num_steps=3, is_exact=False)
-    found = distance(curve, lab.run("single", settings))
-    assert found.loss < 5e-3, found
+    apart = distance(curve, lab.run("single", settings))
+    assert apart.loss < 5e-3, apart
 
 
 @pytest.mark.slow
@@ -296,11 +296,11 @@ DAMAGES = {
 
 
 HEADERS = {
-    "offsets that overlap": lambda one: one.update(data_offsets=[0, one["data_offsets"][1]]),
-    "a dtype that is none": lambda one: one.update(dtype="I32x"),
-    "a dtype that no save writes": lambda one: one.update(dtype="I32"),
-    "a shape without end": lambda one: one.update(shape=[2**40, 2**40]),
-    "a shape below zero": lambda one: one.update(shape=[-1]),
+    "offsets that overlap": lambda entry: entry.update(data_offsets=[0, entry["data_offsets"][1]]),
+    "a dtype that is none": lambda entry: entry.update(dtype="I32x"),
+    "a dtype that no save writes": lambda entry: entry.update(dtype="I32"),
+    "a shape without end": lambda entry: entry.update(shape=[2**40, 2**40]),
+    "a shape below zero": lambda entry: entry.update(shape=[-1]),
 }
 
 
@@ -319,7 +319,9 @@ def forge_header(saved: Path, change: Callable[[dict[str, Any]], object]) -> Non
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    change(max((one for key, one in header.items() if key != "__metadata__"), key=lambda one: one["data_offsets"]))
+    change(
+        max((entry for key, entry in header.items() if key != "__metadata__"), key=lambda entry: entry["data_offsets"])
+    )
     written = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
     path.write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
     seal(saved)

@@ -36,9 +36,9 @@ def pairs_of(lab: Lab, count: int) -> list[dict]:
 def scores_by_transformers(model, tokenizer, rows: list[dict], which: str) -> torch.Tensor:
     """Scores of whole chats in one padded batch, (rows,)."""
     texts = [tokenizer.apply_chat_template(row["prompt"] + row[which], tokenize=False) for row in rows]
-    found = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt", padding_side="right")
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt", padding_side="right")
     with torch.no_grad():
-        return model.eval()(input_ids=found.input_ids, attention_mask=found.attention_mask).logits[:, 0].double()
+        return model.eval()(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask).logits[:, 0].double()
 
 
 def loss_and_accuracy(model, tokenizer, rows: list[dict]) -> tuple[float, float]:
@@ -166,13 +166,13 @@ def test_the_first_loss_is_that_of_trl_on_the_same_rows(lab: Lab, tmp_path: Path
         eval_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(export),
     )
-    found, ours = trainer.evaluate(), still.evaluations[0][1]
-    assert found["eval_loss"] == pytest.approx(ours, rel=1e-5) and not math.isclose(ours, math.log(2), rel_tol=1e-3)
+    measured, ours = trainer.evaluate(), still.evaluations[0][1]
+    assert measured["eval_loss"] == pytest.approx(ours, rel=1e-5) and not math.isclose(ours, math.log(2), rel_tol=1e-3)
 
 
 def test_a_sequence_is_scored_at_its_last_token_that_is_no_padding():
-    ids = [np.array(one, dtype=np.int32) for one in ([5, 6, 7, 9, 9], [5, 6], [9, 9])]  # 9 pads, and ends texts
-    tokens = join([(one, _at_the_end(one, 9)) for one in ids], are_scored=True)
+    ids = [np.array(numbers, dtype=np.int32) for numbers in ([5, 6, 7, 9, 9], [5, 6], [9, 9])]  # 9 pads, and ends texts
+    tokens = join([(answer, _at_the_end(answer, 9)) for answer in ids], are_scored=True)
     assert tokens.num_targets.tolist() == [1, 1, 1]
     padded, packed = (collate(tokens, [0, 1, 2], 9, packing=packing) for packing in (False, True))
     assert padded["target_positions"].tolist() == [2, 5 + 1, 10] and packed["target_positions"].tolist() == [2, 6, 7]

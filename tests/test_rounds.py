@@ -129,7 +129,7 @@ def forked(lab, monkeypatch):
     started: list[dict[str, str]] = []
 
     def launch(path, *, strategy, processes, assignments):
-        started.append(dict(one.split("=", 1) for one in assignments))
+        started.append(dict(assignment.split("=", 1) for assignment in assignments))
         done = lab.start("single", started[-1])
         print(done.stdout)
         return done.returncode
@@ -141,7 +141,7 @@ def forked(lab, monkeypatch):
 def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, tmp_path, capsys):
     assert start(lab, settings(tmp_path, model)) == 0, capsys.readouterr()
     out, tokenizer = tmp_path / "out", AutoTokenizer.from_pretrained(model)
-    assert [one["rounds.round"] for one in forked] == ["1", "2"]
+    assert [setting["rounds.round"] for setting in forked] == ["1", "2"]
     for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
         lines, run = read(out / f"rounds/{number:04}/samples.jsonl"), out / f"rounds/{number:04}/run"
         assert len(lines) == 6
@@ -154,8 +154,8 @@ def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, t
         rows = read_rows(recipe.data.train[0], "error", recipe.objective)
         sampled = [line["completion_ids"] for line in lines]
         assert rows.kind == "sampled_group" and [row["completion_ids"] for row in rows.rows] == sampled
-    one, two = (load_file(out / f"rounds/000{k}/run/export/model.safetensors") for k in (1, 2))
-    assert any(np.abs(one[name] - two[name]).max() > 1e-5 for name in one)
+    earlier, two = (load_file(out / f"rounds/000{k}/run/export/model.safetensors") for k in (1, 2))
+    assert any(np.abs(earlier[name] - two[name]).max() > 1e-5 for name in earlier)
     assert not (out / "rounds/0001/run/checkpoints").exists()
     assert (out / "export").resolve() == (out / "rounds/0002/run/export").resolve()
     _is_shown_as_one_run(lab, out, capsys)
@@ -164,7 +164,7 @@ def test_rounds_sample_score_and_train_on_what_was_sampled(lab, forked, model, t
 def test_answers_that_a_round_cut_off_are_masked_where_the_recipe_says_so(lab, forked, model, tmp_path, capsys):
     masked = {"objective__mask_truncated_completions": True, "rounds__num_rounds": 1, "schedule": {"warmup_steps": 0}}
     assert start(lab, settings(tmp_path, model, **masked)) == 0, capsys.readouterr()
-    ended = [one for line in read(tmp_path / "out/rounds/0001/samples.jsonl") for one in line["ended"]]
+    ended = [flag for line in read(tmp_path / "out/rounds/0001/samples.jsonl") for flag in line["ended"]]
     steps = [line for line in read(tmp_path / "out/metrics.jsonl") if "loss" in line]
     share = sum(line["masked"] for line in steps) / len(steps)
     assert len(steps) == 2 and share == pytest.approx(1 - sum(ended) / len(ended)) and 0 < share < 1
@@ -180,7 +180,7 @@ def are_of_their_tokens(lines: list[dict[str, Any]], tokenizer) -> None:
         assert line["ended"] == ends and line["num_tokens"] == list(map(len, line["completion_ids"]))
         assert all(end or len(ids) == 8 for end, ids in zip(ends, line["completion_ids"], strict=True))
         texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in line["completion_ids"]]
-        assert [one[0]["content"] for one in line["completions"]] == texts
+        assert [completion[0]["content"] for completion in line["completions"]] == texts
         assert line["rewards"] == [min(len(text), 40) / 40 + 0.5 * ("e" in text) for text in texts]
 
 
@@ -189,7 +189,7 @@ def _is_shown_as_one_run(lab, out, capsys):
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     rounds = [line for line in lines if "reward" in line]
     for number, line in enumerate(rounds, start=1):
-        rewards = [one for row in read(out / f"rounds/{number:04}/samples.jsonl") for one in row["rewards"]]
+        rewards = [reward for row in read(out / f"rounds/{number:04}/samples.jsonl") for reward in row["rewards"]]
         assert (line["round"], line["step"]) == (number, 2 * number - 2)
         assert line["reward"] == pytest.approx(sum(rewards) / len(rewards)) and line["num_answers"] == 24
     # One warm-up and one decay over both rounds, as of a run of four steps.
@@ -230,8 +230,8 @@ def test_padding_changes_no_answer(lab, model, tmp_path):
     groups = Sampler(tmp_path / "model", recipe.rounds, is_bf16=False).answers(ids, seed=1)
     assert len({tuple(group[0].ids) for group in groups}) > len(ids) / 2
     for asked, group in zip(ids, groups, strict=True):
-        found = alone.generate(torch.tensor([asked]), do_sample=False, max_new_tokens=8)[0, len(asked) :].tolist()
-        assert [answer.ids for answer in group] == [found] * 2
+        tokens = alone.generate(torch.tensor([asked]), do_sample=False, max_new_tokens=8)[0, len(asked) :].tolist()
+        assert [answer.ids for answer in group] == [tokens] * 2
 
 
 APART = ("deepseek_v4", "recurrent_gemma", "rwkv")
@@ -283,8 +283,8 @@ def test_answers_are_drawn_from_the_models_probabilities(lab, model, tmp_path):
     with torch.no_grad():
         logits = sampler.model(torch.tensor([[5, 6, 7]])).logits[0, -1]
     counts = Counter(answer.ids[0] for answer in group)
-    found = torch.tensor([counts[i] / 4000 for i in range(len(logits))])
-    distances = [float((found - torch.softmax(logits / heat, -1)).abs().sum() / 2) for heat in (0.2, 1.0)]
+    shares = torch.tensor([counts[i] / 4000 for i in range(len(logits))])
+    distances = [float((shares - torch.softmax(logits / heat, -1)).abs().sum() / 2) for heat in (0.2, 1.0)]
     assert distances[0] < 0.2 and distances[1] > 2 * distances[0], distances
     assert sampler.answers([[5, 6, 7]], seed=3) == [group] != sampler.answers([[5, 6, 7]], seed=4)
 
@@ -419,9 +419,9 @@ def test_the_recipe_for_mathematics_asks_and_checks_as_its_source_does(tmp_path,
 
 
 def test_each_prompt_comes_once_an_epoch():
-    found = [row for number in range(1, 8) for row in prompt_rows.of_round(number, 3, 7, seed=5)]
-    assert sorted(found[:7]) == sorted(found[7:14]) == sorted(found[14:]) == list(range(7))
-    assert found[:7] != found[7:14]
+    rows = [row for number in range(1, 8) for row in prompt_rows.of_round(number, 3, 7, seed=5)]
+    assert sorted(rows[:7]) == sorted(rows[7:14]) == sorted(rows[14:]) == list(range(7))
+    assert rows[:7] != rows[7:14]
 
 
 def test_a_reward_function_that_fails_is_told_and_costs_no_sample(lab, forked, model, tmp_path, capsys, monkeypatch):
@@ -483,7 +483,7 @@ def test_rounds_train_one_adapter_on(lab, forked, model, tmp_path, capsys):
     values = settings(tmp_path, model, objective__beta=0.2, **others)
     assert start(lab, values) == 0, capsys.readouterr()
     first, second = (tmp_path / f"out/rounds/{number:04}" for number in (1, 2))
-    assert [one.get("adapter.path") for one in forked] == [None, json.dumps(str(first / "run/export"))]
+    assert [settings.get("adapter.path") for settings in forked] == [None, json.dumps(str(first / "run/export"))]
     assert f"ROUND 2 of 2: samples answers with {first / 'run/export'}" in capsys.readouterr().out
     step = next(line for line in read(second / "run/metrics.jsonl") if "loss" in line)
     assert step["ratio"] == pytest.approx(1, abs=1e-6)
@@ -505,8 +505,8 @@ def test_rounds_train_one_adapter_on(lab, forked, model, tmp_path, capsys):
     with tuned.disable_adapter():
         assert [group[0].ids for group in sampled] != answers()
         for line in lines:
-            for ids, found in zip(line["completion_ids"], line["reference_logprobs"], strict=True):
-                assert found == pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-5)
+            for ids, logps in zip(line["completion_ids"], line["reference_logprobs"], strict=True):
+                assert logps == pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-5)
     with pytest.raises(BadRow, match="reference_logprobs without a divergence"):
         Objective.of(name="grpo").check_row(lines[0])
 
@@ -537,17 +537,17 @@ def test_a_server_samples_from_the_weights_of_each_round_or_not_at_all(lab, fork
         server.serve(folder)
     assert start(lab, values) == 0, capsys.readouterr()
     assert len(set(told)) == 2 and not [*out.glob("rounds/*/model-*")]
-    asked = [one for one in server.asked if one["seed"] > 2000]
-    seeds = [one["seed"] for one in asked]
+    asked = [request for request in server.asked if request["seed"] > 2000]
+    seeds = [request["seed"] for request in asked]
     assert len(server.asked) - len(asked) == 2 * NUM_PROBES
     assert len(seeds) == len(set(seeds)) == 2 * 24
-    assert all(one["top_k"] == 0 and one["repetition_penalty"] == 1 for one in asked)
+    assert all(request["top_k"] == 0 and request["repetition_penalty"] == 1 for request in asked)
     for number, before in ((1, model), (2, out / "rounds/0001/run/export")):
         of_export, lines = AutoModelForCausalLM.from_pretrained(before), read(out / f"rounds/{number:04}/samples.jsonl")
         for line in lines:
             for ids, logps in zip(line["completion_ids"], line["logprobs"], strict=True):
                 assert logps == pytest.approx(logps_of(of_export, line["prompt_ids"], ids), abs=1e-5)
-        sent = Counter(tuple(one["prompt"]) for one in asked[24 * (number - 1) : 24 * number])
+        sent = Counter(tuple(request["prompt"]) for request in asked[24 * (number - 1) : 24 * number])
         assert sent == Counter(tuple(line["prompt_ids"]) for line in lines for _ in range(4))
         run = out / f"rounds/{number:04}/run"
         assert next(line for line in read(run / "metrics.jsonl") if "loss" in line)["ratio"] == pytest.approx(
@@ -567,12 +567,12 @@ def test_a_round_killed_while_a_server_samples_is_sampled_again_whole(lab, forke
     server.serve(folder)
     first, second, goes_on = [], [], threading.Event()
 
-    def note(found: dict[str, Any], answers: list[tuple[int, ...]]) -> dict[str, Any]:
-        if found["choices"][0]["seed"] > 2000:
-            answers.append(tuple(found["choices"][0]["token_ids"]))
-        return found
+    def note(answer: dict[str, Any], answers: list[tuple[int, ...]]) -> dict[str, Any]:
+        if answer["choices"][0]["seed"] > 2000:
+            answers.append(tuple(answer["choices"][0]["token_ids"]))
+        return answer
 
-    server.spoil = lambda found: note(found, first) if len(first) < 5 or goes_on.wait() else None
+    server.spoil = lambda answer: note(answer, first) if len(first) < 5 or goes_on.wait() else None
     release_folders()
     words = [sys.executable, "-m", "cookbook", *arguments(lab, values)]
     with subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) as running:
@@ -582,36 +582,36 @@ def test_a_round_killed_while_a_server_samples_is_sampled_again_whole(lab, forke
         running.kill()
     goes_on.set()
     assert not [*tmp_path.glob("out/rounds/*/*.jsonl")] and not forked
-    seeds, complete = {one["seed"] for one in server.asked}, server.complete
+    seeds, complete = {request["seed"] for request in server.asked}, server.complete
     server.asked.clear()
-    server.spoil = lambda found: note(found, second)
+    server.spoil = lambda answer: note(answer, second)
     server.complete = lambda asked: complete(asked | {"seed": asked["seed"] + 1000})
     assert start(lab, values) == 0, capsys.readouterr()
     lines = read(tmp_path / "out/rounds/0001/samples.jsonl")
     sampled = Counter(tuple(ids) for line in lines for ids in line["completion_ids"])
     assert sampled == Counter(second) and not sampled >= Counter(first) and len(second) == 24
-    assert seeds <= {one["seed"] - 1000 for one in server.asked}
+    assert seeds <= {request["seed"] - 1000 for request in server.asked}
     trained = load_recipe(tmp_path / "out/rounds/0001/run/recipe.yaml")
     rows = read_rows(trained.data.train[0], "error", trained.objective).rows
     assert Counter(tuple(ids) for row in rows for ids in row["completion_ids"]) == sampled
 
 
-def with_token(found: dict[str, Any], token: int) -> dict[str, Any]:
+def with_token(answer: dict[str, Any], token: int) -> dict[str, Any]:
     """An answer that ends as before, of at most 8 tokens, and begins with another one."""
-    return {"choices": [found["choices"][0] | {"token_ids": [token, *found["choices"][0]["token_ids"]][:8]}]}
+    return {"choices": [answer["choices"][0] | {"token_ids": [token, *answer["choices"][0]["token_ids"]][:8]}]}
 
 
 SPOILT: dict[str, Any] = {
-    "returned no token_ids": lambda found: found["choices"][0].pop("token_ids") and found,
-    "returned 2 answers where one was asked for": lambda found: {"choices": found["choices"] * 2},
-    "ended an answer after 2 tokens (finish_reason 'length'), neither": lambda found: {
-        "choices": [found["choices"][0] | {"token_ids": [5, 6]}]
+    "returned no token_ids": lambda answer: answer["choices"][0].pop("token_ids") and answer,
+    "returned 2 answers where one was asked for": lambda answer: {"choices": answer["choices"] * 2},
+    "ended an answer after 2 tokens (finish_reason 'length'), neither": lambda answer: {
+        "choices": [answer["choices"][0] | {"token_ids": [5, 6]}]
     },
-    "as the ids of tokens": lambda found: with_token(found, -1),
-    f"returned [{2**70}": lambda found: with_token(found, 2**70),
-    "as the log-probabilities of": lambda found: {"choices": [found["choices"][0] | {"logprobs": {}}]},
-    "answered 500 to /v1/completions: out of memory": lambda found: {"error": {"message": "out of\nmemory"}},
-    "does not answer (Remote end closed connection": lambda found: None,
+    "as the ids of tokens": lambda answer: with_token(answer, -1),
+    f"returned [{2**70}": lambda answer: with_token(answer, 2**70),
+    "as the log-probabilities of": lambda answer: {"choices": [answer["choices"][0] | {"logprobs": {}}]},
+    "answered 500 to /v1/completions: out of memory": lambda answer: {"error": {"message": "out of\nmemory"}},
+    "does not answer (Remote end closed connection": lambda answer: None,
 }
 
 
@@ -619,17 +619,17 @@ SPOILT: dict[str, Any] = {
 def test_a_server_that_fails_is_told_in_a_line(model, server, message, spoil):
     server.serve(str(model))
     section = RoundsSection(num_rounds=1, prompts_per_round=1, max_completion_length=8, generation_batch_size=2)
-    server.spoil = lambda found: spoil(found) if len(server.asked) > 3 else found
-    one = ServedModel(model, section, Client(server.address, server.address), 1)
+    server.spoil = lambda answer: spoil(answer) if len(server.asked) > 3 else answer
+    served_model = ServedModel(model, section, Client(server.address, server.address), 1)
     with pytest.raises(RecipeError, match=re.escape(message)) as raised:
-        Servers([one]).answers([[5, 6, 7]], seed=1)
+        Servers([served_model]).answers([[5, 6, 7]], seed=1)
     assert str(raised.value).startswith(f"rounds.sampler is {server.address}, and it") and "\n" not in str(raised.value)
-    server.spoil = lambda found: found
+    server.spoil = lambda answer: answer
     (group,) = Servers([ServedModel(model, section, Client(f"{server.address}/v1/", ""), 1)]).answers(
         [[5, 6, 7]], seed=1
     )
-    assert [answer.has_ended for answer in group] == [answer.ids[-1] in one.ends for answer in group]
-    server.spoil = lambda found: {"choices": [found["choices"][0] | {"logprobs": None}]}
+    assert [answer.has_ended for answer in group] == [answer.ids[-1] in served_model.ends for answer in group]
+    server.spoil = lambda answer: {"choices": [answer["choices"][0] | {"logprobs": None}]}
     (again,) = Servers([ServedModel(model, section, Client(server.address, ""), 1)]).answers([[5, 6, 7]], seed=1)
     assert again == [answer._replace(logps=None) for answer in group]
 
@@ -640,9 +640,9 @@ def test_a_round_that_has_its_answers_needs_no_server(lab, model, tmp_path):
     for number, name in ((1, "samples"), (2, "unscored")):
         with pytest.raises(RecipeError, match="does not answer"):
             served.check(recipe)
-        folder = (one := Round(tmp_path / "out", number)).run
+        folder = (round_here := Round(tmp_path / "out", number)).run
         folder.mkdir(parents=True)
-        getattr(one, name).touch()
+        getattr(round_here, name).touch()
         served.check(recipe)
         (folder / "status.json").write_text('{"state": "finished"}')
 
@@ -656,17 +656,17 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
 
 
 def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
-    (one := Round(tmp_path, 1)).folder.mkdir(parents=True)
+    (first := Round(tmp_path, 1)).folder.mkdir(parents=True)
     asks = os.fork()
     if not asks:
         try:
             command = ["sh", "-c", "echo $$ $VLLM_BATCH_INVARIANT; exec sleep 600"]
-            client, log = Client("http://127.0.0.1:9", "vllm"), one.folder / served.LOG
+            client, log = Client("http://127.0.0.1:9", "vllm"), first.folder / served.LOG
             with served._start(command, {served.INVARIANCE: "1"}, client, log):
                 pass
         finally:
             os._exit(1)
-    log, deadline = one.folder / served.LOG, time.monotonic() + 30
+    log, deadline = first.folder / served.LOG, time.monotonic() + 30
     while not (log.is_file() and log.read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -688,7 +688,7 @@ def test_a_server_ends_with_a_command_that_is_killed(tmp_path):
     ],
 )
 def test_vllm_is_asked_for_answers_that_a_batch_does_not_change_where_it_can(capabilities, environment, variables):
-    gpus = [InstalledGpu(index=index, capability=one) for index, one in enumerate(capabilities)]
+    gpus = [InstalledGpu(index=index, capability=capability) for index, capability in enumerate(capabilities)]
     assert served.invariance(gpus, environment) == variables
 
 
@@ -717,7 +717,11 @@ def test_vllm_is_started_for_each_round_with_the_adapter_merged(lab, forked, mod
             with tuned.disable_adapter():
                 assert logps != pytest.approx(logps_of(tuned, line["prompt_ids"], ids), abs=1e-3)
     assert not [*second.glob("model-*")]
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
     program.write_text("#!/bin/sh\necho ValueError: no such device >&2\nexit 3\n")
     values["run"] = json.dumps(json.loads(values["run"]) | {"output_dir": str(tmp_path / "other")})
     assert start(lab, values) == 2
@@ -728,31 +732,31 @@ def test_vllm_is_started_for_each_round_with_the_adapter_merged(lab, forked, mod
 def test_the_reward_of_the_recipe_for_laptops_rises(lab, forked, tmp_path, monkeypatch, capsys):
     """The first of its 22 rounds; and falls where a right answer costs."""
     monkeypatch.chdir(ROOT)
-    found = {}
+    rewards = {}
     for weight, count in ((1.0, 3), (-1.0, 2)):
         folder = tmp_path / str(weight)
         own = load_recipe(Path("recipes/sums/grpo.yaml"), [f"run.output_dir={folder}", f"rounds.num_rounds={count}"])
         values = own.model_dump(mode="json", exclude_unset=True)
         values["rounds"]["reward_weights"] = [weight]
         assert start(lab, {key: json.dumps(value) for key, value in values.items()}) == 0, capsys.readouterr()
-        found[weight] = [line["reward"] * weight for line in read(folder / "metrics.jsonl") if "reward" in line]
-    assert found[1.0][0] == found[-1.0][0] < 0.2, found
-    assert found[1.0][2] > 0.3 and found[-1.0][1] < 0.08, found
+        rewards[weight] = [line["reward"] * weight for line in read(folder / "metrics.jsonl") if "reward" in line]
+    assert rewards[1.0][0] == rewards[-1.0][0] < 0.2, rewards
+    assert rewards[1.0][2] > 0.3 and rewards[-1.0][1] < 0.08, rewards
 
 
 @pytest.mark.slow
 def test_the_student_of_the_recipe_for_laptops_comes_near_its_teacher(lab, forked, tmp_path, monkeypatch, capsys):
     """After the first of its 4 rounds; and stays where it is if the teacher knows no more than itself."""
     monkeypatch.chdir(ROOT)
-    found = {}
+    rewards = {}
     for teacher in ("teacher", "model"):
         folder = tmp_path / teacher
         changed = [f"run.output_dir={folder}", "rounds.num_rounds=2", f"objective.teacher=recipes/sums/{teacher}"]
         values = load_recipe(Path("recipes/sums/distill.yaml"), changed).model_dump(mode="json", exclude_unset=True)
         assert start(lab, {key: json.dumps(value) for key, value in values.items()}) == 0, capsys.readouterr()
-        found[teacher] = [line["reward"] for line in read(folder / "metrics.jsonl") if "reward" in line]
-    assert found["teacher"][0] == found["model"][0] < 0.2, found
-    assert found["teacher"][1] > 0.6 and found["model"][1] < 0.2, found
+        rewards[teacher] = [line["reward"] for line in read(folder / "metrics.jsonl") if "reward" in line]
+    assert rewards["teacher"][0] == rewards["model"][0] < 0.2, rewards
+    assert rewards["teacher"][1] > 0.6 and rewards["model"][1] < 0.2, rewards
 
 
 @pytest.mark.slow
@@ -795,9 +799,9 @@ def judge(model, tmp_path_factory) -> Path:
 
 
 def score_by_transformers(folder: Path, text: str) -> float:
-    found = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")
+    encoded = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
-        return AutoModelForSequenceClassification.from_pretrained(folder)(**found).logits.item()
+        return AutoModelForSequenceClassification.from_pretrained(folder)(**encoded).logits.item()
 
 
 def test_a_reward_model_scores_answers_as_transformers_does(lab, forked, model, judge, tmp_path, capsys):
@@ -805,12 +809,15 @@ def test_a_reward_model_scores_answers_as_transformers_does(lab, forked, model, 
     values = settings(tmp_path, model, rounds=rounds, schedule={"name": "constant"})
     assert start(lab, values) == 0, capsys.readouterr()
     lines, tokenizer = read(tmp_path / "out/rounds/0001/samples.jsonl"), AutoTokenizer.from_pretrained(judge)
-    assert len({one for line in lines for one in line["rewards"]}) > 4
+    assert len({reward for line in lines for reward in line["rewards"]}) > 4
     for line in lines[:2]:
-        texts = [tokenizer.apply_chat_template(line["prompt"] + one, tokenize=False) for one in line["completions"]]
+        texts = [
+            tokenizer.apply_chat_template(line["prompt"] + completion, tokenize=False)
+            for completion in line["completions"]
+        ]
         expected = [score_by_transformers(judge, text) for text in texts]
         assert line["scores"][str(judge)] == pytest.approx(expected, abs=1e-5)
-        assert line["rewards"] == pytest.approx([2 * one for one in expected], abs=2e-5)
+        assert line["rewards"] == pytest.approx([2 * score for score in expected], abs=2e-5)
 
 
 def test_a_reward_model_reads_a_text_with_its_end(model, judge, tmp_path):
@@ -858,14 +865,14 @@ def test_a_student_learns_from_a_teacher_on_its_own_answers(lab, forked, model, 
 
 def reverse_kl(student, teacher, lines: list[dict[str, Any]]) -> float:
     """The mean over the sampled tokens."""
-    found: list[float] = []
+    terms: list[float] = []
     for line in lines:
         for answer in line["completion_ids"]:
             ids, start = torch.tensor([line["prompt_ids"] + answer]), len(line["prompt_ids"]) - 1
             with torch.no_grad():
-                own, other = (one(ids).logits[0, start:-1].double().log_softmax(-1) for one in (student, teacher))
-            found += (own.exp() * (own - other)).sum(-1).tolist()
-    return sum(found) / len(found)
+                own, other = (model(ids).logits[0, start:-1].double().log_softmax(-1) for model in (student, teacher))
+            terms += (own.exp() * (own - other)).sum(-1).tolist()
+    return sum(terms) / len(terms)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -909,5 +916,5 @@ def test_rounds_that_were_killed_end_with_the_same_samples_and_weights(lab, mode
             kills += 1
         running.wait()
     assert (kills, running.returncode) == (3, 0)
-    expected, found = files_of(tmp_path / "whole/out"), files_of(out)
-    assert len(expected) == 2 * rounds["num_rounds"] and found == expected
+    expected, files = files_of(tmp_path / "whole/out"), files_of(out)
+    assert len(expected) == 2 * rounds["num_rounds"] and files == expected

@@ -41,7 +41,7 @@ def ends(monkeypatch, model) -> Callable[..., list[str]]:
         launched: list[str] = []
 
         def launch(_path, *, assignments, **_others):
-            values = dict(one.split("=", 1) for one in assignments)
+            values = dict(assignment.split("=", 1) for assignment in assignments)
             launched.append(values["rounds.round"])
             run = Path(json.loads(values["run.output_dir"]))
             run.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def test_each_round_has_its_own_random_numbers(lab: Lab, ends, model: Path, tmp_
         assert start(lab, values) == 0
         lines = [read(tmp_path / name / f"out/rounds/{number:04}/samples.jsonl") for number in (1, 2)]
         are_of_their_tokens(lines[0] + lines[1], AutoTokenizer.from_pretrained(model))
-        sampled.append([[line["completion_ids"] for line in one] for one in lines])
+        sampled.append([[line["completion_ids"] for line in round_lines] for round_lines in lines])
     (first, second), again = sampled
     assert again == [first, second] and first != second
 
@@ -160,19 +160,19 @@ WRITTEN = json.dumps(ANSWERS) + "\n"
 
 @pytest.mark.parametrize("left", ["", "{", "5\n", "[]\n", '{"round": 1}\n', WRITTEN + WRITTEN[:20], WRITTEN + "{}\n"])
 def test_samples_that_are_not_whole_are_named_and_not_trained_on(tmp_path: Path, left: str):
-    one = Round(tmp_path, 1)
-    rounds_folder.write_lines(one.samples, [ANSWERS, ANSWERS])
-    assert len(one.lines) == 2
-    one.samples.write_text(left)
+    first = Round(tmp_path, 1)
+    rounds_folder.write_lines(first.samples, [ANSWERS, ANSWERS])
+    assert len(first.lines) == 2
+    first.samples.write_text(left)
     with pytest.raises(RecipeError, match=r"samples\.jsonl: is damaged; remove it"):
-        _ = one.lines
+        _ = first.lines
 
 
 def test_a_round_that_is_over_may_lose_its_samples(tmp_path: Path):
-    one, recipe = Round(tmp_path, 1), load_recipe(ROOT / "recipes/sums/grpo.yaml")
-    one.run.mkdir(parents=True)
-    (one.run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
-    assert rounds_folder.show_as_one_run(tmp_path, recipe, [one]) == 3
+    first, recipe = Round(tmp_path, 1), load_recipe(ROOT / "recipes/sums/grpo.yaml")
+    first.run.mkdir(parents=True)
+    (first.run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    assert rounds_folder.show_as_one_run(tmp_path, recipe, [first]) == 3
     assert read(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 1.0}]
 
 

@@ -77,23 +77,23 @@ def drawn_by_hand(logits: list[float], keys: dict[str, Any]) -> dict[int, float]
 def test_tokens_are_drawn_from_what_the_settings_leave(keys):
     """Tokens and probabilities by the definitions; and the tokens those of transformers for one setting alone."""
     logits = 2 * torch.randn(40, 30, generator=torch.Generator().manual_seed(1))
-    found = truncate(logits, rounds_of(**keys)).softmax(-1)
-    for row, expected in zip(found, (drawn_by_hand(row, keys) for row in logits.tolist()), strict=True):
+    shares = truncate(logits, rounds_of(**keys)).softmax(-1)
+    for row, expected in zip(shares, (drawn_by_hand(row, keys) for row in logits.tolist()), strict=True):
         assert {token: row[token].item() for token in row.nonzero().flatten().tolist()} == pytest.approx(
             expected, rel=1e-4
         )
     warpers: dict[str, Any] = {"top_p": TopPLogitsWarper, "top_k": TopKLogitsWarper, "min_p": MinPLogitsWarper}
     if len(keys) == 1 and (name := next(iter(keys))) in warpers:
         theirs = warpers[name](keys[name])(None, logits.clone()) > -torch.inf
-        assert torch.equal(theirs, found > 0) and not theirs.all()
+        assert torch.equal(theirs, shares > 0) and not theirs.all()
 
 
 def test_a_token_that_was_drawn_has_a_probability_where_rounding_left_it_out():
     logits, keys = torch.tensor([[3.0, 2.0, 1.0]]), rounds_of(top_k=1)
     assert logps(truncate(logits, keys), torch.tensor([1])).item() == -math.inf
     both = math.exp(3) + math.exp(2)
-    found = logps(truncate(logits, keys, torch.tensor([1])), torch.tensor([1])).item()
-    assert found == pytest.approx(math.log(math.exp(2) / both))
+    logp = logps(truncate(logits, keys, torch.tensor([1])), torch.tensor([1])).item()
+    assert logp == pytest.approx(math.log(math.exp(2) / both))
 
 
 @pytest.mark.parametrize("keys", [{}, *SETTINGS.values()], ids=["none", *SETTINGS])
@@ -141,7 +141,7 @@ def test_a_round_trains_on_the_probabilities_that_its_settings_gave(lab, model, 
 
 def launch_in(lab) -> Callable[..., int]:
     def launch(path, *, strategy, processes, assignments):
-        done = lab.start("single", dict(one.split("=", 1) for one in assignments))
+        done = lab.start("single", dict(assignment.split("=", 1) for assignment in assignments))
         print(done.stdout)
         return done.returncode
 

@@ -86,7 +86,7 @@ def test_servers_load_the_adapter_of_each_round_and_share_its_prompts(
     assert not [*tmp_path.glob("out/rounds/*/model-*")]
     for number, folder in ((1, first), (2, second)):
         for place, line in enumerate(read(folder / "samples.jsonl")):
-            whose = [[one["seed"] for one in server.asked] for server in servers]
+            whose = [[request["seed"] for request in server.asked] for server in servers]
             asked = [[seed for seed in line["seeds"] if seed in seeds] for seeds in whose]
             assert asked[(number + place) % 2] == line["seeds"] and asked[(number + place + 1) % 2] == []
 
@@ -97,8 +97,8 @@ LIES = {
 }
 
 
-def halfway(one: Any, other: Any) -> Any:
-    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+def halfway(own: Any, other: Any) -> Any:
+    for left, right in zip(own.parameters(), other.parameters(), strict=True):
         right.data = (left.data + right.data) / 2
     return other
 
@@ -116,7 +116,7 @@ def test_a_server_that_lies_is_named_before_the_round_asks_it(lab, forked, model
         f"rounds.sampler is {liar.address}: in round 2 kl_sampler_trainer is" in error and honest.address not in error
     )
     assert ("those of " + str(model) in error) == (lie is LIES["it ignores what it loads"])
-    asked_in_second = [one for one in liar.asked + honest.asked if one["seed"] > 2000]
+    asked_in_second = [request for request in liar.asked + honest.asked if request["seed"] > 2000]
     assert len(asked_in_second) == 24  # those of the first round alone
     assert not [*tmp_path.glob("out/rounds/0002/*.jsonl")] and len(forked) == 1
     assert json.loads((tmp_path / "out/status.json").read_text())["exit_code"] == 2
@@ -224,19 +224,23 @@ def program_of(tmp_path: Path) -> Path:
 def test_one_vllm_stays_up_and_ends_with_the_command(lab, forked, model, tmp_path, capsys, monkeypatch, max_staleness):  # noqa: F811
     """By a program of that name, which transformers answers for; the samples are those of a server for each round."""
     monkeypatch.setenv("PATH", f"{program_of(tmp_path).parent}:/usr/bin:/bin")
-    found = {}
+    samples = {}
     for name in ("vllm", "vllm --enable-lora"):
         values = values_of(tmp_path, model, name, num_rounds=3, max_staleness=max_staleness)
         values["run.output_dir"] = str(tmp_path / name)
         assert start(lab, values) == 0, capsys.readouterr()
-        found[name] = [
+        samples[name] = [
             [line["completion_ids"] for line in read(tmp_path / name / f"rounds/{number:04}/samples.jsonl")]
             for number in (1, 2, 3)
         ]
     starts = (tmp_path / "starts").read_text().splitlines()
     assert len(starts) == 3 + 1 and f"serve {model} " in starts[-1] and "--max-lora-rank 8 --max-loras 1" in starts[-1]
-    assert found["vllm"] == found["vllm --enable-lora"]
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert samples["vllm"] == samples["vllm --enable-lora"]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
 
 
 def whole_values_of(tmp_path: Path, model: Path, sampler: Any, **others: Any) -> dict[str, str]:  # noqa: F811
@@ -317,24 +321,28 @@ def test_a_server_that_does_not_take_weights_says_so(lab, forked, model, tmp_pat
 def test_one_vllm_takes_the_weights_of_all_rounds(lab, forked, model, tmp_path, capsys, monkeypatch, max_staleness):  # noqa: F811
     """Its socket lies where nobody else may look; samples and weights are those of a server for each round."""
     monkeypatch.setenv("PATH", f"{program_of(tmp_path).parent}:/usr/bin:/bin")
-    found, exports = {}, []
+    samples, exports = {}, []
     for is_kept in (False, True):
         values = whole_values_of(
             tmp_path, model, "vllm", num_rounds=3, max_staleness=max_staleness, keep_server=is_kept
         )
         values["run.output_dir"] = str(tmp_path / str(is_kept))
         assert start(lab, values) == 0, capsys.readouterr()
-        found[is_kept] = [
+        samples[is_kept] = [
             [line["completion_ids"] for line in read(tmp_path / str(is_kept) / f"rounds/{number:04}/samples.jsonl")]
             for number in (1, 2, 3)
         ]
         exports.append((tmp_path / str(is_kept) / "export/model.safetensors").read_bytes())
     starts = (tmp_path / "starts").read_text().splitlines()
-    assert found[False] == found[True] and exports[0] == exports[1]
+    assert samples[False] == samples[True] and exports[0] == exports[1]
     assert len(starts) == 3 + 1 and f"serve {model} --uds " in starts[-1] and "--port" not in starts[-1]
     socket = Path(starts[-1].split(" --uds ")[1].split()[0])
     assert (tmp_path / "modes").read_text().split()[-1] == "700" and not socket.parent.exists()
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
 
 
 def test_a_vllm_that_cannot_take_weights_is_no_server_to_keep(lab, model, tmp_path, capsys, monkeypatch):  # noqa: F811

@@ -273,12 +273,12 @@ def for_template(row: Row, template: Template) -> Chat:
             given |= dict.fromkeys(REASONING, thought)
         if "tool_calls" in message:
             given["tool_calls"] = [
-                one
+                call
                 | {
-                    "function": one["function"]
-                    | {"arguments": template.arguments(loaded(one["function"]["arguments"]))}
+                    "function": call["function"]
+                    | {"arguments": template.arguments(loaded(call["function"]["arguments"]))}
                 }
-                for one in message["tool_calls"]
+                for call in message["tool_calls"]
             ]
         chat.append(given)
     return chat
@@ -288,19 +288,19 @@ def leaves(value: Any) -> Iterator[str]:
     """The texts in a value of JSON."""
     if isinstance(value, str):
         yield value
-    for one in value if isinstance(value, list) else ():
-        yield from leaves(one)
-    for key, one in value.items() if isinstance(value, dict) else ():
+    for part in value if isinstance(value, list) else ():
+        yield from leaves(part)
+    for key, part in value.items() if isinstance(value, dict) else ():
         yield key
-        yield from leaves(one)
+        yield from leaves(part)
 
 
 def tool_texts(tools: list[Any] | None) -> list[str]:
     """Texts that must be written of tools in any form of a schema."""
     return [
         text
-        for one in (tool["function"] for tool in tools or [])
-        for text in (one["name"], *pieces(one["description"]), *one["parameters"]["properties"])
+        for function in (tool["function"] for tool in tools or [])
+        for text in (function["name"], *pieces(function["description"]), *function["parameters"]["properties"])
     ]
 
 
@@ -311,18 +311,18 @@ def pieces(text: str) -> list[str]:
 
 def texts_of(message: dict[str, Any]) -> dict[str, list[str]]:
     """Texts that must be written of a message."""
-    found = {key: pieces(message[key]) for key in ("content", *REASONING) if message.get(key)}
+    parts = {key: pieces(message[key]) for key in ("content", *REASONING) if message.get(key)}
     made = [
-        [one["function"]["name"], *leaves(loaded(one["function"]["arguments"]))]
-        for one in message.get("tool_calls", [])
+        [call["function"]["name"], *leaves(loaded(call["function"]["arguments"]))]
+        for call in message.get("tool_calls", [])
     ]
-    return found | ({"tool_calls": list(itertools.chain(*made))} if made else {})
+    return parts | ({"tool_calls": list(itertools.chain(*made))} if made else {})
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, **options: Any) -> str:
     """Text that transformers writes, on the day of the recipe."""
     template = re.sub(
-        r"strftime_now\((['\"])(.*?)\1\)", lambda found: repr(DAY.strftime(found[2])), tokenizer.chat_template
+        r"strftime_now\((['\"])(.*?)\1\)", lambda match: repr(DAY.strftime(match[2])), tokenizer.chat_template
     )
     return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **options)
 
@@ -354,14 +354,14 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 
 def faults(
-    row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, found: Labelled, notes: str = ""
+    row: Row, template: Template, kind: str, tokenizer: PreTrainedTokenizerBase, sample: Labelled, notes: str = ""
 ) -> list[str]:
     """Faults of the sample of a row that has these notes."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     shown_as = {form for token in added for form in (token, token.replace("▁", " "), token.replace("▁", ""))}
     marks = re.compile("|".join(map(re.escape, sorted(shown_as, key=len, reverse=True))))
     see: Callable[[str], str] = functools.partial(shown, kind=kind, marks=marks)
-    chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(found)
+    chat, tools, ids = for_template(row, template), row.get("tools"), ids_of(sample)
     problems = []
     whole = see(rendered(tokenizer, chat, tools=tools))
     text = see(tokenizer.decode(ids))
@@ -376,11 +376,11 @@ def faults(
             dropped = "reasoning" in notes and not is_trained(message)
             if key in REASONING and dropped:
                 continue
-            for one in texts:
-                if dropped and one in (message["content"] or "").rpartition("</think>")[0]:
+            for piece in texts:
+                if dropped and piece in (message["content"] or "").rpartition("</think>")[0]:
                     continue
                 forms = (key, "tools") if message["role"] == "tool" else (key,)  # gpt-oss has results in JSON
-                word = next((w for form in forms if (w := as_written(one, form, see)) in text[place:]), one)
+                word = next((w for form in forms if (w := as_written(piece, form, see)) in text[place:]), piece)
                 at = text.find(word, place)
                 if at < 0:
                     problems.append(f"message {number}: {key} {word!r} is not there, or not in its order")
@@ -389,16 +389,16 @@ def faults(
                 ends.append(at + len(word))
         place = max(ends)
     problems += [
-        f"tools: {one!r} is not there"
-        for one in tool_texts(tools)
-        if not any(as_written(one, form, see) in text for form in ("tools", "content"))
+        f"tools: {part!r} is not there"
+        for part in tool_texts(tools)
+        if not any(as_written(part, form, see) in text for form in ("tools", "content"))
     ]
-    of_prompts = prompt_faults(row, chat, tools, tokenizer, found, see, marks)
+    of_prompts = prompt_faults(row, chat, tools, tokenizer, sample, see, marks)
     if "generation is asked for" in notes:
         users = [k for k, message in enumerate(row["messages"]) if message["role"] == "user"]
         of_prompts = {k: problem for k, problem in of_prompts.items() if k < 0 or k > max(users, default=-1)}
     asked_for = prompts(row, chat, tools, tokenizer)
-    return [*problems, *of_prompts.values(), *label_faults(row, see, marks, asked_for, tokenizer, found)]
+    return [*problems, *of_prompts.values(), *label_faults(row, see, marks, asked_for, tokenizer, sample)]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -415,7 +415,7 @@ def prompt_faults(
     chat: Chat,
     tools: list[Any] | None,
     tokenizer: PreTrainedTokenizerBase,
-    found: Labelled,
+    sample: Labelled,
     see: Callable[[str], str],
     marks: re.Pattern[str],
 ) -> dict[int, str]:
@@ -424,25 +424,25 @@ def prompt_faults(
     Before it stands the text of its prompt; since the last special token, which is at the end of an earlier turn or
     later, also the prompt's very tokens, and none of them carries loss.
     """
-    problems, ids = {}, ids_of(found)
+    problems, ids = {}, ids_of(sample)
     if any(mark in json.dumps(row) for mark in MARKS):  # which are text there, and tokens to transformers
         chat, tools = json.loads(without_marks(json.dumps([chat, tools])))
     special = special_ids(tokenizer)
     whole = tokenizer(rendered(tokenizer, chat, tools=tools), add_special_tokens=False)["input_ids"]
-    if [one for one in ids if one in special] != [one for one in whole if one in special]:
+    if [token for token in ids if token in special] != [token for token in whole if token in special]:
         problems[-1] = f"the special tokens are those of {tokenizer.decode(ids)!r}"
-    places = [i for i, one in enumerate(ids) if one in special]
+    places = [i for i, token in enumerate(ids) if token in special]
     for k, texts in prompts(row, chat, tools, tokenizer).items():
         if without_marks(END) in re.split(marks.pattern, texts[0])[-1]:
             continue  # a text that is another here
         for text in texts:
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            of_prompt = [i for i, one in enumerate(prompt) if one in special]
+            of_prompt = [i for i, token in enumerate(prompt) if token in special]
             tail = prompt[of_prompt[-1] if of_prompt else 0 :]
             border = places[len(of_prompt) - 1] if 0 < len(of_prompt) <= len(places) else 0
             before = see(tokenizer.decode(ids[:border] + tail))
             if ids[border:][: len(tail)] == tail and without_marks(before) == without_marks(see(text)):
-                if any(is_label for _, is_label in found[border + 1 : border + len(tail)]):
+                if any(is_label for _, is_label in sample[border + 1 : border + len(tail)]):
                     problems[k] = f"message {k + 1}: the end of its prompt is trained: {tokenizer.decode(tail)!r}"
                 break
         else:
@@ -451,14 +451,14 @@ def prompt_faults(
     return problems
 
 
-def stretches(found: Labelled, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
+def stretches(sample: Labelled, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
     """Each labelled stretch as text, with its last token; spaces stand where they stand in the whole."""
-    ids, place, out = ids_of(found), 0, []
-    for is_label, run in itertools.groupby(found, key=lambda one: one[1]):
+    ids, place, out = ids_of(sample), 0, []
+    for is_label, run in itertools.groupby(sample, key=lambda pair: pair[1]):
         end = place + len(list(run))
         if is_label:
             text = tokenizer.decode(ids[:end])[len(tokenizer.decode(ids[:place])) :]
-            last = [one for one in ids[place:end] if tokenizer.decode([one]).strip()]
+            last = [token for token in ids[place:end] if tokenizer.decode([token]).strip()]
             out.append((text, last[-1] if last else -1))
         place = end
     return out
@@ -473,13 +473,13 @@ ASKED: tuple[dict[str, bool], ...] = (
 
 def prompts(row: Row, chat: Chat, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase) -> dict[int, list[str]]:
     """Prompts that generation may have before each trained message; none where the template refuses that."""
-    found: dict[int, list[str]] = {}
+    texts: dict[int, list[str]] = {}
     for k in [k for k, message in enumerate(row["messages"]) if is_trained(message)]:
         for variables in ASKED:
             with suppress(Exception):
                 text = rendered(tokenizer, chat[:k], tools=tools, add_generation_prompt=True, **variables)
-                found.setdefault(k, []).append(text)
-    return found
+                texts.setdefault(k, []).append(text)
+    return texts
 
 
 def label_faults(
@@ -488,10 +488,10 @@ def label_faults(
     marks: re.Pattern[str],
     prompts: dict[int, list[str]],
     tokenizer: PreTrainedTokenizerBase,
-    found: Labelled,
+    sample: Labelled,
 ) -> list[str]:
     trained = [k for k, message in enumerate(row["messages"]) if is_trained(message)]
-    labelled = stretches(found, tokenizer)
+    labelled = stretches(sample, tokenizer)
     if len(labelled) != len(trained):
         return [f"{len(labelled)} trained stretches for {len(trained)} trained turns: {labelled}"]
     problems = []
@@ -501,8 +501,8 @@ def label_faults(
             problems.append(f"message {k + 1}: {text!r} does not end with an end token")
         rest = see(text)
         for key, texts in texts_of(row["messages"][k]).items():
-            for one in texts:
-                word = as_written(one, key, see)
+            for part in texts:
+                word = as_written(part, key, see)
                 if word not in rest:  # its beginning may be the end of the prompt
                     asked = [see(text) for text in prompts.get(k, [])]
                     word = word[max(n for n in range(len(word)) if not n or any(a.endswith(word[:n]) for a in asked)) :]
@@ -537,14 +537,14 @@ def test_a_row_is_refused_or_trained_as_it_is(name: str, tmp_path: Path):
     template, wrong, num_trained = ALL[name], [], 0
     for kind in TOKENIZERS:
         for row in rows_for(name, kind, ROWS_EACH):
-            found, tokenizer = outcome(row, template, kind, tmp_path)
-            if found.refused:
+            result, tokenizer = outcome(row, template, kind, tmp_path)
+            if result.refused:
                 continue
             num_trained += 1
-            problems = faults(row, template, kind, tokenizer, found.samples[0], found.notes)
-            if any(mark in json.dumps(row) for mark in MARKS) and "special token" not in found.notes:
-                problems.append(f"no note of special tokens, but {found.notes!r}")
-            wrong += [f"{kind}: {json.dumps(row, ensure_ascii=False)}: {one}" for one in problems]
+            problems = faults(row, template, kind, tokenizer, result.samples[0], result.notes)
+            if any(mark in json.dumps(row) for mark in MARKS) and "special token" not in result.notes:
+                problems.append(f"no note of special tokens, but {result.notes!r}")
+            wrong += [f"{kind}: {json.dumps(row, ensure_ascii=False)}: {problem}" for problem in problems]
     assert wrong[:3] == [], len(wrong)
     assert name not in SHIPPED or num_trained > 2
 
@@ -554,53 +554,53 @@ def test_a_row_is_refused_or_trained_as_it_is(name: str, tmp_path: Path):
 def test_a_plain_chat_is_not_refused(name: str, kind: str, tmp_path: Path):
     writer = Writer(random.Random(name), simple=True)
     for row in [writer.row() for _ in range(3)]:
-        found, tokenizer = outcome(row, ALL[name], kind, tmp_path)
-        assert not found.refused
+        result, tokenizer = outcome(row, ALL[name], kind, tmp_path)
+        assert not result.refused
         # Two of them have no token for a line's end.
-        assert ("decode to another text" in found.notes) == bool(found.notes) == (kind in ("t5", "words"))
-        assert faults(row, ALL[name], kind, tokenizer, found.samples[0]) == []
+        assert ("decode to another text" in result.notes) == bool(result.notes) == (kind in ("t5", "words"))
+        assert faults(row, ALL[name], kind, tokenizer, result.samples[0]) == []
 
 
 # That the oracle can see.
 
 
-def shifted(found: Labelled, **_: Any) -> Labelled:
-    labels = [is_label for _, is_label in found]
-    return [(token, label) for (token, _), label in zip(found, [False, *labels[:-1]], strict=True)]
+def shifted(sample: Labelled, **_: Any) -> Labelled:
+    labels = [is_label for _, is_label in sample]
+    return [(token, label) for (token, _), label in zip(sample, [False, *labels[:-1]], strict=True)]
 
 
-def without_a_text(found: Labelled, tokenizer: PreTrainedTokenizerBase, word: str) -> Labelled:
-    ids = ids_of(found)
+def without_a_text(sample: Labelled, tokenizer: PreTrainedTokenizerBase, word: str) -> Labelled:
+    ids = ids_of(sample)
     for start, end in itertools.combinations(range(len(ids)), 2):
         if tokenizer.decode(ids[start:end]).strip() == word:
-            return found[:start] + found[end:]
+            return sample[:start] + sample[end:]
     raise AssertionError(f"{word!r} is not there")
 
 
-def with_a_space(found: Labelled, tokenizer: PreTrainedTokenizerBase, **_: Any) -> Labelled:
+def with_a_space(sample: Labelled, tokenizer: PreTrainedTokenizerBase, **_: Any) -> Labelled:
     """A space before the first label, as a dummy prefix is."""
-    first = [is_label for _, is_label in found].index(True)
+    first = [is_label for _, is_label in sample].index(True)
     (space,) = tokenizer(" ", add_special_tokens=False)["input_ids"][-1:]
-    return [*found[:first], (space, True), *found[first:]]
+    return [*sample[:first], (space, True), *sample[first:]]
 
 
-def with_the_user(found: Labelled, **_: Any) -> Labelled:
-    return [(token, is_label or 2 < i < 8) for i, (token, is_label) in enumerate(found)]
+def with_the_user(sample: Labelled, **_: Any) -> Labelled:
+    return [(token, is_label or 2 < i < 8) for i, (token, is_label) in enumerate(sample)]
 
 
-def without_the_end(found: Labelled, **_: Any) -> Labelled:
-    last = max(i for i, (_, is_label) in enumerate(found) if is_label)
-    return [(token, is_label and i != last) for i, (token, is_label) in enumerate(found)]
+def without_the_end(sample: Labelled, **_: Any) -> Labelled:
+    last = max(i for i, (_, is_label) in enumerate(sample) if is_label)
+    return [(token, is_label and i != last) for i, (token, is_label) in enumerate(sample)]
 
 
-def begun_twice(found: Labelled, **_: Any) -> Labelled:
-    return [found[0], *found]
+def begun_twice(sample: Labelled, **_: Any) -> Labelled:
+    return [sample[0], *sample]
 
 
-def whole_turn_lost(found: Labelled, **_: Any) -> Labelled:
-    first = [is_label for _, is_label in found].index(True)
-    last = next(i for i in range(first, len(found)) if not found[i][1])
-    return [(token, is_label and not first <= i < last) for i, (token, is_label) in enumerate(found)]
+def whole_turn_lost(sample: Labelled, **_: Any) -> Labelled:
+    first = [is_label for _, is_label in sample].index(True)
+    last = next(i for i in range(first, len(sample)) if not sample[i][1])
+    return [(token, is_label and not first <= i < last) for i, (token, is_label) in enumerate(sample)]
 
 
 MISTAKES = (shifted, without_a_text, with_a_space, with_the_user, without_the_end, begun_twice, whole_turn_lost)
@@ -611,10 +611,10 @@ MISTAKES = (shifted, without_a_text, with_a_space, with_the_user, without_the_en
 def test_a_wrong_encoder_is_seen(mistake: Callable[..., Labelled], kind: str, tmp_path: Path):
     row = small_chat("first question", "first answer", "second question", "second answer")
     template = SHIPPED["chatml"]
-    found, tokenizer = outcome(row, template, kind, tmp_path)
-    assert faults(row, template, kind, tokenizer, found.samples[0]) == []
+    result, tokenizer = outcome(row, template, kind, tmp_path)
+    assert faults(row, template, kind, tokenizer, result.samples[0]) == []
     for word in ("first question", "second answer") if mistake is without_a_text else ("",):
-        broken = mistake(found.samples[0], tokenizer=tokenizer, word=word)
+        broken = mistake(result.samples[0], tokenizer=tokenizer, word=word)
         assert faults(row, template, kind, tokenizer, broken) != []
 
 
@@ -641,20 +641,20 @@ def test_most_hostile_templates_are_met_by_a_row_that_shows_it():
 def as_texts(row: Row) -> Row:
     """The row with its arguments as text, since an Arrow table takes no values of several types."""
     for message in row["messages"]:
-        for one in message.get("tool_calls", []):
-            one["function"]["arguments"] = json.dumps(loaded(one["function"]["arguments"]))
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.dumps(loaded(call["function"]["arguments"]))
     return row
 
 
 def test_the_same_rows_have_one_fingerprint_in_every_format(tmp_path: Path):
     writer, objective = Writer(random.Random(1)), Objective.of(name="sft")
     rows = [as_texts(writer.row()) for _ in range(30)]
-    found = {}
+    digests = {}
     for write in (write_json_lines, *(WRITERS[form] for form in ("json", "csv", "parquet", "arrow file"))):
         path = str(write(tmp_path, rows))
         for streaming in (False, True):
             data = DataSection.model_validate({"train": path, "streaming": streaming, "on_bad_row": "drop"})
             (part,) = read_data(data, objective).train
             assert len(part.rows) > 20
-            found[path, streaming] = part.fingerprint
-    assert len(set(found.values())) == 1, found
+            digests[path, streaming] = part.fingerprint
+    assert len(set(digests.values())) == 1, digests

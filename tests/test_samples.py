@@ -64,16 +64,18 @@ def by_the_library(curve: Curve, prompts: list[str]) -> list[str]:
     """Texts that transformers' own generation gives with the exported weights, one prompt at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(curve.folder / "export")
     model: Any = AutoModelForCausalLM.from_pretrained(curve.folder / "export", dtype=torch.float32)
-    found = []
+    texts = []
     for prompt in prompts:
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
         most = min(TOKENS, 96 - ids.shape[1])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
-        found.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
-    return found
+        texts.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+    return texts
 
 
-@pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(one, marks=marks) for one, marks in MARKS.items())])
+@pytest.mark.parametrize(
+    "strategy", [*QUICK, *(pytest.param(strategy, marks=marks) for strategy, marks in MARKS.items())]
+)
 def test_a_run_says_what_its_model_says_and_keeps_its_curve(lab: Lab, strategy: str):
     curve, plain = lab.run(strategy, SAMPLED), lab.run(strategy)
     numbers = ("step", "epoch", "loss", "grad_norm", "learning_rate", "num_tokens", "eval_loss")
@@ -193,6 +195,6 @@ def test_a_sample_ends_with_a_text_a_turn_or_the_longest_sample():
     ],
 )
 def test_what_cannot_be_sampled_is_refused(lab: Lab, settings: list[str], said: str, capsys):
-    assignments = [word for one in settings for word in ("--set", one)]
+    assignments = [word for setting in settings for word in ("--set", setting)]
     assert main(["check", str(lab.folder / "recipe.yaml"), *assignments]) == 2
     assert said in capsys.readouterr().err

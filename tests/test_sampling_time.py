@@ -33,9 +33,9 @@ FEW = [*SHORT, "rounds.prompts_per_round=6", "rounds.generation_batch_size=8", "
 
 def of(config: PreTrainedConfig, *assignments: str, on: str = "1xH100", trainer: int | None = None) -> SamplerForecast:
     recipe = load_recipe(Path(GRPO), [*FEW, *assignments])
-    found = forecast_sampler(config, recipe, TraceCache(config, recipe).sizes, parse_machines(on), trainer)
-    assert found is not None
-    return found
+    sampler = forecast_sampler(config, recipe, TraceCache(config, recipe).sizes, parse_machines(on), trainer)
+    assert sampler is not None
+    return sampler
 
 
 def work(config: PreTrainedConfig) -> Any:
@@ -47,22 +47,22 @@ def work(config: PreTrainedConfig) -> Any:
 def test_a_step_reads_what_the_model_s_sizes_say():
     """Matrices of 3 layers, norms and the head in bf16, and not the embedding; the keys and values of a prompt of 60
     tokens and 20 of the answer, which is the mean while 40 are sampled."""
-    found = work(PLAIN)
+    needs = work(PLAIN)
     matrices = 3 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128) + 512 * 64
     norms = 3 * 2 * 64 + 64
-    assert 0 <= found.weights - 2 * (matrices + norms) <= 64 and found.experts == 0  # and rotary frequencies
-    assert found.cache == pytest.approx(2 * 2 * 16 * 3 * 2 * (60 + 40 / 2), rel=0.01)
-    assert found.token_flops == 2 * matrices
-    assert found.launches > 3 * 20
+    assert 0 <= needs.weights - 2 * (matrices + norms) <= 64 and needs.experts == 0  # and rotary frequencies
+    assert needs.cache == pytest.approx(2 * 2 * 16 * 3 * 2 * (60 + 40 / 2), rel=0.01)
+    assert needs.token_flops == 2 * matrices
+    assert needs.launches > 3 * 20
 
 
 def test_a_mixture_reads_the_experts_that_any_answer_chose():
-    found = work(MIXTURE)
+    needs = work(MIXTURE)
     experts = 2 * 3 * 8 * 3 * 64 * 32
-    assert (found.experts, found.chosen) == (experts, 0.25)
-    assert found.read(1) == found.weights + experts / 4
-    assert found.read(2) == found.weights + experts * (1 - 0.75**2)
-    assert found.read(1000) == pytest.approx(found.weights + experts)
+    assert (needs.experts, needs.chosen) == (experts, 0.25)
+    assert needs.read(1) == needs.weights + experts / 4
+    assert needs.read(2) == needs.weights + experts * (1 - 0.75**2)
+    assert needs.read(1000) == pytest.approx(needs.weights + experts)
 
 
 ONLY_MEMORY = EngineRates(memory=(1.0, 1.0), step=(0.0, 0.0), answer=(0.0, 0.0))
@@ -70,15 +70,15 @@ ONLY_MEMORY = EngineRates(memory=(1.0, 1.0), step=(0.0, 0.0), answer=(0.0, 0.0))
 
 def test_vllm_s_time_is_that_of_a_loop_over_steps():
     """24 answers in flights of 10, 10 and 4: each step alone by hand, with prompts once at best, 4 times at worst."""
-    gpu, found = find_gpu("H100"), work(PLAIN)
+    gpu, needs = find_gpu("H100"), work(PLAIN)
     assert gpu is not None and gpu.half_flops is not None
-    decoding = 40 * sum((found.weights + count * found.cache) / gpu.bandwidth for count in (10, 10, 4))
+    decoding = 40 * sum((needs.weights + count * needs.cache) / gpu.bandwidth for count in (10, 10, 4))
     worst, best = share_of_peak(gpu)
-    low, high = seconds_of_vllm(found, gpu, 10, rates=ONLY_MEMORY)
-    assert low == pytest.approx(decoding + 6 * found.prompt_flops / gpu.half_flops / best)
-    assert high == pytest.approx(decoding + 24 * found.prompt_flops / gpu.half_flops / worst)
+    low, high = seconds_of_vllm(needs, gpu, 10, rates=ONLY_MEMORY)
+    assert low == pytest.approx(decoding + 6 * needs.prompt_flops / gpu.half_flops / best)
+    assert high == pytest.approx(decoding + 24 * needs.prompt_flops / gpu.half_flops / worst)
     beside = replace(ONLY_MEMORY, step=(1e-3, 2e-3), answer=(1e-5, 1e-5))
-    slow = seconds_of_vllm(found, gpu, 10, rates=beside)
+    slow = seconds_of_vllm(needs, gpu, 10, rates=beside)
     assert slow[0] - low == pytest.approx(40 * (3 * 1e-3 + 24 * 1e-5))
     assert slow[1] - high == pytest.approx(40 * (3 * 2e-3 + 24 * 1e-5))
 
@@ -86,23 +86,23 @@ def test_vllm_s_time_is_that_of_a_loop_over_steps():
 def test_two_servers_take_half_and_two_gpus_of_one_server_more_than_half():
     gpu = find_gpu("H100")
     assert gpu is not None
-    found = replace(work(PLAIN), weights=14e9, cache=1e8)
-    alone, halves = seconds_of_vllm(found, gpu, 12), seconds_of_vllm(found, gpu, 12, servers=2)
-    shared = seconds_of_vllm(found, gpu, 12, gpus=2)
+    needs = replace(work(PLAIN), weights=14e9, cache=1e8)
+    alone, halves = seconds_of_vllm(needs, gpu, 12), seconds_of_vllm(needs, gpu, 12, servers=2)
+    shared = seconds_of_vllm(needs, gpu, 12, gpus=2)
     for end in (0, 1):
         assert halves[end] == pytest.approx(alone[end] / 2, rel=0.02)
         assert alone[end] / 2 < shared[end] < alone[end]
 
 
 def test_generate_waits_for_the_longer_of_launches_and_memory():
-    gpu, found = find_gpu("H100"), work(PLAIN)
+    gpu, needs = find_gpu("H100"), work(PLAIN)
     assert gpu is not None
-    low, high = seconds_of_generate(found, gpu, 8)
+    low, high = seconds_of_generate(needs, gpu, 8)
     assert (low, high) == (
-        pytest.approx(3 * 40 * found.launches * 9e-6, rel=0.01),
-        pytest.approx(3 * 40 * found.launches * 53e-6, rel=0.01),
+        pytest.approx(3 * 40 * needs.launches * 9e-6, rel=0.01),
+        pytest.approx(3 * 40 * needs.launches * 53e-6, rel=0.01),
     )
-    large = replace(found, weights=1e12)
+    large = replace(needs, weights=1e12)
     assert seconds_of_generate(large, gpu, 8)[1] == pytest.approx(3 * 40 * 1e12 / (0.6 * gpu.bandwidth), rel=0.01)
 
 
@@ -132,8 +132,8 @@ def test_a_round_is_the_sum_or_the_longer_of_both():
     ],
 )
 def test_what_no_published_time_tells_has_no_forecast(assignment: str, on: str, why: str):
-    found = of(PLAIN, assignment, on=on)
-    assert found.time is None and why in str(found.no_time)
+    sampler = of(PLAIN, assignment, on=on)
+    assert sampler.time is None and why in str(sampler.no_time)
 
 
 def test_an_environment_has_no_forecast():
@@ -169,10 +169,10 @@ def test_every_published_row_is_forecast_as_it_is_recorded():
 
 def test_most_published_rows_lie_inside_and_none_would_at_half_the_speed():
     vllm = sampling.of_vllm(PAIRS)
-    found = sampling.judged(vllm)
-    assert found["inside"] > 0.85 * found["rows"] and found["median"] < 0.25
+    judged = sampling.judged(vllm)
+    assert judged["inside"] > 0.85 * judged["rows"] and judged["median"] < 0.25
     slower = [(fact | {"seconds": str(2.5 * float(fact["seconds"]))}, row) for fact, row in vllm]
-    assert sampling.judged(slower)["inside"] < 0.1 * found["rows"]
+    assert sampling.judged(slower)["inside"] < 0.1 * judged["rows"]
 
 
 def test_a_published_row_is_traced_as_it_is_recorded():
@@ -190,9 +190,9 @@ def test_plan_says_how_long_a_round_samples_and_trains(capsys):
     words = ["plan", GRPO, "--strategy", "single", "--gpus", "1xA100-80GB"]
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    found = answer["sampler"]
-    low, high = found["seconds"]
-    assert found["answers_of_round"] == 5120 and found["in_flight"] == 320 and 0 < low < high
+    sampler = answer["sampler"]
+    low, high = sampler["seconds"]
+    assert sampler["answers_of_round"] == 5120 and sampler["in_flight"] == 320 and 0 < low < high
     assert main([*words, "--price", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"round \S+ to \S+ hours by published rates: sampling \S+ to \S+ minutes for 5,120 answers", said)

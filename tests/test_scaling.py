@@ -51,15 +51,15 @@ def test_the_efficiency_is_by_hand_and_one_gpu_has_100_percent():
     )
     record, said = answer(recipe, "4xH100", "ddp", "fsdp2", "single")
     of_one, _ = answer(recipe, "1xH100", "single")
-    (one,) = of_one["forecasts"]
+    (alone,) = of_one["forecasts"]
     assert record["scaling_reference"]["gpus"] == 1 and "those of 1 GPU with single" in said
-    assert record["scaling_reference"]["step_seconds"] == one["step_seconds"]
-    assert list(one["scaling_efficiency"]) == [1.0, 1.0]
+    assert record["scaling_reference"]["step_seconds"] == alone["step_seconds"]
+    assert list(alone["scaling_efficiency"]) == [1.0, 1.0]
     tokens = 32 * recipe.data.max_length
     rows = {Path(row["strategy"]).stem: row for row in record["forecasts"]}
     assert len(rows) == 3
     for row in rows.values():
-        assert row["scaling_efficiency"] == pytest.approx(by_hand(row, tokens, one["step_seconds"], 1))
+        assert row["scaling_efficiency"] == pytest.approx(by_hand(row, tokens, alone["step_seconds"], 1))
     assert list(rows["single"]["scaling_efficiency"]) == [1.0, 1.0] and " 100 % " in said
     assert rows["fsdp2"]["scaling_efficiency"][1] < 1, "messages take time"
 

@@ -51,10 +51,10 @@ CARRY_NO_CODE = ("GenerationConfig", "PeftConfig", "PeftModel")
 
 def findings(source: str) -> list[str]:
     """Faults of a file beside those that ruff refuses by pyproject.toml, each with its line."""
-    found = []
+    faults = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in EVALUATE:
-            found.append(f"line {node.lineno}: {node.id}")
+            faults.append(f"line {node.lineno}: {node.id}")
         if isinstance(node, ast.Dict):
             named = [(k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)]
         elif isinstance(node, ast.Call):
@@ -64,19 +64,19 @@ def findings(source: str) -> list[str]:
         arguments = {key: ast.unparse(value) for key, value in named}
         for key, value in REFUSED_UNLESS.items():
             if arguments.get(key, str(value)) != str(value):
-                found.append(f"line {node.lineno}: {key}={arguments[key]}")
+                faults.append(f"line {node.lineno}: {key}={arguments[key]}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained":
             owner = ast.unparse(node.func.value)
             if owner not in CARRY_NO_CODE and "trust_remote_code" not in arguments:
-                found.append(f"line {node.lineno}: {owner} without trust_remote_code=False")
+                faults.append(f"line {node.lineno}: {owner} without trust_remote_code=False")
             if owner not in CARRY_NO_CODE and "Model" in owner and arguments.get("use_safetensors") != "True":
-                found.append(f"line {node.lineno}: {owner} without use_safetensors=True")
-    return found
+                faults.append(f"line {node.lineno}: {owner} without use_safetensors=True")
+    return faults
 
 
 def test_our_code_opens_what_others_made_without_their_code():
     assert len(SOURCES) >= 35 and {"train.py", "cli.py", "vs_peers.py"} <= {path.name for path in SOURCES}
-    assert {str(path): found for path in SOURCES if (found := findings(path.read_text(encoding="utf-8")))} == {}
+    assert {str(path): faults for path in SOURCES if (faults := findings(path.read_text(encoding="utf-8")))} == {}
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def leaks(folder: Path, printed: str) -> list[str]:
     def has_mark(content: bytes) -> bool:
         return any(mark in content for mark in marks)
 
-    found = ["printed"] if has_mark(printed.encode()) else []
+    places = ["printed"] if has_mark(printed.encode()) else []
     for path in folder.rglob("*"):
         inside = os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
         if has_mark(str(path).encode()) or has_mark(inside):
-            found.append(str(path.relative_to(folder)))
-    return found
+            places.append(str(path.relative_to(folder)))
+    return places
 
 
 def launch(book: Book, *arguments: str) -> tuple[int, str, set[str]]:
@@ -554,9 +554,9 @@ def pins_of(name: str) -> dict[str, str]:
     """Package and version of each line of a requirements file, which may have nothing but exact versions."""
     pins = {}
     for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-        found = re.fullmatch(r"([\w.-]+)==(\S+)(?: \\)?", line)
-        if found:
-            pins[canonicalize_name(found.group(1))] = found.group(2)
+        pin = re.fullmatch(r"([\w.-]+)==(\S+)(?: \\)?", line)
+        if pin:
+            pins[canonicalize_name(pin.group(1))] = pin.group(2)
         else:
             assert re.match(r"#|$|    (--hash|#)", line), f"{name}: {line!r} is no exact version"
     return pins
@@ -593,8 +593,8 @@ def test_the_lock_leaves_nothing_to_be_found_while_installing():
             need = Requirement(text)
             if need.marker is None or need.marker.evaluate(environment):
                 seen += 1
-                found = locked.get(canonicalize_name(need.name))
-                if found is None or not need.specifier.contains(found, prereleases=True):
+                pin = locked.get(canonicalize_name(need.name))
+                if pin is None or not need.specifier.contains(pin, prereleases=True):
                     missing.append(f"{name} needs {text}")
     assert seen > 50 and missing == []
 

@@ -28,15 +28,15 @@ def test_the_parts_of_a_micro_batch_are_the_micro_batch(size: int, packing: bool
     positions = torch.cat([part["position_ids"] for part in parts], dim=1)
     assert torch.equal(positions, whole["position_ids"] if packing else torch.arange(length)[None])
     # Each target once, of the same sequence, at the place in the whole rows that its part points to.
-    found = []
+    triples = []
     for rank, part in enumerate(parts):
         width = length // size
         row, column = part["target_positions"] // width, part["target_positions"] % width + rank * width
         places = (row * length + column).tolist()
-        found += zip(places, part["targets"].tolist(), part["target_sequences"].tolist(), strict=True)
+        triples += zip(places, part["targets"].tolist(), part["target_sequences"].tolist(), strict=True)
     names = ("target_positions", "targets", "target_sequences")
     expected = zip(*(whole[name].tolist() for name in names), strict=True)
-    assert sorted(found) == sorted(expected) and len(found) == sum(LENGTHS) - len(LENGTHS)
+    assert sorted(triples) == sorted(expected) and len(triples) == sum(LENGTHS) - len(LENGTHS)
     assert all(part.get("lengths") == whole.get("lengths") for part in parts)
 
 
@@ -80,8 +80,8 @@ def test_a_window_is_refused():
 
 def test_fewer_key_heads_than_processes_are_repeated(lab: Lab):
     settings = SGD | {"model.from_scratch.num_key_value_heads": "1"}
-    found = distance(lab.run("ddp_sp", settings, processes=2), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("ddp_sp", settings, processes=2), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.parametrize(
@@ -94,22 +94,22 @@ def test_fewer_key_heads_than_processes_are_repeated(lab: Lab):
 )
 def test_groups_that_see_other_samples(lab: Lab, strategy: str, packing: str):
     settings = SGD | {"batch.micro_batch_size": "2", "data.packing": packing}
-    found = distance(lab.run(strategy, settings, processes=4), lab.run("single", SGD))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, settings, processes=4), lab.run("single", SGD))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.slow
 def test_groups_that_see_other_pairs(lab: Lab):
     """The last step of an epoch has five pairs, so that one group of two processes has a micro-batch of one."""
     settings = preferences(lab)
-    found = distance(lab.run("fsdp2_sp", settings, processes=4), lab.run("single", settings))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_sp", settings, processes=4), lab.run("single", settings))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.parametrize("mistake", ["no_exchange_of_heads_and_tokens", "gradient_divided_by_samples_processes"])
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
-    found = distance(lab.run("ddp_sp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
-    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+    apart = distance(lab.run("ddp_sp", SGD, processes=2, sabotage=mistake), lab.run("single", SGD))
+    assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 
 
 @pytest.mark.slow
@@ -118,8 +118,8 @@ def test_a_loss_over_whole_samples_is_that_of_one_process_and_a_mistake_leaves_i
     settings = preferences(lab)
     reference = lab.run("single", settings)
     single_pairs = settings | {"batch": "{global_batch_size: 8, micro_batch_size: 1}", "data.packing": "true"}
-    found = distance(lab.run("ddp_sp", single_pairs), reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("ddp_sp", single_pairs), reference)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     for mistake in ("log_probabilities_of_a_part", "gradient_of_own_samples"):
         wrong = distance(lab.run("ddp_sp", settings, sabotage=mistake), reference)
         assert wrong.loss > 100 * SGD_LOSS or wrong.norm > 100 * SGD_NORM, wrong

@@ -296,12 +296,12 @@ def as_text(messages):
         message
         | {
             "tool_calls": [
-                one
+                call
                 | {
-                    "function": one["function"]
-                    | {"arguments": json.dumps(one["function"]["arguments"], ensure_ascii=False)}
+                    "function": call["function"]
+                    | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
                 }
-                for one in message["tool_calls"]
+                for call in message["tool_calls"]
             ]
         }
         if "tool_calls" in message
@@ -405,17 +405,17 @@ def differences(ours, template, theirs, used=None, rows=EACH, **more):
     num_compared = 0
     for name, prompted in rows:
         row = ROWS[name]
-        one, other = rendered(template, row, prompted, **more), own_renderings(theirs)[name, prompted]
+        own, other = rendered(template, row, prompted, **more), own_renderings(theirs)[name, prompted]
         known = [
             rule for rule in OTHERWISE if rule.ours == ours and theirs in rule.theirs and rule.applies(row, prompted)
         ]
         for rule in known:
-            if used is not None and one != other:
+            if used is not None and own != other:
                 used.add(rule.reason)
-            other = rule.expected(row, other) if rule.expected and other is not None else one
-        num_compared += not known and None not in (one, other)
-        if one != other:
-            yield (name, prompted), one, other
+            other = rule.expected(row, other) if rule.expected and other is not None else own
+        num_compared += not known and None not in (own, other)
+        if own != other:
+            yield (name, prompted), own, other
     assert num_compared >= 400 or rows is not EACH, num_compared
 
 
@@ -428,9 +428,9 @@ PAIRS = {f"{ours}-{theirs}": (ours, theirs) for ours, names in TWINS.items() for
 def test_a_twin_renders_what_the_models_own_template_renders(pair):
     ours, theirs = PAIRS[pair]
     used = set()
-    found = list(differences(ours, SHIPPED[ours].read_text(encoding="utf-8"), theirs, used))
-    assert not found, f"{len(found)} of {2 * len(ROWS)}; the first: {found[0]}"
-    assert used == {one.reason for one in OTHERWISE if one.ours == ours and theirs in one.theirs}
+    different = list(differences(ours, SHIPPED[ours].read_text(encoding="utf-8"), theirs, used))
+    assert not different, f"{len(different)} of {2 * len(ROWS)}; the first: {different[0]}"
+    assert used == {rule.reason for rule in OTHERWISE if rule.ours == ours and theirs in rule.theirs}
 
 
 class Generation(Extension):
@@ -443,15 +443,15 @@ def literals(template):
     """Place and text of the string literals that a template writes, or looks for in texts; less those of `given`, which
     only say where the prompt ends and the assistant's part begins."""
     tokens = list(jinja2.Environment(extensions=[Generation]).lexer.tokeniter(template, None))
-    place, found = 0, []
+    place, stretches = 0, []
     for i, (_, kind, text) in enumerate(tokens):
         start = template.index(text, place)
         place = start + len(text)
         is_error = [word for _, _, word in tokens[max(0, i - 2) : i]] == ["raise_exception", "("]
         is_given = "given = " in template[:start].rpartition("\n")[2]
         if kind == "string" and re.search(r"[ <>]|\\n", text) and not is_error and not is_given:
-            found.append((start, text))
-    return found
+            stretches.append((start, text))
+    return stretches
 
 
 @pytest.mark.parametrize("ours", others_by_turn(TWINS, ["qwen2_5"]))
@@ -464,8 +464,8 @@ def test_control_a_changed_byte_is_found(ours):
     texts = [ast.literal_eval(text) for _, text in writes]
     for i, text in enumerate(texts):
         changed = [*texts[:i], f"~{text[1:]}", *texts[i + 1 :]]
-        if found := next(differences(ours, template, theirs, rows=[*telling, *EACH], literals=changed), None):
-            telling.insert(0, found[0])  # the same row often tells of the next literal
+        if difference := next(differences(ours, template, theirs, rows=[*telling, *EACH], literals=changed), None):
+            telling.insert(0, difference[0])  # the same row often tells of the next literal
         else:
             missed.append(text)
     assert len(writes) >= 4
@@ -562,16 +562,16 @@ def test_each_turn_is_one_stretch_that_ends_with_its_end_token(name):
     tokenizer = make_tokenizer(template, specials=[end for end in ends if end != "<|im_end|>"])
     num_turns, seen = 0, []
     for label, row in ROWS.items():
-        found = rendered(template, row, marks=True)
-        if (found, row.messages) in seen:  # with other keys for the template
+        written = rendered(template, row, marks=True)
+        if (written, row.messages) in seen:  # with other keys for the template
             continue
-        seen.append((found, row.messages))
+        seen.append((written, row.messages))
         # An answer after an answer has no end in these families; Llama's tools stand in the first message, whose ever.
-        if found is None or (name in ("glm4_moe", "gemma4") and "two answers in a row" in label):
+        if written is None or (name in ("glm4_moe", "gemma4") and "two answers in a row" in label):
             continue
-        if name == "llama3_1" and label.startswith("assistant first, tools") and len(found[1]) == 1:
+        if name == "llama3_1" and label.startswith("assistant first, tools") and len(written[1]) == 1:
             continue
-        text, stretches = found
+        text, stretches = written
         turns = [message for message in row.messages if message["role"] == "assistant"]
         assert len(stretches) == len(turns), label
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -638,10 +638,10 @@ def test_the_marked_part_is_what_follows_the_generation_prompt(name):
             continue  # it is prompted to reason, whatever the row has
         if name == "gpt_oss" and label == "call, reasoning":
             continue  # what it thought before a call is gone from the chat once there is an answer
-        found = rendered(template, row, marks=True)
-        if found is None:
+        written = rendered(template, row, marks=True)
+        if written is None:
             continue
-        text, stretches = found
+        text, stretches = written
         turns = [k for k, message in enumerate(chat) if message["role"] == "assistant"]
         for k, (start, _) in list(zip(turns, stretches, strict=True))[0 if name in KEEPS_TURNS else -1 :]:
             prompt = rendered(template, Row(chat[:k], TOOLS, row.kwargs), prompted=True)
@@ -693,7 +693,7 @@ def test_alpacas_prompt_has_the_input_in_a_part_of_its_own():
         ),
     ]
     for raw, wanted in wants:
-        (reading,) = [one for one in readings(raw.keys()) if one.kind.matches(one.of(raw))]
+        (reading,) = [reading for reading in readings(raw.keys()) if reading.kind.matches(reading.of(raw))]
         rows = rows_of(reading.kind.name, [reading.kind.check(reading.of(raw))])
         assert marked(run_tokenize(rows, tokenizer)[0], 0, tokenizer) == wanted
         assert run_tokenize(rows, tokenizer, train_on="all")[0].is_label.all()

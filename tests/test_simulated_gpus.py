@@ -65,7 +65,7 @@ def test_a_count_that_cannot_be_is_refused(count: str):
 def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path: Path):
     """The whole way of a user: accelerate's launcher, DeepSpeed, then a report of it and an answer of its export."""
     need_simulated_gpus()
-    settings = [word for one in [*SMALL, f"run.output_dir={tmp_path / 'run'}"] for word in ("--set", one)]
+    settings = [word for setting in [*SMALL, f"run.output_dir={tmp_path / 'run'}"] for word in ("--set", setting)]
     command = [sys.executable, "-m", "cookbook", "launch", "recipes/quickstart.yaml", "--strategy", "zero3"]
     done = subprocess.run(
         [*command, "--simulate-gpus", "2", *settings],
@@ -101,7 +101,7 @@ def test_a_launched_run_says_that_it_was_simulated_and_measures_nothing(tmp_path
 def test_doctor_looks_at_simulated_gpus_as_at_others():
     shown = run(sys.executable, "-m", "cookbook", "doctor", "--json", memory=80 << 30)
     findings = json.loads(shown.stdout)["findings"]
-    told = [(one["check"], one["status"], one["text"]) for one in findings]
+    told = [(finding["check"], finding["status"], finding["text"]) for finding in findings]
     assert ("torch", "ok", "computes on 2 GPUs") in told
 
 

@@ -62,10 +62,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def until(condition, what, seconds=120):
     """The first true value of a condition."""
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.05)
-    return found
+    return result
 
 
 def enter(machine):
@@ -183,8 +183,8 @@ def test_a_job_saves_before_its_limit_queues_again_and_resumes_on_the_same_curve
     ended, text = slurm.job(job), log.read_text()
     assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("COMPLETED", "1", "0:0"), text
     assert "stopped after step 8; the job queues again" in text and "resuming from" in text and "Traceback" not in text
-    found = distance(Curve(folder), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(folder), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart
     assert not list(slurm.folder.glob("slurm-*.step"))
 
 
@@ -311,5 +311,5 @@ def test_a_script_of_submit_has_the_curve_of_one_process(slurm, lab, tmp_path, m
     until(lambda: slurm.job(job)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), "its end", 240)
     ended = slurm.job(job)
     assert (ended["JobState"], ended["JobName"], ended["NumNodes"]) == ("COMPLETED", "submitted", "2"), log.read_text()
-    found = distance(Curve(folder), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(folder), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart

@@ -108,12 +108,12 @@ def test_a_run_in_one_process_imports_nothing_that_it_does_not_use(tmp_path):
     rows.write_text("".join(json.dumps(chat("Count.", f"one two three {i}")) + "\n" for i in range(32)))
     recipe.write_text(RECIPE.replace("DATA", str(rows)).replace("OUTPUT", str(tmp_path / "out")))
     settings = ("--set", "run.max_steps=1", "--set", "schedule.warmup_steps=0")
-    found = lines_after(BEFORE_THE_FIRST_STEP, str(recipe), *settings)
-    assert found["HEAVY"] == []
+    lines = lines_after(BEFORE_THE_FIRST_STEP, str(recipe), *settings)
+    assert lines["HEAVY"] == []
     assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
-    num_reads, *modules = found["BEFORE"]
+    num_reads, *modules = lines["BEFORE"]
     assert num_reads == "1", "a recipe is read once"
-    assert found["FOREIGN"] == ["0"], "tables of other projects' keys are for keys that are not ours"
+    assert lines["FOREIGN"] == ["0"], "tables of other projects' keys are for keys that are not ours"
     rooms = Counter(name.split(".")[1] for name in modules)
     assert not {"commands", "forecast"} & rooms.keys() and rooms["training"] > 30
     paths = {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in modules}
@@ -187,6 +187,6 @@ def test_by_itself_it_imports_the_compiler():
 def test_the_time_of_a_step_has_the_wait_for_its_batch(lab):
     """Six batches take three seconds at least, made one after the other and one step ahead."""
     settings = {"run.max_steps": "6", "batch.micro_batch_size": "16"}
-    found = lab.run("single", settings, sabotage="batches_take_half_a_second")
-    seconds = [step["step_seconds"] for step in found.steps]
+    curve = lab.run("single", settings, sabotage="batches_take_half_a_second")
+    seconds = [step["step_seconds"] for step in curve.steps]
     assert len(seconds) == 6 and sum(seconds) >= 3.0

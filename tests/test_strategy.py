@@ -72,8 +72,8 @@ def test_the_table_above_has_every_shipped_strategy():
 def test_a_strategy_is_what_its_name_says(book, name):
     strategy = load_strategy(Path(f"accelerate_configs/{name}.yaml"))
     mesh = (strategy.dp_replicate_size, strategy.dp_shard_size, strategy.sp_size, strategy.tp_size, strategy.pp_size)
-    found = (strategy.kind, strategy.zero_stage, strategy.offload_optimizer, strategy.offload_param, mesh)
-    assert found == STRATEGIES[name]
+    values = (strategy.kind, strategy.zero_stage, strategy.offload_optimizer, strategy.offload_param, mesh)
+    assert values == STRATEGIES[name]
     assert strategy.name == name
 
 
@@ -243,5 +243,7 @@ def test_an_unknown_strategy_is_answered_with_the_nearest_name(book):
 def test_what_a_backward_gathers_again_is_known_of_each_file():
     """fsdp1's FULL_SHARD is fsdp2's resharding after the forward by another name."""
     files = {path.stem: load_strategy(path) for path in (ROOT / "accelerate_configs").glob("*.yaml")}
-    sharded = {name for name, one in files.items() if one.kind in ("fsdp1", "fsdp2") or one.zero_stage == 3 or one.fsdp}
-    assert {name for name, one in files.items() if one.gathers_weights} == sharded - {"fsdp2_grad_op"}
+    sharded = {
+        name for name, file in files.items() if file.kind in ("fsdp1", "fsdp2") or file.zero_stage == 3 or file.fsdp
+    }
+    assert {name for name, file in files.items() if file.gathers_weights} == sharded - {"fsdp2_grad_op"}

@@ -80,9 +80,9 @@ MODAL_CALLS = {
 def submit(capsys, to, recipe=RECIPE, gpus="2x8xH100", *words):
     """The file that `cookbook submit` prints."""
     code = main(["submit", recipe, "--to", to, "--gpus", gpus, *FLAGS[to], *words])
-    found = capsys.readouterr()
-    assert code == 0, found.err
-    return found.out
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
 
 
 def unknown_keys(values, read, place=""):
@@ -122,9 +122,10 @@ def test_a_job_of_kubernetes_ends_at_a_mistake_and_has_memory_for_its_processes(
     actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in spec["podFailurePolicy"]["rules"]}
     assert actions == {2: "FailJob", 75: "Ignore"}
     assert spec["completions"] == spec["parallelism"] == 2
-    volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
+    volumes = {volume["name"]: volume for volume in spec["template"]["spec"]["volumes"]}
     mounts = {
-        one["mountPath"]: volumes[one["name"]] for one in spec["template"]["spec"]["containers"][0]["volumeMounts"]
+        mount["mountPath"]: volumes[mount["name"]]
+        for mount in spec["template"]["spec"]["containers"][0]["volumeMounts"]
     }
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
 
@@ -266,8 +267,8 @@ def test_a_call_of_modal_trains_with_the_words_and_is_made_again_unless_it_is_do
     text = submit(capsys, "modal", RECIPE, "8xH100", "--set", setting)
     client = Modal()
     monkeypatch.setitem(sys.modules, "modal", client)
-    found = {}
-    exec(text.replace('"/cookbook"', repr(str(tmp_path))), found)
+    module = {}
+    exec(text.replace('"/cookbook"', repr(str(tmp_path))), module)
     assert client.options["gpu"] == "H100:8" and client.options["volumes"] == {"/outputs": client}
     assert (client.options["timeout"], set(client.options)) == (24 * 3600, set(MODAL_CALLS["app.function"]))
     program = tmp_path / ".venv/bin/python"
@@ -275,10 +276,10 @@ def test_a_call_of_modal_trains_with_the_words_and_is_made_again_unless_it_is_do
     program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > words\nexit {code}\n')
     program.chmod(0o755)
     if code in (0, 2):
-        assert found["train"]() == code
+        assert module["train"]() == code
     else:
         with pytest.raises(RuntimeError, match=f"exit code {code}"):
-            found["train"]()
+            module["train"]()
     words = ["-m", "cookbook", "launch", RECIPE, "--processes", "8", "--set", setting]
     words += ["--set", """run.output_dir=/outputs/it's "$gpu" ${words} {x} run""", "--set", "run.resume=auto"]
     assert (tmp_path / "words").read_text().splitlines() == words
@@ -321,17 +322,17 @@ def variables_of(to, machine, name):
     """Variables that a system gives to a machine of two, and its name for the first one. `name`: of the job."""
     if to == "sky":  # sky/backends/task_codegen.py, 0.14.1: a line for each machine
         addresses = "\n".join(ADDRESSES)
-        found = {"NUM_NODES": "2", "NODE_RANK": str(machine), "NODE_IPS": addresses, "NUM_GPUS_PER_NODE": "0"}
-        return {f"SKYPILOT_{key}": value for key, value in found.items()}, ADDRESSES[0]
+        variables = {"NUM_NODES": "2", "NODE_RANK": str(machine), "NODE_IPS": addresses, "NUM_GPUS_PER_NODE": "0"}
+        return {f"SKYPILOT_{key}": value for key, value in variables.items()}, ADDRESSES[0]
     if to == "dstack":  # dstack.ai, docs/concepts/tasks, Distributed tasks
-        found = {"NODES_NUM": "2", "NODE_RANK": str(machine), "MASTER_NODE_IP": ADDRESSES[0]}
-        return {f"DSTACK_{key}": value for key, value in found.items()}, ADDRESSES[0]
+        variables = {"NODES_NUM": "2", "NODE_RANK": str(machine), "MASTER_NODE_IP": ADDRESSES[0]}
+        return {f"DSTACK_{key}": value for key, value in variables.items()}, ADDRESSES[0]
     if to == "k8s":  # kubernetes.io, Job with Pod-to-Pod Communication
         return {"JOB_COMPLETION_INDEX": str(machine)}, f"{name}-0.{name}"
     # Kubeflow Trainer, pkg/runtime/framework/plugins/torch/torch.go
     first = f"{name}-node-0-0.{name}"
-    found = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(machine), "MASTER_PORT": "29500"}
-    return {f"PET_{key}": value for key, value in (found | {"MASTER_ADDR": first}).items()}, first
+    variables = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(machine), "MASTER_PORT": "29500"}
+    return {f"PET_{key}": value for key, value in (variables | {"MASTER_ADDR": first}).items()}, first
 
 
 @pytest.mark.parametrize("to", ["sky", "dstack", "k8s", "trainjob"])
@@ -358,7 +359,7 @@ def test_each_machine_starts_launch_with_the_numbers_that_its_system_gives_it(ca
 
 def expanded(text):
     """A word of a container's command as Kubernetes expands it, by the rules of its documentation."""
-    return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else "EXPANDED", text)
+    return re.sub(r"\$(\$|\((\w+)\))", lambda match: "$" if match[1] == "$" else "EXPANDED", text)
 
 
 @pytest.mark.parametrize("to", ["k8s", "trainjob"])
@@ -367,16 +368,16 @@ def test_kubernetes_expands_no_word_of_a_user(capsys, to, name):
     assert expanded("x$(HOME)y$$(HOME)") == "xEXPANDEDy$(HOME)"
     text = submit(capsys, to, RECIPE, "2x8xH100", "--set", f"run.output_dir=outputs/{name}/x")
     documents = list(yaml.safe_load_all(text))
-    found = list(walk(documents, "command"))
-    assert len(found) == 1 and f"'run.output_dir=outputs/{name}/x'" in expanded(found[0][-1])
+    commands = list(walk(documents, "command"))
+    assert len(commands) == 1 and f"'run.output_dir=outputs/{name}/x'" in expanded(commands[0][-1])
 
 
 def walk(value, key):
     """Values under a key, at any depth."""
     if isinstance(value, dict):
-        yield from (found for name, inner in value.items() for found in ([inner] if name == key else walk(inner, key)))
+        yield from (item for name, inner in value.items() for item in ([inner] if name == key else walk(inner, key)))
     if isinstance(value, list):
-        yield from (found for inner in value for found in walk(inner, key))
+        yield from (node for inner in value for node in walk(inner, key))
 
 
 @pytest.mark.parametrize("name", ["y", "n", "null", "true"])
@@ -393,9 +394,9 @@ def test_a_file_whose_name_would_be_a_line_of_the_script_is_refused(capsys, tmp_
     odd.write_text(Path(RECIPE).read_text() if which == "recipe" else strategy_path("zero3").read_text())
     words = [str(odd)] if which == "recipe" else [RECIPE, "--strategy", str(odd)]
     assert main(["submit", *words, "--to", "slurm", "--gpus", "2xcpu"]) == 2
-    found = capsys.readouterr()
-    assert found.out == "" and "a character that no path should have; rename the file" in found.err
-    assert "\ntouch" not in found.err
+    output = capsys.readouterr()
+    assert output.out == "" and "a character that no path should have; rename the file" in output.err
+    assert "\ntouch" not in output.err
 
 
 def test_one_machine_needs_no_numbers(capsys):
@@ -502,5 +503,5 @@ def test_two_machines_of_a_system_have_the_curve_of_one_process(capsys, lab, tmp
 
         ends = list(pool.map(train, range(2)))
     assert [end.returncode for end in ends] == [0, 0], "".join(end.stdout[-2000:] + end.stderr[-2000:] for end in ends)
-    found = distance(Curve(tmp_path / "outputs/out"), lab.run("single"))
-    assert found.loss < 2e-6 and found.norm < 1e-6 and found.weight < 1e-6, found
+    apart = distance(Curve(tmp_path / "outputs/out"), lab.run("single"))
+    assert apart.loss < 2e-6 and apart.norm < 1e-6 and apart.weight < 1e-6, apart

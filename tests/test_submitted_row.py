@@ -31,15 +31,15 @@ def write_private_run(folder: Path, **record: Any) -> Path:
     recipe["data"] |= {"train": "/home/alice/secret.jsonl", "max_length": 4096}
     recipe["batch"]["micro_batch_size"] = 2
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    found = json.loads((folder / "run.json").read_text())
-    found |= {
+    values = json.loads((folder / "run.json").read_text())
+    values |= {
         "command": ["/home/alice/train.py"],
         "strategy": {"file": "/home/alice/acme.yaml", "kind": "fsdp2", "processes": 4},
         "hardware": {"gpu": "NVIDIA H100 80GB HBM3", "cores": 8, "machine": "node17"},
         "header": {"model": "qwen2, 7,615,616,512 parameters, all trained", "data": "secret"},
         "step_forecast": {"low": 1.5, "high": 2.5, "parts": [{"name": "compute", "low": 1.0, "high": 2.0}]},
     }
-    (folder / "run.json").write_text(json.dumps(found | record))
+    (folder / "run.json").write_text(json.dumps(values | record))
     (folder / "status.json").write_text(json.dumps({"state": "finished", "host": "node17", "launch": "launch-9"}))
     starts = [{"event": "start", "step": 0, "time": 1.0, "strategy": "acme", "processes": 4, "resumed_from": None}]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in starts))

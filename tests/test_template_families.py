@@ -36,8 +36,8 @@ WHOLE = [
     *THOUGHT[:4],
     {"role": "assistant", "content": "", "tool_calls": CALLS, "reasoning_content": "RC"},
     *(
-        {"role": "tool", "content": f"T{i}", "tool_call_id": one["id"], "name": one["function"]["name"]}
-        for i, one in enumerate(CALLS)
+        {"role": "tool", "content": f"T{i}", "tool_call_id": call["id"], "name": call["function"]["name"]}
+        for i, call in enumerate(CALLS)
     ),
     THOUGHT[4],
 ]
@@ -453,9 +453,9 @@ FAMILIES = {
 }
 
 
-def trained(found: Outcome) -> list[str]:
+def trained(outcome: Outcome) -> list[str]:
     """The trained stretches, without white space at their ends."""
-    return [one.rstrip() for one in re.findall(r"\[\[(?!\|?[a-z]+\|?\])(.*?)\]\](?!\])", found.texts[0], re.DOTALL)]
+    return [text.rstrip() for text in re.findall(r"\[\[(?!\|?[a-z]+\|?\])(.*?)\]\](?!\])", outcome.texts[0], re.DOTALL)]
 
 
 @pytest.mark.parametrize("row", [*ROWS, "last"])
@@ -465,10 +465,10 @@ def test_a_row_is_trained_as_its_family_writes_it(name: str, row: str, tmp_path:
     right = getattr(family, row)
     objective = {"train_on": "last" if row == "last" else "assistant"}
     tokenizer = tiny_tokenizer(family.kind, family.text, **family.tokenizer)
-    found = read_back([ROWS.get(row, ROWS["plain"])], tokenizer, tmp_path, objective=objective, **family.data)
+    outcome = read_back([ROWS.get(row, ROWS["plain"])], tokenizer, tmp_path, objective=objective, **family.data)
     if isinstance(right, str):
-        assert re.search(right, found.refused, re.DOTALL), found
+        assert re.search(right, outcome.refused, re.DOTALL), outcome
     else:
-        assert found.refused == ""
-        assert trained(found) == right
-        assert row != "plain" or found.texts[0].startswith(family.shows)
+        assert outcome.refused == ""
+        assert trained(outcome) == right
+        assert row != "plain" or outcome.texts[0].startswith(family.shows)

@@ -33,19 +33,20 @@ def test_the_distances_of_a_mesh_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp_tp"] + [pytest.param(one, marks=pytest.mark.thorough) for one in ("fsdp2_tp", "hsdp_tp", "pp_tp_fsdp2")],
+    ["ddp_tp"]
+    + [pytest.param(strategy, marks=pytest.mark.thorough) for strategy in ("fsdp2_tp", "hsdp_tp", "pp_tp_fsdp2")],
 )
 def test_gradients_that_transformers_sums_by_itself_count_once(lab: Lab, strategy: str):
     """Gradients of Qwen3's norms of queries and keys, over several micro-batches."""
-    found = distance(lab.run(strategy, QWEN3), lab.run("single", QWEN3))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run(strategy, QWEN3), lab.run("single", QWEN3))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 def test_shards_may_divide_a_tied_embedding_unevenly(lab: Lab):
     """The losses differed by 2e-2 while embedding and head had a padded copy each, of which one was updated."""
     rows = {"model.from_scratch.vocab_size": "514"}
-    found = distance(lab.run("fsdp2_tp", rows | {"batch.micro_batch_size": "4"}), lab.run("single", rows))
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(lab.run("fsdp2_tp", rows | {"batch.micro_batch_size": "4"}), lab.run("single", rows))
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
 
 @pytest.mark.core
@@ -55,19 +56,19 @@ def test_a_head_whose_vocabulary_is_divided_gives_loss_and_gradients_of_the_whol
     said = [(tmp_path / f"log_{rank}").read_text() for rank in range(2)]
     assert done["codes"] == [0, 0], said
     for text in said:
-        _, *found = next(line for line in text.splitlines() if line.startswith("DIFFERENCES")).split()
-        assert len(found) == 4 and all(float(one) < 1e-6 for one in found), found
+        _, *numbers = next(line for line in text.splitlines() if line.startswith("DIFFERENCES")).split()
+        assert len(numbers) == 4 and all(float(number) < 1e-6 for number in numbers), numbers
 
 
 def test_a_loss_of_a_shard_alone_leaves_the_curve(lab: Lab):
-    found = distance(lab.run("tp", SGD, sabotage="loss_of_a_shard"), lab.run("single", SGD))
-    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+    apart = distance(lab.run("tp", SGD, sabotage="loss_of_a_shard"), lab.run("single", SGD))
+    assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 
 
 @pytest.mark.parametrize("mistake", ["copies_not_averaged", "norm_of_a_process"])
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
-    found = distance(lab.run("ddp_tp", SGD, processes=4, sabotage=mistake), lab.run("single", SGD))
-    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+    apart = distance(lab.run("ddp_tp", SGD, processes=4, sabotage=mistake), lab.run("single", SGD))
+    assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 
 
 MICRO = {"batch.micro_batch_size": "2"}
@@ -82,8 +83,8 @@ OF_COLUMNS = {"adapter.targets": "[q_proj, k_proj, v_proj, gate_proj, up_proj]"}
 def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
     """Two groups of two draw as two processes do; a save compares what the processes of a group hold alike."""
     curve, others = lab.run("fsdp2_tp", DROPOUT | OF_COLUMNS), lab.run("fsdp2", DROPOUT | OF_COLUMNS, processes=2)
-    found = distance(curve, others)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    apart = distance(curve, others)
+    assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
     assert distance(others, lab.run("single", DROPOUT | OF_COLUMNS)).loss > 100 * SGD_LOSS, "nothing was dropped"
 
 
@@ -97,8 +98,8 @@ def test_a_tensor_parallel_group_drops_the_same_inputs_of_an_adapter(lab: Lab):
     ],
 )
 def test_a_mistake_with_an_adapter_leaves_the_curve(lab: Lab, mistake: str):
-    found = distance(lab.run("fsdp2_tp", LORA | MICRO, sabotage=mistake), lab.run("single", LORA | MICRO))
-    assert found.loss > 100 * SGD_LOSS or found.norm > 100 * SGD_NORM, found
+    apart = distance(lab.run("fsdp2_tp", LORA | MICRO, sabotage=mistake), lab.run("single", LORA | MICRO))
+    assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ def test_the_page_shows_the_results():
 
 def test_the_checks_of_rows_cost_at_most_a_twentieth_and_a_cached_start_nothing():
     """By the record, whose command names the commit before them."""
-    found = json.loads(tokenizing.RESULTS.read_text(encoding="utf-8"))["found"]
-    for row in found.values():
+    rows = json.loads(tokenizing.RESULTS.read_text(encoding="utf-8"))["found"]
+    for row in rows.values():
         assert row["samples"] >= 15_000
         assert row["tokenize"]["ratio"] < 1.05 and row["first"]["ratio"] < 1.05
         assert row["cached"]["here"] < row["first"]["here"] / 50
@@ -29,8 +29,8 @@ def test_the_checks_of_rows_cost_at_most_a_twentieth_and_a_cached_start_nothing(
 
 @pytest.mark.slow
 def test_a_package_is_compared_with_itself(capsys: pytest.CaptureFixture[str]):
-    found = tokenizing.compare(ROOT, 60, 1)
-    assert found.keys() == set(tokenizing.TEMPLATES)
-    assert [row["samples"] for row in found.values()] == [54, 60]
-    for row in found.values():
+    rows = tokenizing.compare(ROOT, 60, 1)
+    assert rows.keys() == set(tokenizing.TEMPLATES)
+    assert [row["samples"] for row in rows.values()] == [54, 60]
+    for row in rows.values():
         assert row["same_tokens"] and all(row[key]["ratio"] > 0 for key in tokenizing.MEASURED)

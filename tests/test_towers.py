@@ -79,13 +79,13 @@ def test_a_tower_is_kept_bit_for_bit_and_its_configuration_names_the_dtype_of_th
     base, run, export = (tmp_path / name for name in ("base", "run", "export"))
     model = whole_model(whole_config("gemma3"))
     model.to(torch.bfloat16).save_pretrained(base)
-    for one in (run, export):
-        one.mkdir()
+    for place in (run, export):
+        place.mkdir()
     values = json.loads((base / "config.json").read_text())
     for part in ("text_config", "vision_config"):  # as the files of the Hub have it
         values[part]["dtype"] = "bfloat16"
-    for one in (base, run):
-        (one / "config.json").write_text(json.dumps(values))
+    for place in (base, run):
+        (place / "config.json").write_text(json.dumps(values))
     Tower.of(base).keep(run)
     tower, before = Tower.read_kept(run), tensors_of(base)
     assert {name.partition(".")[0] for name in tower.tensors} == {"vision_tower", "multi_modal_projector"}
@@ -109,9 +109,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit."""
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return tensor.dtype == other.dtype and torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
 USUAL = ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
@@ -187,10 +187,10 @@ def test_a_tower_of_timm_does_all_this_where_timm_is(tmp_path: Path):
 
 def renamed(folder: Path, names: dict[str, str]) -> None:
     """Rename the tensors of a folder by the beginnings of their names."""
-    found = tensors_of(folder)
+    tensors = tensors_of(folder)
     for old, new in names.items():
-        found = {new + name.removeprefix(old) if name.startswith(old) else name: of for name, of in found.items()}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {new + name.removeprefix(old) if name.startswith(old) else name: of for name, of in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("names", [{}, NEW_NAMES], ids=["as written today", "as written before"])
@@ -200,10 +200,10 @@ def test_what_is_written_back_has_the_names_that_were_read(names: dict, tmp_path
     config = whole_config("mistral3")
     config.tie_word_embeddings = False
     whole_model(config).save_pretrained(folder)
-    found = tensors_of(folder)
-    towers = {name for name in found if name.startswith("vision_tower.")}
-    found = {name: of.to(torch.bfloat16) if name in towers else of for name, of in found.items()}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = tensors_of(folder)
+    towers = {name for name in tensors if name.startswith("vision_tower.")}
+    tensors = {name: of.to(torch.bfloat16) if name in towers else of for name, of in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     renamed(folder, names)
     tower = Tower.of(folder)
     target.mkdir()
@@ -244,12 +244,12 @@ def test_a_damaged_folder_is_refused_by_what_is_wrong_with_it(damage: str, pair,
     pattern, name, words = DAMAGES[damage]
     folder = tmp_path / "model"
     shutil.copytree(pair("gemma3")["whole"], folder)
-    found = tensors_of(folder)
-    key = next(key for key in found if re.search(pattern, key))
-    found[name.format(key) or key] = found[key].clone()
+    tensors = tensors_of(folder)
+    key = next(key for key in tensors if re.search(pattern, key))
+    tensors[name.format(key) or key] = tensors[key].clone()
     if not name:
-        del found[key]
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+        del tensors[key]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RecipeError, match=words):
         check_folder(folder, load_config(str(folder), 64))
 
@@ -321,7 +321,7 @@ def test_an_adapter_is_one_of_the_whole_model(lab: Lab, pair, tmp_path: Path, mo
     run = trained(lab, folders["whole"], "single", LORA | {"run.check_export": "true"})
     twin = trained(lab, folders["twin"], "single", LORA)
     assert curve_of(run) == curve_of(twin)
-    exports = {name: one.folder / "export" for name, one in (("whole", run), ("twin", twin))}
+    exports = {name: run_of.folder / "export" for name, run_of in (("whole", run), ("twin", twin))}
     whole = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(folders["whole"]), exports["whole"])
     adapted = {name for name, _ in whole.named_parameters() if "lora_" in name}
     assert adapted and all(".language_model." in name for name in adapted)
@@ -362,7 +362,7 @@ def test_new_tokens_train_as_those_of_its_twin_and_the_tower_stays(lab: Lab, tmp
     folders = write_small_vocabulary(lab, lab.folder / "pair_small")
     rows = with_new_tokens(lab, COMMON | settings | {"run.check_export": "true"})
     del rows["model.new_tokens"]
-    asked = {name: json.dumps({"name_or_path": str(one), "new_tokens": NEW}) for name, one in folders.items()}
+    asked = {name: json.dumps({"name_or_path": str(folder), "new_tokens": NEW}) for name, folder in folders.items()}
     run, twin = lab.run(strategy, rows | {"model": asked["whole"]}), lab.run("single", rows | {"model": asked["twin"]})
     assert max(abs(a - b) for a, b in zip(curve_of(run), curve_of(twin), strict=True)) <= SGD_LOSS
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "export")
@@ -406,9 +406,9 @@ def test_an_export_whose_tower_has_changed_is_found(lab: Lab, pair, tmp_path: Pa
     (checkpoint,) = [path for path in (run.folder / "checkpoints").iterdir() if path.name.startswith("step")]
     shutil.copytree(run.folder / "export", tmp_path / "export")
     path = tmp_path / "export" / "model.safetensors"
-    found = load_file(path)
-    name = next(name for name in found if name.startswith("vision_tower."))
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.startswith("vision_tower."))
     assert reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)
-    save_file(found | {name: found[name] + 0.001}, path, metadata={"format": "pt"})
+    save_file(tensors | {name: tensors[name] + 0.001}, path, metadata={"format": "pt"})
     with pytest.raises(ExportDifference, match=f"{name}, which was not trained, has changed"):
         reopen(tmp_path / "export", run.folder / "model", checkpoint, torch.float32)

@@ -44,14 +44,14 @@ def held_out(step: int, name: str) -> dict[str, Any]:
 
 def of_metrics(path: Path) -> Series:
     """Series that a tracker must have."""
-    found: Series = {}
-    for one in map(json.loads, path.read_text().splitlines()):
-        prefix = f"{one.pop('eval_set')}/" if "eval_set" in one else ""
-        step = one.pop("step")
-        for key, value in one.items():
+    series: Series = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        prefix = f"{line.pop('eval_set')}/" if "eval_set" in line else ""
+        step = line.pop("step")
+        for key, value in line.items():
             if value is not None:
-                found.setdefault(prefix + key, []).append((step, value))
-    return found
+                series.setdefault(prefix + key, []).append((step, value))
+    return series
 
 
 def of_tensorboard(folder: Path) -> Series:
@@ -59,31 +59,33 @@ def of_tensorboard(folder: Path) -> Series:
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     # Files of one second are read by the number of the writer in its process, 10 before 9.
-    return {tag: sorted((one.step, one.value) for one in events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+    return {
+        tag: sorted((scalar.step, scalar.value) for scalar in events.Scalars(tag)) for tag in events.Tags()["scalars"]
+    }
 
 
 def of_mlflow(folder: Path) -> Series:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient()
-    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert run.data.params["optim.learning_rate"] == "0.003"
     histories = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-    return {key: sorted((one.step, one.value) for one in history) for key, history in histories.items()}
+    return {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
 
 
 def of_trackio(folder: Path) -> Series:
     from trackio.utils import TRACKIO_DIR  # which it reads once
 
-    found: Series = {}
+    series: Series = {}
     with sqlite3.connect(TRACKIO_DIR / f"{trackers.PROJECT}.db") as database:
         rows = database.execute("select step, metrics, run_name from metrics order by step").fetchall()
         ((config,),) = database.execute("select config from configs").fetchall()
     assert len({name for _, _, name in rows}) == 1 and json.loads(config)["strategy"] == "ddp.yaml"
     for step, metrics, _ in rows:
         for key, value in json.loads(metrics).items():
-            found.setdefault(key, []).append((step, value))
-    return found
+            series.setdefault(key, []).append((step, value))
+    return series
 
 
 def of_wandb(folder: Path) -> Series:
@@ -226,13 +228,13 @@ def test_a_tracker_has_the_numbers_of_the_metrics_once(name: str, tmp_path: Path
                 log.write(held_out(step, "chats"))
         log.close()
     assert "run.trackers" not in capsys.readouterr().err
-    expected, found = of_metrics(folder / "metrics.jsonl"), READERS[name](folder / "trackers")
+    expected, series = of_metrics(folder / "metrics.jsonl"), READERS[name](folder / "trackers")
     assert expected["loss"] == [(step, 4.0 / (step + 1)) for step in range(1, 7)]
     assert len(expected["grad_norm"]) == 5 and len(expected["chats/eval_loss"]) == 3
-    assert found.keys() == expected.keys()
+    assert series.keys() == expected.keys()
     for key, points in expected.items():
-        assert [step for step, _ in found[key]] == [step for step, _ in points], key
-        assert [value for _, value in found[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
+        assert [step for step, _ in series[key]] == [step for step, _ in points], key
+        assert [value for _, value in series[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) > 2 and not [path for path in written if b"canary-4711" in path.read_bytes()]
 
@@ -432,9 +434,9 @@ def test_an_unknown_tracker_and_one_named_twice_are_mistakes(book, capsys) -> No
 def test_one_of_two_processes_of_a_run_logs_what_the_metrics_have(lab) -> None:
     need_trackers()
     run = lab.run("ddp", {"run.trackers": "[tensorboard]"})
-    expected, found = of_metrics(run.folder / "metrics.jsonl"), of_tensorboard(run.folder / "trackers")
+    expected, series = of_metrics(run.folder / "metrics.jsonl"), of_tensorboard(run.folder / "trackers")
     assert len(list((run.folder / "trackers/tensorboard").glob("events.*"))) == 1
-    assert found.keys() == expected.keys() and len(found["loss"]) == 20 and len(found["eval_loss"]) == 2
+    assert series.keys() == expected.keys() and len(series["loss"]) == 20 and len(series["eval_loss"]) == 2
     for key, points in expected.items():
-        assert [step for step, _ in found[key]] == [step for step, _ in points], key
-        assert [value for _, value in found[key]] == pytest.approx([value for _, value in points], rel=1e-6), key
+        assert [step for step, _ in series[key]] == [step for step, _ in points], key
+        assert [value for _, value in series[key]] == pytest.approx([value for _, value in points], rel=1e-6), key

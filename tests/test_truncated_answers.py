@@ -183,7 +183,7 @@ def test_loss_and_gradient_are_those_of_trl_on_the_same_samples(tmp_path, keys):
     theirs.backward()
     expected = [parameter.grad.clone() for parameter in network.parameters()]
 
-    found = {}
+    outcomes = {}
     for is_masked in (True, False):
         network.zero_grad()
         objective = Objective.of(**MASKED | keys | {"mask_truncated_completions": is_masked})
@@ -201,14 +201,14 @@ def test_loss_and_gradient_are_those_of_trl_on_the_same_samples(tmp_path, keys):
         count = int(tokens.num_targets.sum()) if objective.mean_over == "tokens" else len(tokens)
         (outcome.loss_sum / count).backward()
         gradients = [parameter.grad.clone() for parameter in network.parameters()]
-        found[is_masked] = outcome.loss_sum.item() / count, gradients, (tokens.num_targets == 0).sum()
-    loss, gradients, num_masked = found[True]
+        outcomes[is_masked] = outcome.loss_sum.item() / count, gradients, (tokens.num_targets == 0).sum()
+    loss, gradients, num_masked = outcomes[True]
     assert 2 < num_masked < len(answers) - 2
     assert loss == pytest.approx(theirs.item(), rel=1e-5)
     worst = max(float((a - b).abs().max()) for a, b in zip(gradients, expected, strict=True))
     largest = max(float(gradient.abs().max()) for gradient in expected)
     assert worst < 1e-5 * largest, (worst, largest)
-    wrong = max(float((a - b).abs().max()) for a, b in zip(found[False][1], expected, strict=True))
+    wrong = max(float((a - b).abs().max()) for a, b in zip(outcomes[False][1], expected, strict=True))
     assert wrong > 0.01 * largest, wrong
 
 
@@ -236,8 +236,8 @@ def settings(lab: Lab, *, share_cut: float = 0.4, **keys) -> dict[str, str]:
 def test_the_curve_is_that_of_one_process_where_answers_are_masked(lab: Lab, strategy: str, keys: dict):
     reference = lab.run("single", settings(lab, **keys))
     curve = lab.run(strategy, settings(lab, **keys), processes=processes_of(strategy))
-    found = distance(curve, reference)
-    assert found.loss < SGD_LOSS and found.norm < SGD_NORM, found
+    off = distance(curve, reference)
+    assert off.loss < SGD_LOSS and off.norm < SGD_NORM, off
     assert [step["masked"] for step in curve.steps] == [step["masked"] for step in reference.steps]
     assert 0.2 < sum(step["masked"] for step in curve.steps) / len(curve.steps) < 0.6
     assert curve.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)

@@ -76,13 +76,15 @@ def test_candidates_are_ranked_by_time_and_split_the_batch(monkeypatch):
     recipe, own = load_pair(LLAMA)
     names = ("zero3", "fsdp2", "ddp")
     strategies = [load_strategy(Path(f"accelerate_configs/{name}.yaml")) for name in names]
-    found = tune.candidates(recipe, own, strategies, parse_machines("8xH100"), str(LLAMA))
-    assert [one.rank[1] for one in found[1:]] == sorted(one.rank[1] for one in found[1:])
-    for one in found:
-        assert recipe.batch.global_batch_size % (8 * one.settings.micro_batch) == 0, one
-    assert {one.settings.checkpointing for one in found} > {True}
-    refused = [one for one in found if one.settings.strategy.name == "zero3"]
-    assert "selective" not in {one.settings.checkpointing for one in refused}, "ZeRO-3 refuses it"
+    candidates = tune.candidates(recipe, own, strategies, parse_machines("8xH100"), str(LLAMA))
+    assert [candidate.rank[1] for candidate in candidates[1:]] == sorted(
+        candidate.rank[1] for candidate in candidates[1:]
+    )
+    for candidate in candidates:
+        assert recipe.batch.global_batch_size % (8 * candidate.settings.micro_batch) == 0, candidate
+    assert {candidate.settings.checkpointing for candidate in candidates} > {True}
+    refused = [candidate for candidate in candidates if candidate.settings.strategy.name == "zero3"]
+    assert "selective" not in {candidate.settings.checkpointing for candidate in refused}, "ZeRO-3 refuses it"
 
 
 def test_the_fastest_of_real_runs_is_written(recipe, lab, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,8 @@ NAMES = "planted.bias, planted.weight"
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2", "zero2", *(pytest.param(one, marks=SLOW) for one in ("single", "zero1", "zero3", "tp", "pp"))]
+    "strategy",
+    ["fsdp2", "zero2", *(pytest.param(name, marks=SLOW) for name in ("single", "zero1", "zero3", "tp", "pp"))],
 )
 def test_parameters_without_a_gradient_are_named_once(lab: Lab, strategy: str):
     folder, printed = lab.attempt(strategy, THREE, sabotage="unused_module")
@@ -37,13 +38,13 @@ def test_their_gradient_is_zero_and_their_decay_that_of_all_weights(lab: Lab, st
     rates = [line["learning_rate"] for line in Curve(folder).steps]
     (saved,) = (folder / "checkpoints").glob("step-*")
     held = {name: of for path in saved.glob("*.safetensors") for name, of in load_file(path).items()}
-    found = np.concatenate([of.flatten() for name, of in held.items() if name.startswith("planted.weight|weight|")])
+    planted = np.concatenate([of.flatten() for name, of in held.items() if name.startswith("planted.weight|weight|")])
     weight, momentum = 1.0, 0.0
     for rate in rates:
         momentum = 0.9 * momentum + DECAY * weight
         weight -= rate * momentum
-    assert found.size == 64 and len(rates) == 3
-    assert np.abs(found - weight).max() < 1e-7 < 1 - weight
+    assert planted.size == 64 and len(rates) == 3
+    assert np.abs(planted - weight).max() < 1e-7 < 1 - weight
 
 
 def test_ddp_which_would_wait_for_them_ends_with_their_names(lab: Lab):

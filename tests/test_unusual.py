@@ -30,11 +30,11 @@ SELDOM += ("zero3_hpz", "fsdp2_tp", "fsdp2_sp", "ddp_tp", "hsdp_tp", "pp_tp_fsdp
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp2", "zero3", "pp"]
-    + [pytest.param(one, marks=SLOW) for one in ("fsdp1", "zero2", "tp")]
-    + [pytest.param(one, marks=[SLOW, pytest.mark.thorough]) for one in SELDOM],
+    + [pytest.param(name, marks=SLOW) for name in ("fsdp1", "zero2", "tp")]
+    + [pytest.param(name, marks=[SLOW, pytest.mark.thorough]) for name in SELDOM],
 )
 def test_the_layer_that_explodes_is_named_once_with_the_share_that_one_process_finds(lab: Lab, strategy: str):
-    folder, reference = (lab.run(one, ON, sabotage="layer_1_explodes").folder for one in (strategy, "single"))
+    folder, reference = (lab.run(name, ON, sabotage="layer_1_explodes").folder for name in (strategy, "single"))
     large, broken = gradients(folder)
     assert (large["step"], broken["step"]) == (14, 17), "each once, though it lasts"
     assert large["norm"] > TIMES * large["usual"] and large["most_in"] == WEIGHT
@@ -93,10 +93,12 @@ def test_layers_are_distinguished_and_modules_outside_of_them():
     }
     assert {name: layer_of(name) for name in names} == names
     squares = dict.fromkeys(names, 1.0) | {"model.layers.11.self_attn.q_proj.weight": 2.0, "model.norm.weight": 0.01}
-    found = UnusualGradient(norm=30.0, usual=2.0, squares=squares)
-    assert next(iter(found.shares)) == LAYER + "1" and found.shares[LAYER + "1"] == pytest.approx(3 / 7.01)
-    assert sum(found.shares.values()) == pytest.approx(1) and "model.norm" not in found.details()["layers"]
-    assert found.in_words().startswith("gradient norm 30, 15 times the usual 2; of its square 43% in model.layers.11,")
+    unusual = UnusualGradient(norm=30.0, usual=2.0, squares=squares)
+    assert next(iter(unusual.shares)) == LAYER + "1" and unusual.shares[LAYER + "1"] == pytest.approx(3 / 7.01)
+    assert sum(unusual.shares.values()) == pytest.approx(1) and "model.norm" not in unusual.details()["layers"]
+    assert unusual.in_words().startswith(
+        "gradient norm 30, 15 times the usual 2; of its square 43% in model.layers.11,"
+    )
     everywhere = UnusualGradient(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
     assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
 
@@ -104,9 +106,9 @@ def test_layers_are_distinguished_and_modules_outside_of_them():
 def test_what_is_recorded_of_a_gradient_by_hand():
     """Squares of 0.01, 3.24 and 0.75, of 4 in all, so that the norm is 2."""
     squares = {"model.layers.0.a": 0.01, "model.layers.1.a": 3.24, "model.layers.1.b": 0.0, "lm_head.weight": 0.75}
-    found = json.loads(json.dumps(UnusualGradient(norm=2.0, usual=0.1, squares=squares).details()))
+    details = json.loads(json.dumps(UnusualGradient(norm=2.0, usual=0.1, squares=squares).details()))
     shares = {"model.layers.1": 0.81, "lm_head": 0.1875}
-    assert found == {"norm": 2.0, "usual": 0.1, "layers": shares, "most_in": "model.layers.1.a"}
+    assert details == {"norm": 2.0, "usual": 0.1, "layers": shares, "most_in": "model.layers.1.a"}
 
 
 def test_after_gradients_of_zero_none_is_unusual():

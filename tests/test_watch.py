@@ -199,18 +199,18 @@ def test_of_silent_ranks_only_processes_of_this_machine_that_are_still_the_same_
     watch = Watch(tmp_path / "out", 0, 4, 600.0)
     host, others = watch._identity["host"], [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     beats = {
-        rank: {"host": host, "pid": one.pid, "process_started": psutil.Process(one.pid).create_time()}
-        for rank, one in enumerate(others, 1)
+        rank: {"host": host, "pid": process.pid, "process_started": psutil.Process(process.pid).create_time()}
+        for rank, process in enumerate(others, 1)
     }
     beats[1]["host"] = "another"
     beats[2]["process_started"] -= 100.0
     watch._end_silent({}, beats)
     watch.close()
     assert others[2].wait(10) == -signal.SIGKILL
-    assert [one.poll() for one in others[:2]] == [None, None]
-    for one in others[:2]:
-        one.kill()
-        one.wait(10)
+    assert [process.poll() for process in others[:2]] == [None, None]
+    for process in others[:2]:
+        process.kill()
+        process.wait(10)
 
 
 def test_a_main_thread_that_goes_on_in_the_last_moment_is_let_be(tmp_path, capfd):
@@ -426,10 +426,10 @@ def test_a_silent_rank_is_missing_from_what_others_wait_in_and_from_nothing_else
     """Rank 0 has finished a collective of its pair, and waits with the others in one of all."""
     stuck = {rank: rank_record(rank, 7) for rank in range(3)}
     stuck[0]["collectives"]["1 nccl"] = {"number": 4, "op": "nccl:broadcast", "entered_ns": 5, "ranks": [0, 3]}
-    found = find_unequal(stuck, 4)
-    assert [(one.group, one.number, one.inside, one.missing) for one in found] == [("0", 7, [0, 1, 2], [3])]
+    unequal = find_unequal(stuck, 4)
+    assert [(group.group, group.number, group.inside, group.missing) for group in unequal] == [("0", 7, [0, 1, 2], [3])]
     stuck[0]["collectives"]["1 nccl"]["entered_ns"] = 100  # now it waits there
-    assert [(one.group, one.missing) for one in find_unequal(stuck, 4)] == [("0", [3]), ("1", [3])]
+    assert [(group.group, group.missing) for group in find_unequal(stuck, 4)] == [("0", [3]), ("1", [3])]
 
 
 def test_without_a_collective_the_one_that_is_behind_is_named():
@@ -465,8 +465,8 @@ print(json.dumps(entered_collectives()))
 def test_each_backend_of_a_group_counts_for_itself():
     """In the form in which torch's flight recorder writes them; NCCL itself needs GPUs."""
     done = subprocess.run([sys.executable, "-c", TWO_BACKENDS], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert {name: (state["number"], state["op"]) for name, state in found.items()} == {
+    states = json.loads(done.stdout)
+    assert {name: (state["number"], state["op"]) for name, state in states.items()} == {
         "0 nccl": (41, "nccl:broadcast"),
         "0 gloo": (3, "gloo:all_reduce"),
     }

@@ -108,7 +108,7 @@ def tiny_tokenizer(
     core = KINDS[kind]()
     text = template if isinstance(template, str) else " ".join(template.values())
     special = [AddedToken(name, special=True, normalized=False) for name in (*SPECIALS, *MARK.findall(text))]
-    core.add_special_tokens([*{str(one): one for one in special}.values(), *more])
+    core.add_special_tokens([*{str(text): text for text in special}.values(), *more])
     if adds_bos:
         assert bos is not None
         ids = [(bos, core.token_to_id(bos))]

@@ -90,7 +90,7 @@ def twin_of(model: Any) -> Any:
 def write_pair(folder: Path, config: Any, tokenizer: Any) -> tuple[Path, Path]:
     """Folders of a model with a tower, and of its twin."""
     model = whole_model(config)
-    for name, one in (("whole", model), ("twin", twin_of(model))):
-        one.save_pretrained(folder / name)
+    for name, saved in (("whole", model), ("twin", twin_of(model))):
+        saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder / "whole", folder / "twin"

@@ -268,7 +268,7 @@ def strategies(node: Node) -> Iterator[Result]:
     yield compared("strategies", "single", single, single)
     chosen = [name for name in node.arguments.strategies or known_strategies() if name != "single"]
 
-    def one(name: str) -> list[Result]:
+    def results_of(name: str) -> list[Result]:
         count, loaded = least(name), load_strategy(strategy_path(name))
         if count > node.cards.count:
             return [Result("strategies", name, "skipped", f"needs {count} GPUs, here are {node.cards.count}")]
@@ -280,7 +280,7 @@ def strategies(node: Node) -> Iterator[Result]:
         reference = node.start(f"tiny-{name}-reference", recipe, "fsdp2", 2, mixture)
         return [compared("strategies", name, node.start(f"tiny-{name}", recipe, name, count, mixture), reference)]
 
-    yield from side_by_side("strategies", one, chosen)
+    yield from side_by_side("strategies", results_of, chosen)
 
 
 def build(node: Node, strategy: Strategy) -> None:
@@ -398,7 +398,7 @@ def widths(node: Node) -> Iterator[Result]:
     with ThreadPoolExecutor(1) as pool:
         single = None if chosen.machine else pool.submit(wide, node, "single", "1")
 
-        def one(name: str) -> Iterator[Result]:
+        def results_of(name: str) -> Iterator[Result]:
             if few := too_few(node, "widths", name):
                 yield from few
                 return
@@ -417,19 +417,19 @@ def widths(node: Node) -> Iterator[Result]:
             names = [name for name in names if name != "single"]
         if single and not is_alone:
             yield compared("widths", "single", single.result(), single.result())
-        yield from side_by_side("widths", one, names, at_once=is_alone)  # over machines in one order on all
+        yield from side_by_side("widths", results_of, names, at_once=is_alone)  # over machines in one order on all
 
 
 def compiled(node: Node) -> Iterator[Result]:
     """Runs of `widths`, compiled: the same curve, without a graph break, and how much faster."""
     write_wide(node)
 
-    def one(name: str) -> list[Result]:
+    def results_of(name: str) -> list[Result]:
         if few := too_few(node, "compiled", name):
             return few
         return [judge_compiled(name, wide(node, name, "compiled"), wide(node, name, "1"))]
 
-    yield from side_by_side("compiled", one, node.arguments.wide or WIDE)
+    yield from side_by_side("compiled", results_of, node.arguments.wide or WIDE)
 
 
 def judge_compiled(name: str, job: Job, eager: Job) -> Result:
@@ -456,11 +456,11 @@ def hangs(node: Node) -> Iterator[Result]:
         return
     recipe = write_recipe(node, "long", TINY, length=64, batch=8, rate=1e-5)
 
-    def one(mode: str) -> Iterator[Result]:
+    def results_of(mode: str) -> Iterator[Result]:
         for sent in SENT:
             yield hang(node, recipe, f"{sent.name}, {mode}", sent, {"model.compile": mode == "compiled"})
 
-    yield from side_by_side("hangs", one, ("eager", "compiled"))
+    yield from side_by_side("hangs", results_of, ("eager", "compiled"))
 
 
 def rank_of(pid: int) -> int | None:
@@ -539,7 +539,7 @@ def liger(node: Node) -> Iterator[Result]:
         return
     sanitizer = shutil.which("compute-sanitizer")
 
-    def one(name: str) -> list[Result]:
+    def results_of(name: str) -> list[Result]:
         words = [str(HERE / "liger.py"), name]
         with node.cards.take(1) as mine:
             done = node.execute(words, f"liger-{name}", cards=mine)
@@ -551,7 +551,7 @@ def liger(node: Node) -> Iterator[Result]:
         said = done.last_words if done.code else told.strip().splitlines()[-1]
         return [Result("liger", name, state, said, {"log": told[-6000:]})]
 
-    yield from side_by_side("liger", one, ("none", *KERNELS))
+    yield from side_by_side("liger", results_of, ("none", *KERNELS))
 
 
 def attention(node: Node) -> Iterator[Result]:
@@ -617,7 +617,7 @@ def run_parts(node: Node, seconds: dict[str, float]) -> Iterator[Result]:
         seconds: receives those of each part.
     """
 
-    def one(name: str) -> Iterator[Result]:
+    def results_of(name: str) -> Iterator[Result]:
         if node.machines > 1 and name not in OVER_MACHINES:
             yield Result(name, name, "skipped", "of one machine: make test-gpu-node without --machines")
             return
@@ -631,8 +631,8 @@ def run_parts(node: Node, seconds: dict[str, float]) -> Iterator[Result]:
     chosen = [name for name in PARTS if name in node.arguments.parts]
     for name in chosen:
         if name not in AT_ONCE:
-            yield from one(name)
-    yield from as_they_come([one(name) for name in chosen if name in AT_ONCE], at_once=True)
+            yield from results_of(name)
+    yield from as_they_come([results_of(name) for name in chosen if name in AT_ONCE], at_once=True)
     if node.machines == 1:
         yield Result("machines", "two machines", "skipped", "--machines 2 --machine 0 --first ADDRESS --shared FOLDER")
 

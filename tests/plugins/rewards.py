@@ -11,13 +11,13 @@ def text_of(messages):
 
 @reward
 def longer(completions, **others):
-    return [min(len(text_of(one)), 40) / 40 for one in completions]
+    return [min(len(text_of(completion)), 40) / 40 for completion in completions]
 
 
 @reward
 def has_the(prompts, completions, wanted, **others):
     assert len(prompts) == len(completions) == len(wanted)
-    return [float(word in text_of(one)) for one, word in zip(completions, wanted, strict=True)]
+    return [float(word in text_of(completion)) for completion, word in zip(completions, wanted, strict=True)]
 
 
 @reward

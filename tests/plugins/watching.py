@@ -168,7 +168,7 @@ def weights():
     """The parameters of the process, as a callback is not given them."""
     import torch
 
-    parameters = [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]
+    parameters = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Parameter)]
     held = [getattr(parameter, "ds_tensor", getattr(parameter, "_local_tensor", parameter)) for parameter in parameters]
     # FSDP2 has emptied the storage of what it gathered.
     return [tensor for tensor in held if tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()]

@@ -58,7 +58,7 @@ def fwd(q: Any, k: Any, v: Any, *others: Any) -> Any:
 def bwd(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any, dv: Any, *others: Any) -> Any:
     cu_q, cu_k, (scale, causal, left, right) = *others[:2], others[6:10]
     scale, is_causal = scale or q.shape[-1] ** -0.5, causal or (left, right) == (-1, 0)
-    found = []
+    gradients = []
     samples = (_samples(x, offsets) for x, offsets in zip((q, k, v, dout), (cu_q, cu_k, cu_k, cu_q), strict=True))
     for sample in zip(*samples, strict=True):
         queries, keys, values, gradient = _by_heads(*sample)
@@ -67,8 +67,8 @@ def bwd(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any, dk: Any,
         of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
         of_keys, of_values = of_scores.transpose(1, 2) @ queries, p.transpose(1, 2) @ gradient
         groups = [x.unflatten(0, (sample[1].shape[1], -1)).sum(1) for x in (of_keys, of_values)]
-        found.append([x.transpose(0, 1) for x in (of_scores @ keys, *groups)])
-    for into, samples_of, offsets in zip((dq, dk, dv), zip(*found, strict=True), (cu_q, cu_k, cu_k), strict=True):
+        gradients.append([x.transpose(0, 1) for x in (of_scores @ keys, *groups)])
+    for into, samples_of, offsets in zip((dq, dk, dv), zip(*gradients, strict=True), (cu_q, cu_k, cu_k), strict=True):
         into.copy_(_joined(list(samples_of), offsets))
     return [dq, dk, dv]
 
