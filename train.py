@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CACHE = Path(".cache")
 LAST_SAVE_TRIES, LAST_SAVE_PAUSE_SECONDS = 3, 60
-"""How often the save of the last step is tried, and seconds between: room may be made on a full disk."""
+"""Number of tries to save the last step, and seconds between: room may be made on a full disk."""
 
 
 def main() -> int:

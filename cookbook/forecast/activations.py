@@ -31,7 +31,7 @@ class Phase:
     peak: int
     """Peak if each gradient of a weight is freed as soon as it is computed."""
     making: int = 0
-    """How much higher the peak is if these gradients live to its end."""
+    """Bytes by which the peak is higher if these gradients live to its end."""
     kernels: int = 0
     """Kernels that the operations start."""
     looped: int = 0

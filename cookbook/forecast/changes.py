@@ -85,8 +85,8 @@ class Changes:
                 yield f"{helpful.change.words}{in_file}{name} fits{helpful.condition}"
 
     def enough_gpus(self) -> str:
-        """How many of these GPUs would do, and how large as many would have to be, or where neither does how many of
-        which: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty where no GPUs would do.
+        """Number of these GPUs that would do, and the size that as many would need, or where neither does how many
+        of which: `fsdp2 fits on 4x24GB, single on 1x80GB`; empty where no GPUs would do.
         """
         if not self.machines.gpus_each or small_batch(self.traces.recipe, self.machines):
             return ""

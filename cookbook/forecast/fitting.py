@@ -33,7 +33,7 @@ class Fitting:
 
     @property
     def seconds(self) -> float:
-        """By which steps are ranked; 0 if no time is forecast."""
+        """Seconds by which steps are ranked; 0 if no time is forecast."""
         return self.time.low + self.time.high if self.time else 0.0
 
 

@@ -32,7 +32,7 @@ KERNELS = {
     "traced_flash_attention_backward": 3,  # one before it and one after (flash-attention, flash_bwd_launch_template.h)
     **dict.fromkeys(("slice_backward", "select_backward", "nll_loss_backward"), 2),  # zeros, and what is put into them
 }
-"""How many an operation starts if it is not one."""
+"""Number of kernels that an operation starts, where that is not one."""
 FREE = ("device", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view")
 """Operations that start no kernel, beside views."""
 GROUPED = torch.ops.aten._grouped_mm.default
@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
         self._run = run if is_light else _run_by_fake_mode
         self.restart()
         self._known: dict[int, _HeldStorage] = {}
-        """By the identity of storages, while they live."""
+        """Held storages by their identity, while they live."""
         for tensor in known:
             self._hold(tensor.untyped_storage(), 0)
 
@@ -332,7 +332,7 @@ class MarkAll(torch.autograd.Function):
 
 
 def experts_of(module: torch.nn.Module) -> list[Any]:
-    """Its modules of experts (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
+    """Modules of experts in a module (transformers 5.23, integrations/moe.py, use_experts_implementation)."""
     return [child for child in module.modules() if hasattr(child, "_is_expert_parallel")]
 
 

@@ -95,7 +95,7 @@ class Stage:
     """A stage of a pipeline."""
 
     holds: list[str]
-    """Its part of the model, for people."""
+    """Part of the model, for people."""
     in_flight: int
     """See `costs.inputs.in_flight`."""
     memory: Memory

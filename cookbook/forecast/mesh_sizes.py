@@ -24,9 +24,9 @@ class Sizes:
     name: str
     """Name of the strategy."""
     written: dict[str, int]
-    """By key, as in its file."""
+    """Sizes by key, as in the strategy's file."""
     forecasts: list[tuple[dict[str, int], Forecast]]
-    """By sizes, ascending."""
+    """Forecasts by sizes, ascending."""
 
     @property
     def best(self) -> Forecast:

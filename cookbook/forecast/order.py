@@ -25,8 +25,8 @@ def rank(forecast: Forecast) -> tuple:
 
 
 def in_order(forecasts: Sequence[Forecast], machines: Machines) -> list[Forecast]:
-    """By `rank`, but on one GPU one process without an engine comes before what is faster by less than the forecast's
-    own width."""
+    """Forecasts by `rank`, but on one GPU one process without an engine comes before what is faster by less than the
+    forecast's own width."""
     ranked = sorted(forecasts, key=rank)
     best = next(iter(ranked), None)
     if best is None or best.verdict not in MAY_RUN:  # then the nearest comes first

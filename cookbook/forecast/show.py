@@ -492,7 +492,7 @@ def _reference_record(reference: Reference, tokens: int) -> dict[str, Any]:
 
 
 def sampler_record(sampler: SamplerForecast) -> dict[str, Any]:
-    """Its bytes and seconds for JSON."""
+    """Bytes and seconds for JSON."""
     memory = {} if sampler.memory is None else asdict(sampler.memory) | {"total": sampler.memory.total}
     time: dict[str, Any] = {"no_time": sampler.no_time}
     if sampler.time is not None:

@@ -276,7 +276,7 @@ class _PlacedRun:
 
     plan: Plan
     held: States
-    """By the process that holds most."""
+    """States of the process that holds most."""
     host: int
     """Bytes of a machine's memory, of which `offloaded` are for offloading; `disk` on its disk."""
     offloaded: int

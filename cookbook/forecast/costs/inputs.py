@@ -22,7 +22,7 @@ class Weight:
     """A parameter of the model or of its adapter."""
 
     name: str
-    """Its name in the transformers model, or in peft for an adapter's."""
+    """Name in the transformers model, or in peft for an adapter's."""
     shape: tuple[int, ...]
     """Before sharding."""
     layer: int | None

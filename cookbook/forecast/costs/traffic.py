@@ -33,7 +33,7 @@ class Transfer:
     """Bytes of the whole tensors that are gathered, reduced or sent in a step; of an all-to-all, the part of a
     process."""
     times: int = 1
-    """How often that goes over the links in a step: a gather of all layers' weights once, however it is divided."""
+    """Number of times that goes over the links a step: a gather of all layers' weights once, however it is divided."""
     calls: int | None = None
     """Collectives, or messages sent, of a process in a step; of a pipeline its last stage. None: not known."""
     is_least: bool = False
