@@ -96,7 +96,7 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
 def places() -> list[Place]:
     """All places, each once."""
     own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
-    found = set[Place]()
+    all_places = set[Place]()
     for file, text in files():
         nodes = list(ast.walk(ast.parse(text)))
         of_file = list(_of_file(nodes, own))
@@ -107,8 +107,8 @@ def places() -> list[Place]:
                 guard = "AttributeError, since it is read as well"
             tests = sorted({test for before, test in quotes[file] if re.search(rf"\b{re.escape(name)}\b", before)})
             guards = [guard, "code compared" * bool(code), *(f"`{test}`" for test in tests)]
-            found.add(Place(kind, file, name, "; ".join(filter(None, guards)) or "none", code))
-    return sorted(found)
+            all_places.add(Place(kind, file, name, "; ".join(filter(None, guards)) or "none", code))
+    return sorted(all_places)
 
 
 def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, str, str]]:

@@ -1,4 +1,4 @@
-"""What libraries read of us, or answer for, by a name that they do not promise: each is tried on the library itself.
+"""Names that libraries read of us, or answer for, and do not promise: each is tried on the library itself.
 
 python -m pytest -q tests/test_library_names.py
 """
@@ -68,7 +68,7 @@ def test_a_traced_model_has_parameters_without_gradients_and_exchanges_tokens_of
     """Gradients are dropped as they come: a ledger that counts them too would have each twice."""
     models: list[Any] = []
     config = experts_config(num_hidden_layers=1)
-    found = trace(
+    work = trace(
         config,
         recipe(precision="bf16"),
         rows=1,
@@ -81,7 +81,7 @@ def test_a_traced_model_has_parameters_without_gradients_and_exchanges_tokens_of
         is_sharded_while_read=True,
         change=models.append,
     )
-    assert {"experts forward", "experts backward"} <= {phase.name for phase in found.phases}
+    assert {"experts forward", "experts backward"} <= {phase.name for phase in work.phases}
     parameters = [parameter for model in models for parameter in model.parameters()]
     assert parameters and all(isinstance(parameter, torch.nn.Parameter) for parameter in parameters)
     assert all(parameter.grad is None for parameter in parameters)

@@ -1,4 +1,4 @@
-"""What rests on a library's insides is listed with its guard. python -m pytest -q tests/test_upgrade.py"""
+"""Code that rests on a library's insides is listed with its guard. python -m pytest -q tests/test_upgrade.py"""
 
 import ast
 import itertools
@@ -26,9 +26,9 @@ from cookbook.training.models.language_model import load_model
 def test_the_page_is_what_the_code_says():
     written = upgrade_places.PAGE.read_text(encoding="utf-8")
     assert written == upgrade_places.page(), "run: python benchmarks/upgrade_places.py"
-    found = upgrade_places.places()
-    assert len(found) > 100 and {place.kind for place in found} <= upgrade_places.WORDS.keys()
-    assert [place for place in found if place.guard == "none"] == []
+    table = upgrade_places.places()
+    assert len(table) > 100 and {place.kind for place in table} <= upgrade_places.WORDS.keys()
+    assert [place for place in table if place.guard == "none"] == []
 
 
 def test_each_kind_of_place_is_found():
@@ -48,8 +48,8 @@ def own(model, _known):
     "Part" in type(model).__name__.lower()
     inspect.signature(model)
 """
-    found = {(kind, name) for kind, name, *_ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
-    assert found == {
+    kinds = {(kind, name) for kind, name, *_ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
+    assert kinds == {
         ("private import", "torch._dynamo.counters"),
         ("private name", "_theirs"),
         ("private name, set", "_theirs_too"),
@@ -152,7 +152,7 @@ class Layer:
 
 @pytest.mark.core
 def test_each_function_that_the_code_replaces_is_in_the_table():
-    """Those of ZeRO's optimizers go by the class of the object."""
+    """Functions of ZeRO's optimizers go by the class of the object."""
     names = {place.name.rpartition(".")[2] for place in upgrade_places.places() if place.kind == "replaced function"}
     known = {place.rpartition(".")[2] for place in replaced.KNOWN}
     assert names - {"name"} <= known and known - names == {"_get_norm_groups", "_update_scale", "scaled_global_norm"}
