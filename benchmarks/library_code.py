@@ -20,16 +20,30 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def digest(place: str) -> str:
-    """SHA-256 of the code around a name, without comments, docstrings and layout, or of the schema of an operation that
-    is written in C++; "absent" where there is neither.
+    """SHA-256 of code without comments, docstrings and layout; "absent" where there is none.
 
     Args:
-        place: module and name, as `torch.nn.modules.module:_modules`.
+        place: `torch.nn.modules.module:_modules`, the functions of a module in which a name occurs (or the schemas of
+            an operation that is written in C++), or `torch.optim.adam.Adam.step`, a function, class or value itself.
     """
     module, _, name = place.partition(":")
-    own = _own_name(name)
-    code = [_dump(part) for path in _files(module) for part in _parts_with(path, own)] or _schemas(name)
+    if name:
+        code = [_dump(part) for path in _files(module) for part in _parts_with(path, _own_name(name))] or _schemas(name)
+    else:
+        code = [_dump(part) for part in _definition(place)]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else "absent"
+
+
+def cited(path: str, name: str, libraries: tuple[str, ...]) -> list[str]:
+    """Places of a name in the files whose paths end so: where it is defined, or else where it occurs."""
+    places = []
+    for root in filter(None, map(_folder, libraries)):
+        for file in sorted(root.rglob(Path(path).name)):
+            if f"/{file.relative_to(root.parent)}".endswith(f"/{path}"):
+                module = ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+                places += [f"{module}.{name}", f"{module}:{name}"]
+    there = [place for place in places if digest(place) != "absent"]
+    return [place for place in there if ":" not in place] or there
 
 
 def is_module(path: str) -> bool:
@@ -88,6 +102,21 @@ def _parts_with(path: Path, name: str) -> list[ast.AST]:
         for part, text in _parts(path)
         if (part.name == name if isinstance(part, ast.ClassDef) else pattern.search(text))
     ]
+
+
+def _definition(place: str) -> list[ast.stmt]:
+    """The function, class or value of that name in a module or a class of it; several if it is defined again."""
+    words = place.split(".")
+    length = next((n for n in range(len(words) - 1, 0, -1) if is_module(".".join(words[:n]))), 0)
+    blocks: list[Any] = [ast.parse(path.read_text(encoding="utf-8")) for path in _files(".".join(words[:length]))]
+    for word in words[length:]:
+        blocks = [part for block in blocks for part in getattr(block, "body", ()) if word in _names_of(part)]
+    return blocks
+
+
+def _names_of(part: ast.stmt) -> list[str]:
+    targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+    return [getattr(part, "name", ""), *(target.id for target in targets if isinstance(target, ast.Name))]
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import ast
 import functools
 import importlib
 import io
-import itertools
 import json
 import re
 import sys
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.library_code import definitions, digest, is_module  # noqa: E402
+from benchmarks.library_code import cited, definitions, digest, is_module  # noqa: E402
 from cookbook.system.replaced import KNOWN, TABLE, digest_of  # noqa: E402
 
 PAGE = ROOT / "docs/upgrade.md"
@@ -38,6 +37,8 @@ FAULTS = ROOT / "tests/faults.toml"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "torchao")
 REPLACING = ("replaced", "replace_function", "check_function")
 CITED = re.compile(rf"\b({'|'.join(LIBRARIES)})(?:'s)? (\d+\.\d+(?:\.\d+)?)", re.IGNORECASE)
+CITED_CODE = re.compile(r"([\w/]+\.py),? (?:class )?(?:`(\w[\w.]*)`|((?=[\w.]*[A-Z_])[A-Za-z_]\w*(?:\.\w+)*))")
+"""A file and a name in it, as comments cite them."""
 SET = ("private name, set", "replaced in silence")
 COUNTED = "counted: absent or changed ends the start"
 CONFIGURATION = re.compile(r"config(\(.*\))?|text")
@@ -91,7 +92,6 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
     return quotes
 
 
-@functools.cache
 @functools.cache
 def places() -> list[Place]:
     """All places, each once."""
@@ -221,24 +221,60 @@ def citations() -> dict[str, dict[str, int]]:
     """How often comments and docstrings of each file name a version of a library."""
     counts: dict[str, dict[str, int]] = {}
     for file, text in files():
-        cited: dict[str, int] = defaultdict(int)
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type in (tokenize.COMMENT, tokenize.STRING):
-                for library, version in CITED.findall(token.string):
-                    cited[f"{library.lower()} {version}"] += 1
-        if cited:
-            counts[file] = dict(sorted(cited.items()))
+        versions: dict[str, int] = defaultdict(int)
+        for comment in _comments(text):
+            for library, version in CITED.findall(comment):
+                versions[f"{library.lower()} {version}"] += 1
+        if versions:
+            counts[file] = dict(sorted(versions.items()))
     return counts
+
+
+def cited_code() -> set[tuple[str, str]]:
+    """Path and name of what comments cite of the libraries' files."""
+    own = [
+        f"/{path.relative_to(ROOT)}" for path in [*(ROOT / "cookbook").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    ]
+    return {
+        (path, quoted or plain)
+        for _, text in files()
+        for comment in _comments(text)
+        for path, quoted, plain in CITED_CODE.findall(comment)
+        if not any(name.endswith(f"/{path}") for name in own)
+    }
+
+
+def is_of(place: str, path: str, name: str) -> bool:
+    """True if a place of the table is what a comment cites."""
+    module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    return f".{place}".endswith((f".{module}.{name}", f".{module}:{name}"))
+
+
+@functools.cache
+def _comments(text: str) -> list[str]:
+    """Texts, and comments of several lines, each as one line."""
+    comments: list[str] = []
+    lines: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines.append(token.string.lstrip("# "))
+        elif token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            comments += [" ".join(lines)] if lines else []
+            comments += [" ".join(token.string.split())] if token.type == tokenize.STRING else []
+            lines = []
+    return comments
 
 
 def page() -> str:
     """The text of docs/upgrade.md."""
-    found, cited = places(), citations()
+    found, versions_of = places(), citations()
     kinds: dict[str, list[Place]] = defaultdict(list)
     for place in found:
         kinds[place.kind].append(place)
     unguarded = sum(place.guard == "none" for place in found)
-    lines = [HEAD.format(places=len(found), unguarded=unguarded or "none", citations=sum(map(len, cited.values())))]
+    lines = [
+        HEAD.format(places=len(found), unguarded=unguarded or "none", citations=sum(map(len, versions_of.values())))
+    ]
     for kind, of_kind in kinds.items():
         lines += [f"## {kind[0].upper()}{kind[1:]}", "", WORDS[kind], "", "| place | guard |", "|---|---|"]
         lines += [f"| {place.file}: `{place.name}` | {place.guard} |" for place in of_kind]
@@ -247,7 +283,7 @@ def page() -> str:
     for name, digests in sorted((KNOWN | CODE).items()):
         lines.append(f"| `{name}` | {'; '.join(', '.join(versions) for versions in digests.values())} |")
     lines += ["", "## Versions that comments name", "", VERSIONS, "", "| place | versions |", "|---|---|"]
-    for file, versions in cited.items():
+    for file, versions in versions_of.items():
         lines.append(f"| {file} | {', '.join(f'{name}' for name in versions)} |")
     return "\n".join(lines) + "\n"
 
@@ -284,10 +320,11 @@ WORDS = {
     "name of a class": "Compared as a text, whole or as a part of it.",
     "signature": "Asked of the function itself.",
 }
-DIGESTS = """Versions of the library in which the code of a function that is replaced, or around a name (after a colon),
-is what was read, apart from comments and layout. Versions after a semicolon have another code, which was read too, or
-lack it. Who calls the function is not compared."""
-VERSIONS = "Each is a fact that was seen under that version; nothing compares it."
+DIGESTS = """Versions of the library in which the code is what was read, apart from comments and layout: of a function
+that is replaced or that a comment cites by file and name, and around a name that is not promised (after a colon).
+Versions after a semicolon have another code, which was read too, or lack it. Who calls the function is not compared."""
+VERSIONS = """Each is a fact that was seen under that version. The code that a comment cites by file and name is
+compared (above); of what it says without a name, nothing is."""
 
 
 def add_digests() -> None:
@@ -304,13 +341,24 @@ def add_digests() -> None:
     _write(CODE_TABLE, compared)
 
 
-def _needed() -> list[str]:
-    """Places of code that the pages' rows need: those of the table, and for a name that has none all that define it."""
+def _needed() -> set[str]:
+    """Places of code that the page's rows and the comments need: those of the table, and for what has none all that
+    define it."""
     code = {place.code for place in places() if place.code}
-    known = {name: {key for key in CODE if key.endswith(name)} for name in code if name.startswith(":")}
-    unknown = {name[1:] for name, keys in known.items() if not keys}
-    proposed = definitions(unknown, LIBRARIES) if unknown else ()
-    return sorted({*(place for place in code if place not in known), *itertools.chain(*known.values()), *proposed})
+    needed = {place for place in code if not place.startswith(":")}
+    unknown = set()
+    for name in code - needed:
+        known = {place for place in CODE if place.endswith(name)}
+        needed |= known
+        if not known:
+            unknown.add(name[1:])
+    needed |= set(definitions(unknown, LIBRARIES)) if unknown else set()
+    for path, name in cited_code():
+        known = {place for place in CODE if is_of(place, path, name)} or set(cited(path, name, LIBRARIES))
+        if not known:
+            raise SystemExit(f"no library has {name} in {path}, which a comment cites")
+        needed |= known
+    return needed
 
 
 def _add(digests: dict[str, list[str]], place: str, digest: str) -> None:

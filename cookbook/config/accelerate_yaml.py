@@ -84,7 +84,7 @@ class ParallelismBlock(Block):
     parallelism_config_dp_replicate_size: Size = 1
     parallelism_config_dp_shard_size: Size = 1
     parallelism_config_tp_size: Size = 1
-    # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py).
+    # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py, prepare_multi_gpu_env).
     parallelism_config_sp_size: int = Field(default=1, gt=0)
     # Ours: accelerate 1.15 has neither pipelines nor experts and no keys for DDP, and passes over keys in this block
     # that it does not know.

@@ -203,8 +203,8 @@ def peak_learning_rate(optim: Optimizer, schedule: Schedule, global_batch_size: 
 def learning_rate(step: int, max_steps: int, peak: float, schedule: Schedule) -> float:
     """The learning rate of optimizer step `step`, counted from 0; a decay reaches its end at `max_steps`.
 
-    Above a least rate as transformers has it in `cosine_with_min_lr` (5.23, optimization.py): factor x (1 - share) +
-    share, where share is least / peak.
+    Above a least rate as in transformers 5.23 (optimization.py, get_cosine_with_min_lr_schedule_with_warmup): factor x
+    (1 - share) + share, where share is least / peak.
 
     A function instead of a torch scheduler: `accelerator.prepare` would step that once per process
     (accelerate/scheduler.py, AcceleratedScheduler.step).

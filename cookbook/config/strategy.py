@@ -338,7 +338,7 @@ def _check_kind(document: Document) -> list[str]:
 
 
 def _check_stopping_keys(document: Document) -> list[str]:
-    """Keys that say nothing here, and that accelerate 1.15 stops at (commands/config/config_args.py)."""
+    """Keys that say nothing here, and that accelerate 1.15 stops at (config_args.py, BaseConfig.from_yaml_file)."""
     keys = document.values if isinstance(document.values, dict) else {}
     why = "accelerate 1.15 starts nothing from a file with this key; take it out"
     return [f"{document.place(key)}: {why}" for key in ("gradient_accumulation_steps", "ipex_config") if key in keys]

@@ -80,7 +80,7 @@ def check(name: str, options: Mapping[str, Any], place: Callable[..., str]) -> I
         elif masking.NAME.search(key):
             yield f"{place(key)}: a secret does not belong in a recipe; leave it in the tracker's environment variable"
         elif name == "mlflow" and os.environ.get(variable := f"MLFLOW_{key.upper()}") not in (None, value):
-            # accelerate 1.15, tracking.py: the environment wins
+            # accelerate 1.15, tracking.py, MLflowTracker: the environment wins
             yield f"{place(key)} is {value!r}, and {variable} is set, which would win; unset it"
 
 

@@ -44,7 +44,8 @@ def trace_compiled(model: PreTrainedModel, *, kept: Kept | None, uncounted: Unco
     loss of `cookbook.training.models.loss.compile_loss`, without a compiler.
 
     Layers of one shape share the graphs of the first call, which also allocates tensors that no run does. Checkpointing
-    is part of the compiled function (transformers 5.23, modeling_layers.py), so the partitioner applies it.
+    is part of the compiled function (transformers 5.23, modeling_layers.py, GradientCheckpointingLayer), so the
+    partitioner applies it.
 
     Args:
         kept: None without checkpointing.

@@ -549,7 +549,8 @@ def _trace_phases(
             ledger.begin("done")
 
     log = logging.getLogger(FakeTensor.__module__)
-    # CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py), also for recomputation in the backward.
+    # CUDA's autocast flag, which peft queries (0.21.2, lora/bnb.py, Linear4bit), also for recomputation in the
+    # backward.
     set_flag, flag = partial(torch.set_autocast_enabled, "cuda"), torch.is_autocast_enabled("cuda")
     with (
         fake,

@@ -5,8 +5,8 @@ forward a buffer lives until the next unit has been copied out (_fsdp_param_grou
 holds it); in the backward the next unit is gathered at the same time (_backward_prefetch). Gradients are reduced from a
 buffer that lives until the next unit's reduction (post_backward).
 
-FSDP1 gathers into the flat parameter, of which the weights are views (distributed/fsdp/_runtime_utils.py), one unit
-ahead in the backward; its gradient buffer is freed by the reduction (_reduce_grad).
+FSDP1 gathers into the flat parameter, of which the weights are views (distributed/fsdp/_runtime_utils.py, _unshard),
+one unit ahead in the backward; its gradient buffer is freed by the reduction (_reduce_grad).
 
 Under expert parallel a layer's experts are a unit inside the layer's, with their own gather and reduction. As the
 unit before the layer's end they are gathered ahead at the beginning of its backward, and the rest of the layer before

@@ -102,8 +102,8 @@ def cuda_home() -> Path | None:
 def toolkit_problem(cuda: str | None) -> tuple[str, str] | None:
     """Describe what keeps DeepSpeed from compiling its NVMe operations here, and what to do; None if nothing.
 
-    With a GPU in sight it wants the toolkit's nvcc, headers and libcudart (deepspeed 0.19.8, op_builder/async_io.py and
-    builder.py, nvcc_args), of which pip's wheels of torch bring none.
+    With a GPU in sight it wants the toolkit's nvcc, headers and libcudart (deepspeed 0.19.8, op_builder/async_io.py,
+    AsyncIOBuilder, and builder.py, nvcc_args), of which pip's wheels of torch bring none.
 
     Args:
         cuda: that torch was built with.

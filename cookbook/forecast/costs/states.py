@@ -390,7 +390,7 @@ def _units_fsdp2(
     skeleton: Skeleton, *, has_experts: bool
 ) -> Iterator[tuple[int | None, tuple[str, ...], bool, bool, list[Weight]]]:
     """Layer, parts, `Unit.stays`, `Unit.is_experts` and weights of each unit (accelerate 1.15, fsdp2_prepare_model;
-    transformers 5.23, distributed/fsdp.py).
+    transformers 5.23, distributed/fsdp.py, apply_fully_sharded_data_parallelism).
 
     Args:
         has_experts: whether experts are units of their own, which are always freed after the forward.
@@ -504,7 +504,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts,
         padding += part - _overlap(0, sum(ranges[-1]), rank * part, part)
     sizes = [weight.num_elements for group in groups for weight in group]
     frozen = [weight for weight in skeleton.weights if not weight.is_trained]
-    # Float32 gradients accumulate in this process's shard only (stage_1_and_2.py).
+    # Float32 gradients accumulate in this process's shard only (stage_1_and_2.py, get_gradient_for_reduction).
     sums_are_sharded = gradient_bytes(inputs) > low
     amounts = {
         "flats": sum(length for _, length in flats),
@@ -545,7 +545,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts,
 
 def _flat_gradients(numel: int, num_bytes: int) -> int:
     """Bytes while DeepSpeed concatenates the gradients of a group and then casts them to float32 (stage_1_and_2.py,
-    step; stage3.py, _prepare_fp32_grad_for_sub_group)."""
+    `step`; stage3.py, _prepare_fp32_grad_for_sub_group)."""
     return numel * (num_bytes if num_bytes == FLOAT32 else num_bytes + FLOAT32)
 
 

@@ -295,7 +295,7 @@ def _copy_buckets(strategy: Strategy, mesh: Mesh, sizes: ModelSizes, step: Step)
 
 
 def _zero_buckets(strategy: Strategy, sizes: ModelSizes) -> int | None:
-    """DeepSpeed's buckets of gradients (0.19.8, stage_1_and_2.py and stage3.py, `reduce_bucket_size`)."""
+    """DeepSpeed's buckets of gradients (stage_1_and_2.py, reduce_bucket_size; stage3.py, reduce_bucket_size)."""
     limit = strategy.zero.get("reduce_bucket_size", 5 * 10**8)
     numels = (numel for numel, *_ in reversed(sizes.trained))
     return _full(numels, repeat(limit), overshoots=False) if sizes.trained else None
@@ -356,8 +356,9 @@ def _fsdp_transfers(strategy: Strategy, sizes: ModelSizes, step: Step, num_proce
 
 
 def _with_copies(message: Transfer, of_gradient: float) -> Transfer:
-    """With FSDP2's copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py): of weights out of what was
-    gathered, before which a shard is cast and put into a buffer; of gradients into what is sent.
+    """With FSDP2's copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather): of
+    weights out of what was gathered, before which a shard is cast and put into a buffer; of gradients into what is
+    sent.
 
     Args:
         of_gradient: its bytes over those that are sent of it.

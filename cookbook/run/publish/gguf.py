@@ -60,7 +60,7 @@ def write_gguf(converter: Path, folder: Path, target: Path, dtype: str) -> None:
 
 
 def _has_tensors(path: Path) -> bool:
-    """Return whether the header has GGUF's magic number and counts tensors (gguf 0.19, gguf_reader.py, GGUFReader)."""
+    """Return whether the header has GGUF's magic number and counts tensors (gguf 0.19, class GGUFReader)."""
     with path.open("rb") as file:
         head = file.read(16)  # the magic number, the version, the number of tensors
     return head[:4] == b"GGUF" and len(head) == 16 and int.from_bytes(head[8:], "little") > 0

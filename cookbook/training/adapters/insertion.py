@@ -220,7 +220,7 @@ def quantization_options(settings: AdapterSection | None, mixed_precision: str) 
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
-        # FSDP2 does not shard weights stored as bytes (accelerate/utils/fsdp_utils.py:797).
+        # FSDP2 does not shard weights stored as bytes (accelerate/utils/fsdp_utils.py, fsdp2_prepare_model).
         bnb_4bit_quant_storage=compute,
     )
     return {"quantization_config": config}

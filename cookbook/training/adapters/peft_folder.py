@@ -75,6 +75,6 @@ def in_language_names(folder: Path) -> Iterator[Path]:
 
 
 def name_in_file(name: str) -> str:
-    """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py)."""
+    """peft's name in its file for a tensor of the model (peft/utils/save_and_load.py, get_peft_model_state_dict)."""
     name = name.replace(f".{ADAPTER_NAME}", "").replace(".modules_to_save", "")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name

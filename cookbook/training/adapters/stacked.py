@@ -95,7 +95,7 @@ def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, [tokens, hidden]. An implementation of transformers' experts (5.23,
-    integrations/moe.py); the indices are those of this process's experts, as `AllToAllEP` sends them.
+    integrations/moe.py, ExpertsInterface); the indices are those of this process's experts, as `AllToAllEP` sends them.
 
     Args:
         experts: a module of `use_experts_implementation`, with `adapters` and `packed`, each by parameter.
@@ -153,7 +153,8 @@ def use_own_forward(experts: Any) -> None:
 
 def _first_expert(weight: torch.Tensor, num_here: int) -> int:
     """The number of this process's first expert in its layer."""
-    # Each process of an expert-parallel group has as many experts, in order (distributed/expert_parallel.py).
+    # Each process of an expert-parallel group has as many experts, in order (distributed/expert_parallel.py,
+    # AllToAllEP).
     mesh = weight.device_mesh if isinstance(weight, DTensor) else None
     divides = mesh is not None and "ep" in (mesh.mesh_dim_names or ())
     return mesh["ep"].get_local_rank() * num_here if divides else 0  # type: ignore[index]

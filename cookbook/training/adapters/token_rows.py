@@ -35,7 +35,7 @@ def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
     """Have peft make the rows as zeros. It would read them from a matrix that a process may hold a shard of, and under
-    ZeRO-3 only with CUDA (peft 0.21.2, tuners/trainable_tokens/layer.py).
+    ZeRO-3 only with CUDA (peft 0.21.2, tuners/trainable_tokens/layer.py, TrainableTokensLayer.update_layer).
     """
 
     def rows(self: Any, adapter_name: str, *, token_indices: list[int] | None = None, tied_adapter: Any = None) -> None:

@@ -104,7 +104,8 @@ class ChatTemplate:
         compiled = _compile(self.text(asked.tools))
         values = {**self._special, "strftime_now": self._strftime, **asked.variables, **more}
         messages = [self._to_template_form(message, asked.tools) for message in asked.chat[:end]]
-        # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py:543).
+        # The function behind apply_chat_template, which takes no date (transformers/utils/chat_template_utils.py,
+        # render_jinja_template).
         try:
             return _render_with_assistant_indices(compiled, messages, asked.tools, None, prompt, **values)
         except MissingDate:

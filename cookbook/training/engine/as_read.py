@@ -17,7 +17,8 @@ from cookbook.system.files import RecipeError
 @contextlib.contextmanager
 def each_weight(replace: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter]) -> Iterator[None]:
     """Put `replace(module, name, weight)` in the place of each weight that transformers reads inside of this context,
-    one after the other (transformers 5.23, core_model_loading.py: a model that it quantizes is read without threads).
+    one after the other (transformers 5.23, core_model_loading.py, convert_and_load_state_dict_in_model: a model that it
+    quantizes is read without threads).
     """
 
     is_called = False

@@ -18,7 +18,8 @@ EXPORT_TIMEOUT = timedelta(days=1)
 """For the main process to write the model, longer than any collective may take."""
 LEAVE_SECONDS = 1.0
 """Delay of rank 0's exit after the other machines' processes. Its torchrun holds the store: one that still enters
-torchrun's exit barrier (torch 2.13 elastic/agent/server/api.py:976) when it ends prints a traceback of a good run."""
+torchrun's exit barrier (torch 2.13, elastic/agent/server/api.py, _exit_barrier) when it ends prints a traceback of a
+good run."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -165,7 +166,8 @@ class Collectives:
         self._store_barrier(store, "done", timeout if is_main else EXPORT_TIMEOUT)
         # Without the device, NCCL's barrier guesses it and warns. `device_id` in init_process_group would do too, but
         # connects at once, before a mistake that any rank may find is reported; DeepSpeed passes it (0.19.8,
-        # comm/torch.py:281), so that under ZeRO NCCL starts with the process group, and a new group is a split of it.
+        # comm/torch.py, TorchBackend.init_process_group), so that under ZeRO NCCL starts with the process group, and a
+        # new group is a split of it.
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
         self._store_barrier(store, "left", timeout)
         try:

@@ -87,7 +87,7 @@ class Ddp(Engine):
 
 def _exchange(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket, the sums over micro-batches in float32, over the ranks in `dtype`. As torch's own hooks
-    (ddp_comm_hooks/default_hooks.py), of which torch 2.13 refuses bf16_compress_hook without NCCL.
+    (ddp_comm_hooks/default_hooks.py, _allreduce_fut), of which torch 2.13 refuses bf16_compress_hook without NCCL.
     """
     gradients = bucket.buffer()
     sent = gradients.to(dtype).div_(dist.get_world_size())

@@ -97,9 +97,10 @@ class Fsdp1(Fsdp):
 class ScalarFoundInf(ShardedGradScaler):
     """FSDP1's scaler, which shares overflows between the ranks, in a form that fused AdamW accepts.
 
-    torch 2.13's (distributed/fsdp/sharded_grad_scaler.py:254) gives `found_inf` the shape (1,), and fused AdamW
-    subtracts it from counts of shape () (optim/adam.py:897), which fails. It also sums it over the ranks, while the
-    fused kernel skips an update for exactly 1 only: with 2 it would write the overflow into the weights.
+    torch 2.13's (distributed/fsdp/sharded_grad_scaler.py, ShardedGradScaler.unscale_) gives `found_inf` the shape (1,),
+    and fused AdamW subtracts it from counts of shape () (optim/adam.py, _fused_adam), which fails. It also sums it over
+    the ranks, while the fused kernel skips an update for exactly 1 only: with 2 it would write the overflow into the
+    weights.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -64,7 +64,8 @@ def grad_scaler(kind: type, rule: LossScale, device: torch.device | None = None)
 
     Args:
         device: of the gradients, where it is not that of the loss. From there torch 2.13 would copy the scale and what
-            it finds without waiting, and read both at once (amp/grad_scaler.py:33, optim/adam.py:871).
+            it finds without waiting, and read both at once (amp/grad_scaler.py, _MultiDeviceReplicator; optim/adam.py,
+            _fused_adam).
     """
 
     class RuledScaler(kind):  # type: ignore[misc]

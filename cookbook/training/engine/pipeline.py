@@ -129,7 +129,7 @@ class Pipeline(Copies):
             )
             piped.append(stage)
         # No zero-bubble schedule: its backward of weights computes a checkpointed layer again for each group of
-        # weights, and runs no hook of a parameter (torch 2.13, pipelining/_backward.py).
+        # weights, and runs no hook of a parameter (torch 2.13, pipelining/_backward.py, stage_backward_weight).
         # 1F1B needs a micro-batch for each stage; with fewer it would be GPipe: all forwards, then all backwards.
         of_one = _OneForwardOneBackward if len(batches) >= num_stages else _AllForwardsFirst
         loss = (lambda output, number: output) if has_backward else None
@@ -202,7 +202,7 @@ class _ScheduledStage(PipelineStage):
 
 class _VotesOnce(_PipelineSchedule):
     """At its start each schedule lets the stages vote whether all know their shapes, by messages, with a wait of the
-    host for the GPU (torch 2.13, pipelining/schedules.py:372). The answer stays, with gradients and without.
+    host for the GPU (torch 2.13, pipelining/schedules.py, _warmup_p2p). The answer stays, with gradients and without.
     """
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:

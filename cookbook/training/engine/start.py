@@ -61,8 +61,8 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
         raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
-    # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py), would be
-    # less than the watchdog's, which names who is at fault.
+    # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py,
+    # _get_default_timeout), would be less than the watchdog's, which names who is at fault.
     set_values(distributed_c10d, default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
@@ -95,7 +95,7 @@ def start_processes(timeout: timedelta, *, as_gpus: bool) -> None:
 
     Args:
         as_gpus: make accelerate treat CPU processes as GPUs. Else it silently trains plain DDP (accelerate 1.15,
-            state.py:986 excludes FSDP for MULTI_CPU).
+            state.py, AcceleratorState, excludes FSDP for MULTI_CPU).
     """
     if torch.cuda.is_available():
         PartialState(timeout=timeout)

@@ -100,7 +100,7 @@ class Zero(Engine):
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         PartialState(timeout=self.timeout, **({"backend": "gloo"} if on_cpu else {}))
         steps = self.plan.gradient_accumulation_steps
-        # on_cpu=False: with cpu=True accelerate 1.15 excludes DeepSpeed (state.py:974).
+        # on_cpu=False: with cpu=True accelerate 1.15 excludes DeepSpeed (state.py, AcceleratorState).
         return super()._start(on_cpu=False, deepspeed_plugin=plugin, gradient_accumulation_steps=steps)
 
     @property
@@ -200,8 +200,8 @@ class Zero(Engine):
 
     def _look_before_updates(self, zero: Any) -> None:
         """Read a step's numbers, and look at its gradients if they are unusual, between their norm and the update,
-        which takes them apart: DeepSpeed's step updates the loss scale there, of every precision (zero/stage3.py and
-        stage_1_and_2.py, `step`).
+        which takes them apart: DeepSpeed's step updates the loss scale there, of every precision (zero/stage3.py,
+        `step`, and stage_1_and_2.py, `step`).
         """
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -347,7 +347,7 @@ class Zero(Engine):
 
     def _part_of(self, parameter: Any, i: int) -> tuple[int, int, int]:
         """Stage 3: offset of this rank's part in the flat tensor of sub-group `i`, its first element, its length."""
-        # Sub-group, offset in its flat tensor, and length with padding (stage3.py:1955).
+        # Sub-group, offset in its flat tensor, and length with padding (stage3.py, set_grad_positions).
         index, offset, _ = self.model.optimizer.grad_position[self.model.optimizer.get_param_id(parameter)]
         assert index == i
         part = parameter.ds_tensor.ds_numel
@@ -358,7 +358,7 @@ class Zero(Engine):
         """Stages 1 and 2: a group's parameters lie end to end in a flat tensor, partitioned over the ranks."""
         moments = state.Moments(self.base_optimizer)
         for name, parameter in self.trained_parameters():
-            # deepspeed/utils/tensor_fragment.py: lp is the whole 16-bit parameter, hp its float32 part on this rank.
+            # utils/tensor_fragment.py, tensor_fragment: lp is the whole 16-bit parameter, hp this rank's float32 part.
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is None:  # all of it is on other ranks
                 continue
@@ -374,7 +374,8 @@ class Zero(Engine):
         zero = self.model.optimizer
         moments = state.Moments(self.base_optimizer)
         names = {id(parameter): name for name, parameter in self.trained_parameters()}
-        zero._set_fp32_optimizer_param_groups()  # else the optimizer's groups are empty (stage3.py)
+        # else the optimizer's groups are empty (stage3.py, _clear_fp32_optimizer_param_groups)
+        zero._set_fp32_optimizer_param_groups()
         try:
             for i, group in enumerate(zero.fp16_groups):
                 with _swap_in(zero, i, changed=create is not None):
@@ -405,7 +406,8 @@ class Zero(Engine):
             return
         from deepspeed.runtime.utils import all_gather_dp_groups
 
-        # As at the end of DeepSpeed's step (stage_1_and_2.py): each rank copies its part, and all-gathers the others.
+        # As at the end of DeepSpeed's step (stage_1_and_2.py, `step`): each rank copies its part, and all-gathers the
+        # others.
         for i, master in enumerate(zero.single_partition_of_fp32_groups):
             rank = dist.get_rank(zero.real_dp_process_group[i])
             zero.parallel_partitioned_bit16_groups[i][rank].data.copy_(master.data)

@@ -135,7 +135,7 @@ def compile_counts() -> dict[str, Any]:
     """Counts of torch's compiler in this process: `graphs`, `graph_breaks`, `recompilations`, and calls of functions
     that it left uncompiled, `given_up`; with its `reasons` for breaks and for giving up, each a line.
 
-    The counters are private (torch 2.13, _dynamo/utils.py `counters`, _dynamo/convert_frame.py).
+    The counters are private (torch 2.13, _dynamo/utils.py `counters`, _dynamo/convert_frame.py, FRAME_COMPILE_COUNTER).
     """
     from torch._dynamo import convert_frame
     from torch._dynamo.utils import counters

@@ -36,7 +36,7 @@ def convert_layers(model: PreTrainedModel) -> None:
             for name, module in list(parent.named_children()):
                 if _fits(module):
                     # Here and not by accelerate, which replaces them when it wraps the model, and then refuses FSDP2's
-                    # efficient loading (1.15, accelerator.py:520).
+                    # efficient loading (1.15, accelerator.py, Accelerator.__init__).
                     setattr(parent, name, linear_class.from_float(module, config))
     if not num_converted(model):
         why = f"no torch.nn.Linear in the layers of this {model.config.model_type} has sizes that {MULTIPLE} divides"

@@ -369,7 +369,8 @@ def add_loss(model: PreTrainedModel, sequence_mesh: DeviceMesh | None = None) ->
     Args:
         sequence_mesh: the ranks that share the tokens of each row; each passes its `sequence_part`.
     """
-    stage = getattr(model, "_pp_stage", None)  # of transformers/distributed/pipeline_parallel.py
+    # transformers/distributed/pipeline_parallel.py, apply_pipeline_parallelism
+    stage = getattr(model, "_pp_stage", None)
     model.has_head = stage is None or stage.pp_is_last_stage
     head: Any = head_of(model)
     if model.has_head and (not isinstance(head, torch.nn.Linear) or backbone_of(model) is model):

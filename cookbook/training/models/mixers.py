@@ -67,8 +67,9 @@ def keep_apart(model: PreTrainedModel, layers: Set[type[torch.nn.Module]]) -> No
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not layers.isdisjoint(map(type, layer.modules())):
             # ZeRO-3 then gathers the weights of the layer once, around the loop (DeepSpeed 0.19.8,
-            # utils/z3_leaf_module.py): ranks with other numbers of samples would gather another number of times. Not of
-            # the module alone: its input comes by name, and DeepSpeed would free the weights before its backward.
+            # utils/z3_leaf_module.py, set_z3_leaf_module): ranks with other numbers of samples would gather another
+            # number of times. Not of the module alone: its input comes by name, and DeepSpeed would free the weights
+            # before its backward.
             layer._z3_leaf = True
 
 
