@@ -484,8 +484,10 @@ def test_two_chunks_have_the_loss_metrics_and_gradients_of_plain_torch(alone):
     every = torch.cat(losses_of(plain, tokens))
     every.mean().backward()
     batches = [collate(tokens, mine, pad_id=0) for mine in MICRO_BATCHES]
-    sums = in_two_chunks(model).gradients(one_more, batches, len(every))
+    engine = in_two_chunks(model)
+    sums = engine.gradients(one_more, batches, len(every))
     assert sums == {"loss": pytest.approx(1 + every.mean().item(), rel=1e-6), "ones": 1}
+    assert set(engine._modes) == {True}, "each schedule would vote again: torch calls another method (docs/upgrade.md)"
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
 

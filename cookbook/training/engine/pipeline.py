@@ -202,13 +202,20 @@ class _ScheduledStage(PipelineStage):
 
 class _VotesOnce(_PipelineSchedule):
     """At its start each schedule lets the stages vote whether all know their shapes, by messages, with a wait of the
-    host for the GPU (torch 2.13, pipelining/schedules.py, _warmup_p2p). The answer stays, with gradients and without.
+    host for the GPU (torch 2.13, pipelining/schedules.py, _warmup_p2p; 2.15, _initialize_pipeline_distributed_state).
+    The answer stays, with gradients and without.
     """
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        self._vote_once("_warmup_p2p", stages, has_backward, p2p_done)
+
+    def _initialize_pipeline_distributed_state(self, stages: list[Any], has_backward: bool, initialize: bool) -> None:
+        self._vote_once("_initialize_pipeline_distributed_state", stages, has_backward, initialize)
+
+    def _vote_once(self, method: str, stages: list[Any], has_backward: bool, flag: bool) -> None:
         modes = stages[0].engine._modes
         if has_backward not in modes:
-            super()._warmup_p2p(stages, has_backward, p2p_done)
+            getattr(super(), method)(stages, has_backward, flag)
             modes[has_backward] = stages[0]._inference_mode
         for stage in stages:
             stage._inference_mode = modes[has_backward]
