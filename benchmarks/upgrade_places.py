@@ -96,10 +96,11 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
 def places() -> list[Place]:
     """All places, each once."""
     own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
+    nodes_of = {file: list(ast.walk(ast.parse(text))) for file, text in files()}
+    called = {name for nodes in nodes_of.values() for name in _called(nodes)}
     all_places = set[Place]()
-    for file, text in files():
-        nodes = list(ast.walk(ast.parse(text)))
-        of_file = list(_of_file(nodes, own))
+    for file, nodes in nodes_of.items():
+        of_file = list(_of_file(nodes, own, called))
         attributes = (node for node in nodes if isinstance(node, ast.Attribute))
         read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
         for kind, name, guard, code in of_file:
@@ -111,8 +112,12 @@ def places() -> list[Place]:
     return sorted(all_places)
 
 
-def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Kind, name, guard and place of the code of each."""
+def _of_file(nodes: list[ast.AST], own: set[str], called: set[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Kind, name, guard and place of the code of each.
+
+    Args:
+        called: names that this project reads from objects, so that a method is not a library's to call.
+    """
     imported = _imported(nodes)
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] in LIBRARIES:
@@ -132,6 +137,10 @@ def _of_file(nodes: list[ast.AST], own: set[str]) -> Iterator[tuple[str, str, st
                 yield "private name, set", node.attr, "", f":{node.attr}"
         elif isinstance(node, ast.Call):
             yield from ((*place, "") for place in _of_call(node, own))
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).split(".")[0] in imported for base in node.bases):
+            for method in (part for part in node.body if isinstance(part, ast.FunctionDef)):
+                if method.name not in called and not method.name.startswith("__"):
+                    yield "method overridden", f"{node.name}.{method.name}", "", f":{method.name}"
         elif isinstance(node, ast.Compare) and any(".__name__" in ast.unparse(side) for side in _sides(node)):
             for value in _sides(node):
                 if isinstance(value, ast.Constant):
@@ -161,6 +170,14 @@ def _is_theirs(node: ast.Attribute, own: set[str]) -> bool:
     """False for names of this project, and for `os._exit` and `_asdict` of a named tuple, which Python documents."""
     is_of_python = ast.unparse(node.value) in sys.stdlib_module_names or hasattr(Place, node.attr)
     return _is_private(node.attr) and node.attr not in own and not is_of_python
+
+
+def _called(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names that are read from objects, and those that torch promises to call."""
+    yield from ("forward", "backward")
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "super()":
+            yield node.attr
 
 
 def _sides(node: ast.Compare) -> list[ast.expr]:
@@ -314,6 +331,7 @@ WORDS = {
     "private name, set": "Set on an object of a library, which may no longer read it.",
     "name in a configuration": "Not every model type has it, so that none fails if a release renames it in all.",
     "private name, asked for": "Looked up with an answer for the case that it is not there.",
+    "method overridden": "Called by the library's class in place of its own, if it still calls a method of this name.",
     "replaced function": "`cookbook/system/replaced.py` compares the code of the function with what was read.",
     "replaced in silence": "Values of a library that are set, or functions that cost time and change no number.",
     "hook": "Called by torch around a module or a gradient.",

@@ -47,6 +47,9 @@ def own(model, _known):
     type(model).__name__ == "Theirs"
     "Part" in type(model).__name__.lower()
     inspect.signature(model)
+class Own(Layer):
+    def _called_by_theirs(self): super()._called_by_theirs()
+    def _called_by_ours(self): self._called_by_ours()
 """
     kinds = {(kind, name) for kind, name, *_ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
     assert kinds == {
@@ -58,6 +61,7 @@ def own(model, _known):
         ("private name, asked for", "_asked"),
         ("name in a configuration", "asked_too"),
         ("replaced function", "Layer._size"),
+        ("method overridden", "Own._called_by_theirs"),
         ("hook", "model.register_forward_hook"),
         ("name of a class", "Theirs"),
         ("name of a class", "Part"),
