@@ -284,13 +284,15 @@ def _comments(text: str) -> list[str]:
 
 def page() -> str:
     """The text of docs/upgrade.md."""
-    found, versions_of = places(), citations()
+    all_places, versions_of = places(), citations()
     kinds: dict[str, list[Place]] = defaultdict(list)
-    for place in found:
+    for place in all_places:
         kinds[place.kind].append(place)
-    unguarded = sum(place.guard == "none" for place in found)
+    unguarded = sum(place.guard == "none" for place in all_places)
     lines = [
-        HEAD.format(places=len(found), unguarded=unguarded or "none", citations=sum(map(len, versions_of.values())))
+        HEAD.format(
+            places=len(all_places), unguarded=unguarded or "none", citations=sum(map(len, versions_of.values()))
+        )
     ]
     for kind, of_kind in kinds.items():
         lines += [f"## {kind[0].upper()}{kind[1:]}", "", WORDS[kind], "", "| place | guard |", "|---|---|"]

@@ -51,7 +51,9 @@ class Own(Layer):
     def _called_by_theirs(self): super()._called_by_theirs()
     def _called_by_ours(self): self._called_by_ours()
 """
-    kinds = {(kind, name) for kind, name, *_ in upgrade_places._of_file(list(ast.walk(ast.parse(code))), {"_ours"})}
+    nodes, own = list(ast.walk(ast.parse(code))), {"_ours", "_called_by_theirs", "_called_by_ours"}
+    places = upgrade_places._of_file(nodes, own, set(upgrade_places._called(nodes)))
+    kinds = {(kind, name) for kind, name, *_ in places}
     assert kinds == {
         ("private import", "torch._dynamo.counters"),
         ("private name", "_theirs"),
@@ -93,7 +95,7 @@ def version_of(place: str) -> str:
 
 
 def unread() -> dict[str, dict[str, list[str]]]:
-    """Of libraries in a version that the table does not have."""
+    """Places of libraries in a version that the table does not have."""
     table = upgrade_places.CODE
     return {
         place: digests
