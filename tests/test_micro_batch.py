@@ -5,10 +5,12 @@ python -m pytest -q tests/test_micro_batch.py
 """
 
 import itertools
+import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,14 +21,17 @@ import simulated_gpus
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.forecast import fitting
+from cookbook.forecast import fitting, headline, verdict
 from cookbook.forecast.fitting import by_auto
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.show import as_record, in_words
+from cookbook.forecast.step_time import Range
+from cookbook.forecast.verdict import TraceCache
 from cookbook.run import auto_settings
 from cookbook.start.run_plan import autos, even, make_plan
 from cookbook.system.files import RecipeError, dump_yaml
 from cookbook.system.hardware import parse_machines
+from cookbook.training.models.structure import config_of
 
 QUICKSTART = Path("recipes/quickstart.yaml")
 ROOM = replace(parse_machines("1x24GB"), usable_gib=4.0)
@@ -120,6 +125,19 @@ def test_the_largest_that_fits_is_found_around_an_estimate(estimate: int | None)
             assert max(tried) > 100, "what takes longest is tried without one"
 
 
+def test_one_sample_is_taken_where_more_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def refuse_more(traces: TraceCache, *arguments: Any, **options: Any) -> verdict.Forecast:
+        own = verdict.forecast(traces, *arguments, **options)
+        is_refused = traces.recipe.batch.micro_batch_size > 1
+        return replace(own, verdict="cannot run", memory=None, time=None) if is_refused else own
+
+    monkeypatch.setattr(fitting, "forecast", refuse_more)
+    recipe, single = recipe_with("batch.global_batch_size=8"), load_strategy(strategy_path("single"))
+    batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in even(8)]
+    (fit,) = fitting.fitting(recipe, single, parse_machines("1xH100"), "", batches, [True])
+    assert fit.batch is batches[0]
+
+
 @pytest.mark.parametrize("gib", [80.0, 1.5])
 def test_the_best_alone_is_the_first_of_all_kinds(gib: float, monkeypatch: pytest.MonkeyPatch):
     """Where the whole step fits without recomputation no other kind is looked at, and else each is."""
@@ -130,12 +148,121 @@ def test_the_best_alone_is_the_first_of_all_kinds(gib: float, monkeypatch: pytes
     of_all = fitting.fitting(*asked)
     kinds = set()
     changed = fitting.TraceCache.with_sections
-    noted = lambda traces, **own: kinds.add(own["model"].gradient_checkpointing) or changed(traces, **own)  # noqa: E731
+
+    def noted(traces: TraceCache, **own: Any) -> TraceCache:
+        kinds.update(section.gradient_checkpointing for name, section in own.items() if name == "model")
+        return changed(traces, **own)
+
     monkeypatch.setattr(fitting.TraceCache, "with_sections", noted)
     alone = fitting.fitting(*asked, best_alone=True)
     assert alone[0] == of_all[0] and len(of_all) > 1
     assert (alone[0].checkpointing is False and alone[0].batch.micro_batch_size == 256) == (gib == 80)
     assert kinds == ({False} if gib == 80 else {False, True, "selective"})
+
+
+def noted_traces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, int, bool]]:
+    """Checkpointing, tokens of a micro-batch and whether weights are cast, of each trace from now on that is new."""
+    made: list[tuple[object, int, bool]] = []
+    trace_pass = verdict.trace_pass
+
+    def noted(config: Any, recipe: Recipe, **options: Any) -> Any:
+        kind = recipe.model.model_dump()["gradient_checkpointing"]
+        made.append((kind, options["rows"] * options["length"], options["autocast"]))
+        return trace_pass(config, recipe, **options)
+
+    monkeypatch.setattr(verdict, "trace_pass", noted)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("single", False), ("single", True), ("fsdp2", "selective")])
+def test_a_bound_of_memory_is_below_what_a_trace_tells(monkeypatch: pytest.MonkeyPatch, name: str, kind: object):
+    """With and without accumulation. The control counts the loss too, and is the memory itself."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    recipe = load_recipe(Path("recipes/qwen3_0_6b/sft_lora.yaml"), ["batch.global_batch_size=32"])
+    model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
+    traces = TraceCache(config_of(recipe)[0], recipe.model_copy(update={"model": model}))
+    strategy, machines = load_strategy(strategy_path(name)), parse_machines("1xH100" if name == "single" else "2xH100")
+    assert traces.fills_chunks(strategy) > 1, "the loss of a sample is smaller than a chunk"
+    for size in (8, 16):
+        larger = traces.with_sections(batch=recipe.batch.model_copy(update={"micro_batch_size": size}))
+        memory = verdict.forecast(larger, strategy, machines, limits=False).memory
+        assert memory is not None
+        asked = (larger, strategy, machines, (1, 2))
+        least, whole = (verdict.extrapolated_need(*asked, is_least=is_least) for is_least in (True, False))
+        assert 0.9 * memory.needed[1] < least < whole == pytest.approx(memory.needed[1], rel=1e-3)
+        assert least <= memory.needed[1]
+
+
+@pytest.mark.slow
+def test_a_bound_of_time_is_below_each_time():
+    """Of each strategy, micro-batch and checkpointing, compiled or not; the control: not by three fifths."""
+    recipe = recipe_with("batch.global_batch_size=32")
+    traces, machines = TraceCache(config_of(recipe)[0], recipe), parse_machines("4xH100")
+    for name in ("ddp", "zero2", "fsdp2", "zero3"):
+        strategy, shares = load_strategy(strategy_path(name)), []
+        whole = traces.with_sections(
+            batch=recipe.batch.model_copy(update={"micro_batch_size": 8}),
+            model=recipe.model.model_copy(update={"gradient_checkpointing": False}),
+        )
+        least = verdict.least_time(whole, strategy, machines)
+        assert least is not None
+        for kind, size in itertools.product((False, True, "selective"), (1, 2, 8)):
+            model = recipe.model.model_copy(update={"gradient_checkpointing": kind})
+            batch = recipe.batch.model_copy(update={"micro_batch_size": size})
+            changed = traces.with_sections(model=model, batch=batch)
+            times = [verdict.forecast(changed, strategy, machines, limits=False).time]
+            times += [verdict.time_compiled(changed, strategy, machines)]
+            for time in filter(None, times):
+                assert least.low <= time.low and least.high <= time.high
+                shares.append(least.high / time.high)
+        assert max(shares) > 0.4
+
+
+@pytest.mark.slow
+def test_a_short_answer_traces_no_strategy_that_it_cannot_name(monkeypatch: pytest.MonkeyPatch):
+    """On one GPU those that are not surely faster than the plain process; what all of them give is the same."""
+    monkeypatch.setattr(verdict, "TRACES", {})
+    machines = replace(parse_machines("1xH100"), usable_gib=1.5)
+    recipe = recipe_with("batch.global_batch_size=256", "model.gradient_checkpointing=auto")
+    named = [load_strategy(strategy_path(name)) for name in ("zero1", "single", "fsdp2")]
+    report = forecast_all(recipe, named, machines, "", limits=False)
+    made = noted_traces(monkeypatch)
+    alone = by_auto(report, "", all_of_them=False, best_alone=True)
+    of_alone = [*made]
+    assert len({*of_alone}) == len(of_alone) == 7
+    whole = by_auto(report, "", all_of_them=False)
+    assert [setting.strategy.name for setting in alone] == ["single"] and len(whole) > 1
+    casts = [{casts for *_, casts in traces} for traces in (of_alone, made[len(of_alone) :])]
+    assert casts == [{True}, {False}], "weights are cast in the plain process alone"
+    best, same = (headline.best_by_auto(report, settings) for settings in (whole, alone))
+    assert best is not None and (best.strategy, best.best, best.compiled) == (same.strategy, same.best, same.compiled)
+
+
+@pytest.mark.parametrize("gpus", ["1xH100", "4xH100"])
+def test_what_is_left_out_is_never_the_answer(gpus: str):
+    """Drawn times, many of them equal, of which some bounds lie far below: the best of all is among what is left."""
+    recipe, machines = recipe_with("batch.global_batch_size=8"), parse_machines(gpus)
+    names = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp2")
+    named = {name: load_strategy(strategy_path(name)) for name in names}
+    report = forecast_all(recipe, list(named.values())[:1], machines, "", limits=False)
+    draw, left_out = random.Random(1), 0
+    for _ in range(500):
+        rows, bounds = {}, {}
+        for name in draw.sample(names, 4):
+            low, width, below = draw.randint(4, 9), draw.randint(0, 4), draw.randint(0, 2)
+            time = Range(low=low, high=low + width, bottleneck="", parts=())
+            bounds[name] = replace(time, low=low - below, high=low + width - below) if draw.random() < 0.9 else None
+            judged = draw.choice(["fits", "fits", "host memory unknown"])
+            forecast = verdict.Forecast(strategy=named[name], verdict=judged, why=[], time=time)
+            rows[name] = fitting.ByAuto(named[name], fitting.Fitting(True, recipe.batch, forecast), None)
+        waiting, kept = [fitting._Candidate(named[name], []) for name in rows], []
+        while waiting:
+            kept.append(rows[waiting.pop(0).strategy.name])
+            waiting = fitting._left(kept, waiting, machines, lambda candidate, by=bounds: by[candidate.strategy.name])
+        left_out += len(rows) - len(kept)
+        assert headline.best_by_auto(report, kept) is headline.best_by_auto(report, list(rows.values()))
+    assert left_out > 250
 
 
 def test_a_kind_that_is_still_open_is_forecast_as_one_that_recomputes():

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 CACHE_BYTES = 64 * 2**20
 """More than an H100's cache holds (50 MiB); an RTX 4090 has 72."""
@@ -63,6 +63,12 @@ class ActivationTrace:
             return replace(first, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
+
+    def emptied(self, *names: str) -> "ActivationTrace":
+        """The same, with nothing held in the phases of these names, or if none is named in any."""
+        nothing: dict[str, Any] = dict.fromkeys(SIZES, 0)
+        phases = (phase if names and phase.name not in names else replace(phase, **nothing) for phase in self.phases)
+        return replace(self, phases=tuple(phases))
 
     def of_loops(self, longer: "ActivationTrace") -> "ActivationTrace":
         """Return the same bytes, with the kernels of longer rows that have as many tokens."""

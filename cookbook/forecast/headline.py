@@ -32,7 +32,7 @@ def best_by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> ByAuto | Non
     """The fastest strategy as `launch` runs it with `auto`, compiled where that is served; on one GPU the plain process
     unless another is surely faster. None: nothing is known to fit.
     """
-    ranked = sorted(settings, key=_rank)
+    ranked = sorted(settings, key=lambda setting: setting.rank)
     if not ranked or report.machines.num_gpus != 1:
         return next(iter(ranked), None)
     best, order = ranked[0], rank(ranked[0].best.forecast)[0]
@@ -41,13 +41,6 @@ def best_by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> ByAuto | Non
         if is_plain and (setting.time is None or best.time is None or setting.time.low <= best.time.high):
             return setting
     return best
-
-
-def _rank(setting: ByAuto) -> tuple:
-    """A key by which the best setting is the least."""
-    order, _, *others = rank(setting.best.forecast)
-    seconds = setting.time.low + setting.time.high if setting.time else 0.0
-    return order, round(seconds, 3), *others
 
 
 @dataclass(frozen=True)

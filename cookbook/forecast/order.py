@@ -9,9 +9,13 @@ from cookbook.system.hardware import Machines
 SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
 
 
+BEST = 0
+"""The first number of `rank` of what fits without a doubt."""
+
+
 def rank(forecast: Forecast) -> tuple:
     """A key by which the best forecast is the least."""
-    order = {"fits": 0, "not judged": 0, "tight": 2, "does not fit": 3, "no forecast": 4, "cannot run": 5}.get(
+    order = {"fits": BEST, "not judged": BEST, "tight": 2, "does not fit": 3, "no forecast": 4, "cannot run": 5}.get(
         forecast.verdict, 1
     )
     strategy = forecast.strategy

@@ -358,6 +358,21 @@ def time_if_fused(traces: TraceCache, strategy: Strategy, machines: Machines) ->
     return _step_time(traces, strategy, plan, machines, is_compiled=True)
 
 
+def least_time(traces: TraceCache, strategy: Strategy, machines: Machines) -> Range | None:
+    """A lower bound of the time of a step, compiled or not: without the launches and the bytes that a trace tells. None
+    where the run is refused, or no time is forecast.
+    """
+    strategy, count = _fit(traces, strategy, machines)
+    try:
+        plan = _plan(traces.recipe, strategy, count, machines, traces.recipe_name)
+    except RecipeError:
+        return None
+    if why_no_time(traces, machines) is not None:
+        return None
+    step, nothing = replace(_step_of(traces, plan), is_compiled=False), ActivationTrace(phases=())
+    return step_seconds(strategy, traces.sizes, step, machines, num_processes=plan.num_processes, trace=nothing)
+
+
 def may_fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> bool:
     """Return whether a GPU holds weights and optimizer, and the machine what it takes: no trace is needed to rule one
     out.
@@ -425,6 +440,32 @@ def forecast(traces: TraceCache, strategy: Strategy, machines: Machines, *, limi
         largest_micro_batch=None if largest is None else int(largest),
         longest=longest,
     )
+
+
+def extrapolated_need(
+    traces: TraceCache, strategy: Strategy, machines: Machines, sizes: tuple[int, int], *, is_least: bool = False
+) -> float:
+    """Bytes of a GPU's memory that a run needs at most, if what a forward and backward hold grows evenly with the
+    micro-batch as from one of these sizes to another; a size of 0 holds nothing. 0 where the run is refused.
+
+    Args:
+        is_least: leave out the loss, whose chunks grow to a limit: all else grows as fast or faster beyond both sizes,
+            since a peak is the most of several moments, in each of which bytes are in proportion to samples.
+
+    Raises:
+        Untraceable: there is no trace of these sizes.
+    """
+    strategy, count = _fit(traces, strategy, machines)
+    try:
+        placed = _place(traces, strategy, count, machines)
+    except RecipeError:
+        return 0
+    outside = outside_of(strategy, machines, count)
+    memory_of = _gpu_memory(traces, strategy, placed.held, placed.plan, machines.gpu, outside)
+    second = traces.work(strategy, sizes[1])
+    first = traces.work(strategy, sizes[0]) if sizes[0] else second.emptied()
+    work = first.towards(second, (micro_batch_of(traces.recipe) - sizes[0]) / (sizes[1] - sizes[0]))
+    return memory_of(work.emptied("head", "head backward") if is_least else work).needed[1]
 
 
 def _step_time(

@@ -171,7 +171,9 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
             reference = find_reference(outlook, [*strategies, *others], name) if is_long else None
-            settings = by_auto(outlook, name, all_of_them=bool(question.named) or question.html is not None)
+            is_whole = is_long or question.html is not None
+            every = bool(question.named) or question.html is not None
+            settings = by_auto(outlook, name, all_of_them=every, best_alone=not is_whole)
         details: dict[str, Any] = {"sizes": sizes, "settings": settings, "reference": reference}
         trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
         may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
