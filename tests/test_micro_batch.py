@@ -21,7 +21,7 @@ import simulated_gpus
 from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.config.sections import Auto, BatchSection
 from cookbook.config.strategy import load_strategy, strategy_path
-from cookbook.forecast import fitting, headline, verdict
+from cookbook.forecast import fitting, headline, order, verdict
 from cookbook.forecast.fitting import by_auto
 from cookbook.forecast.ranking import forecast_all
 from cookbook.forecast.show import as_record, in_words
@@ -237,6 +237,33 @@ def test_a_short_answer_traces_no_strategy_that_it_cannot_name(monkeypatch: pyte
     assert casts == [{True}, {False}], "weights are cast in the plain process alone"
     best, same = (headline.best_by_auto(report, settings) for settings in (whole, alone))
     assert best is not None and (best.strategy, best.best, best.compiled) == (same.strategy, same.best, same.compiled)
+
+
+@pytest.mark.slow
+def test_on_one_gpu_the_plain_process_alone_is_forecast_if_none_is_surely_faster(monkeypatch: pytest.MonkeyPatch):
+    """The report is the first of the whole one; with more GPUs, less room or a lower bound all are forecast."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(verdict, "TRACES", {})
+    auto = ["batch.global_batch_size=4", "batch.micro_batch_size=auto", "model.gradient_checkpointing=auto"]
+    recipe = load_recipe(Path("recipes/qwen3_0_6b/sft_lora.yaml"), auto)
+    machines = parse_machines("1xL4")
+    named = [load_strategy(strategy_path(name)) for name in ("zero1", "single", "fsdp2", "fsdp2_tp")]
+    made = noted_traces(monkeypatch)
+    short = forecast_all(recipe, named, machines, "", limits=False, first_alone=True)
+    settings = by_auto(short, "", all_of_them=False, best_alone=True)
+    assert fitting.is_settled(short, settings, "") and {casts for *_, casts in made} == {True}
+    whole = forecast_all(recipe, named, machines, "", limits=False)
+    assert fitting.is_settled(whole, [], "")
+    assert short.forecasts == whole.forecasts[:1] and [*map(len, (short.left_out, whole.left_out))] == [3, 0]
+    assert headline.best_by_auto(short, settings) == headline.best_by_auto(whole, by_auto(whole, "", all_of_them=False))
+    for other in (parse_machines("2xL4"), replace(machines, usable_gib=1.0)):
+        assert not forecast_all(recipe, named, other, "", limits=False, first_alone=True).left_out
+    assert not fitting.is_settled(short, [], ""), "nothing fits by auto"
+    none = Range(low=0.0, high=0.0, bottleneck="", parts=())
+    for room in (order, fitting):
+        monkeypatch.setattr(room, "least_time", lambda *_: none)
+    assert not fitting.is_settled(short, settings, "")
+    assert not forecast_all(recipe, named, machines, "", limits=False, first_alone=True).left_out
 
 
 @pytest.mark.parametrize("gpus", ["1xH100", "4xH100"])

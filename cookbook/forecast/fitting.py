@@ -263,6 +263,20 @@ def by_auto(report: PlanReport, recipe_name: str, *, all_of_them: bool, best_alo
     return rows
 
 
+def is_settled(report: PlanReport, settings: Sequence[ByAuto], recipe_name: str) -> bool:
+    """Return whether `headline.best_by_auto` surely takes none of the strategies that the report leaves out."""
+    if not report.left_out or not settings:
+        return not report.left_out
+    traces = TraceCache(config_of(report.recipe)[0], report.recipe, recipe_name)
+    keys = autos(report.recipe) or [MICRO_BATCH, CHECKPOINTING]
+    kinds = KINDS if CHECKPOINTING in keys else [report.recipe.model.gradient_checkpointing]
+    batches = _batches(report.recipe, report.forecasts[0], keys)
+    candidates = [_Candidate(strategy, batches) for strategy in report.left_out]
+    bounds = {each.strategy.path: each.least(traces, kinds, report.machines) for each in candidates}
+    able = [each for each in candidates if report.no_time is not None or bounds[each.strategy.path] is not None]
+    return not _left(settings, able, report.machines, lambda candidate: bounds[candidate.strategy.path])
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A strategy with the batches among which `auto` chooses."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cookbook.config.strategy import Strategy
-from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, Verdict, forecast, may_fit
+from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, Verdict, forecast, least_time, may_fit
 from cookbook.system.hardware import Machines
 
 SIMPLICITY = ("single", "ddp", "fsdp2", "zero", "fsdp1", "tp", "pp")
@@ -42,6 +42,24 @@ def in_order(forecasts: Sequence[Forecast], machines: Machines) -> list[Forecast
     if simple.time.low > best.time.high:
         return ranked
     return [simple, *(other for other in ranked if other is not simple)]
+
+
+def plain_first(
+    traces: TraceCache, strategies: Sequence[Strategy], machines: Machines, *, limits: bool
+) -> Forecast | None:
+    """The forecast of one process without an engine, if `in_order` surely has it first on one GPU, by bounds of the
+    others' times that need no trace.
+    """
+    plain = [strategy for strategy in strategies if strategy.kind == "single"]
+    if machines.num_gpus != 1 or len(plain) != 1:
+        return None
+    own = forecast(traces, plain[0], machines, limits=limits)
+    if own.verdict != "fits":
+        return None
+    if own.time is None:  # no time is forecast, and the simplest comes first
+        return own
+    bounds = (least_time(traces, other, machines) for other in strategies if other is not plain[0])
+    return own if all(bound is None or own.time.low <= bound.high for bound in bounds) else None
 
 
 def best_that_fits(

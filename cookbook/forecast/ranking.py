@@ -15,7 +15,7 @@ from cookbook.forecast.changes import NOTHING_HELPS, Changes, small_batch
 from cookbook.forecast.costs.flops import Step, sizes_of, work
 from cookbook.forecast.costs.inputs import bytes_of
 from cookbook.forecast.memory import GIB
-from cookbook.forecast.order import in_order
+from cookbook.forecast.order import in_order, plain_first
 from cookbook.forecast.sampler import SamplerForecast, forecast_sampler
 from cookbook.forecast.step_time import caveat, share_of_peak
 from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, skeleton_of, why_no_time
@@ -51,6 +51,8 @@ class PlanReport:
     """Memory of attention without a kernel, if the model has such."""
     sampler: SamplerForecast | None = None
     """The sampler of a recipe with rounds."""
+    left_out: tuple[Strategy, ...] = ()
+    """Strategies without a forecast, which surely come after the first."""
 
 
 def forecast_all(
@@ -62,6 +64,7 @@ def forecast_all(
     *,
     limits: bool = True,
     suggests: Literal["first", "all"] | None = None,
+    first_alone: bool = False,
 ) -> PlanReport:
     """Forecasts of all strategies, ranked by verdict, time and simplicity.
 
@@ -70,6 +73,7 @@ def forecast_all(
         limits: also find the largest micro-batch and the longest sequence, which takes twice as long.
         suggests: where nothing fits, or only what offloads or is not sure to, name the first change that helps, or of
             each kind the first; and how many GPUs would do, where no change helps or all are named.
+        first_alone: leave out all but the first, if it is known without their traces.
 
     Raises:
         RecipeError: the model's structure is not available, or the model is not supported.
@@ -80,8 +84,10 @@ def forecast_all(
         model = recipe.model.model_copy(update={"gradient_checkpointing": recipe.model.recompute})
         recipe = recipe.model_copy(update={"model": model})
     traces = TraceCache(config, recipe, recipe_name)
-    forecasts = [forecast(traces, strategy, machines, limits=limits) for strategy in strategies]
-    ranked = in_order(forecasts, machines)
+    first = plain_first(traces, strategies, machines, limits=limits) if first_alone else None
+    judged = strategies if first is None else []
+    forecasts = [forecast(traces, strategy, machines, limits=limits) for strategy in judged]
+    ranked = in_order(forecasts, machines) if first is None else [first]
     may_run = ranked[0].verdict in MAY_RUN
     trainer = ranked[0].memory
     trainer_bytes = None if trainer is None else max(trainer.needed)
@@ -101,6 +107,7 @@ def forecast_all(
         quantized=(quantized := quantized_weights(config)),
         scores=(scores := scores_in_words(config, traces.recipe, traces.skeleton.code)),
         sampler=sampler,
+        left_out=() if first is None else tuple(other for other in strategies if other.kind != "single"),
         notes=(
             *traces.skeleton.notes,
             *filter(None, [quantized, scores]),

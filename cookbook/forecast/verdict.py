@@ -363,6 +363,8 @@ def least_time(traces: TraceCache, strategy: Strategy, machines: Machines) -> Ra
     where the run is refused, or no time is forecast.
     """
     strategy, count = _fit(traces, strategy, machines)
+    if count > machines.num_gpus or mesh_problem(traces.config, strategy.mesh(count)):
+        return None
     try:
         plan = _plan(traces.recipe, strategy, count, machines, traces.recipe_name)
     except RecipeError:

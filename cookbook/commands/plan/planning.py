@@ -147,7 +147,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     """Answer for one kind of machines after another."""
     with imports():
         from cookbook.forecast import headline
-        from cookbook.forecast.fitting import by_auto
+        from cookbook.forecast.fitting import by_auto, is_settled
         from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import forecast_all
@@ -160,6 +160,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
             from cookbook.commands.plan.forecast_page import Answer, page_of_machines
 
     name, strategies, is_long = question.name, question.strategies, question.as_json or question.is_all
+    is_whole, every = is_long or question.html is not None, bool(question.named) or question.html is not None
     others = load_known() if question.named else []
     price = question.of_recipe if question.price is None else question.price
     of_run: dict[str, Any] = {"num_samples": question.num_samples, "price": price}
@@ -168,12 +169,14 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     for i, (recipe, machines) in enumerate(asked):
         with kept_traces(CACHE), second_process():
             options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
-            outlook = forecast_all(recipe, strategies, machines, name, others, **options)
+            of_auto: dict[str, Any] = {"all_of_them": every, "best_alone": not is_whole}
+            outlook = forecast_all(recipe, strategies, machines, name, others, **options, first_alone=not is_whole)
+            settings = by_auto(outlook, name, **of_auto)
+            if not is_settled(outlook, settings, name):
+                outlook = forecast_all(recipe, strategies, machines, name, others, **options)
+                settings = by_auto(outlook, name, **of_auto)
             sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
             reference = find_reference(outlook, [*strategies, *others], name) if is_long else None
-            is_whole = is_long or question.html is not None
-            every = bool(question.named) or question.html is not None
-            settings = by_auto(outlook, name, all_of_them=every, best_alone=not is_whole)
         details: dict[str, Any] = {"sizes": sizes, "settings": settings, "reference": reference}
         trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
         may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
