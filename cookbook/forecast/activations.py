@@ -64,7 +64,7 @@ class ActivationTrace:
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
-    def emptied(self, *names: str) -> "ActivationTrace":
+    def without_bytes(self, *names: str) -> "ActivationTrace":
         """The same, with nothing held in the phases of these names, or if none is named in any."""
         nothing: dict[str, Any] = dict.fromkeys(SIZES, 0)
         phases = (phase if names and phase.name not in names else replace(phase, **nothing) for phase in self.phases)

@@ -465,9 +465,9 @@ def extrapolated_need(
     outside = outside_of(strategy, machines, count)
     memory_of = _gpu_memory(traces, strategy, placed.held, placed.plan, machines.gpu, outside)
     second = traces.work(strategy, sizes[1])
-    first = traces.work(strategy, sizes[0]) if sizes[0] else second.emptied()
+    first = traces.work(strategy, sizes[0]) if sizes[0] else second.without_bytes()
     work = first.towards(second, (micro_batch_of(traces.recipe) - sizes[0]) / (sizes[1] - sizes[0]))
-    return memory_of(work.emptied("head", "head backward") if is_least else work).needed[1]
+    return memory_of(work.without_bytes("head", "head backward") if is_least else work).needed[1]
 
 
 def _step_time(
