@@ -196,7 +196,7 @@ def test_a_bound_of_memory_is_below_what_a_trace_tells(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_a_bound_of_time_is_below_each_time():
-    """Of each strategy, micro-batch and checkpointing, compiled or not; the control: not by three fifths."""
+    """Each strategy, micro-batch and checkpointing takes more, compiled or not; the control: not three fifths more."""
     recipe = recipe_with("batch.global_batch_size=32")
     traces, machines = TraceCache(config_of(recipe)[0], recipe), parse_machines("4xH100")
     for name in ("ddp", "zero2", "fsdp2", "zero3"):
