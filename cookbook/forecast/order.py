@@ -51,7 +51,7 @@ def plain_first(
     others' times that need no trace.
     """
     plain = [strategy for strategy in strategies if strategy.kind == "single"]
-    if machines.num_gpus != 1 or len(plain) != 1:
+    if len(plain) != 1 or machines.num_gpus != 1:
         return None
     own = forecast(traces, plain[0], machines, limits=limits)
     if own.verdict != "fits":
