@@ -37,7 +37,7 @@ FAULTS = ROOT / "tests/faults.toml"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "torchao")
 REPLACING = ("replaced", "replace_function", "check_function")
 CITED = re.compile(rf"\b({'|'.join(LIBRARIES)})(?:'s)? (\d+\.\d+(?:\.\d+)?)", re.IGNORECASE)
-CITED_CODE = re.compile(r"([\w/]+\.py),? (?:class )?(?:`(\w[\w.]*)`|((?=[\w.]*[A-Z_])[A-Za-z_]\w*(?:\.\w+)*))")
+CITED_CODE = re.compile(r"([\w/]+\.py)(?:,? `(\w[\w.]*)`|, (?:class )?((?=[\w.]*[A-Z_])[A-Za-z_]\w*(?:\.\w+)*))")
 """A file and a name in it, as comments cite them."""
 SET = ("private name, set", "replaced in silence")
 COUNTED = "counted: absent or changed ends the start"
@@ -248,16 +248,18 @@ def citations() -> dict[str, dict[str, int]]:
 
 
 def cited_code() -> set[tuple[str, str]]:
-    """Path and name of what comments cite of the libraries' files."""
-    own = [
-        f"/{path.relative_to(ROOT)}" for path in [*(ROOT / "cookbook").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
-    ]
-    return {
+    """Path and name of what comments cite of the libraries' files, not of this project's."""
+    own = [*(ROOT / "cookbook").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    citations = {
         (path, quoted or plain)
         for _, text in files()
         for comment in _comments(text)
         for path, quoted, plain in CITED_CODE.findall(comment)
-        if not any(name.endswith(f"/{path}") for name in own)
+    }
+    return {
+        (path, name)
+        for path, name in citations
+        if not any(str(file).endswith(f"/{path}") and name in file.read_text(encoding="utf-8") for file in own)
     }
 
 

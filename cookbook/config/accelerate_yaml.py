@@ -86,8 +86,8 @@ class ParallelismBlock(Block):
     parallelism_config_tp_size: Size = 1
     # Never open: `accelerate launch` 1.15 compares it with 1 (utils/launch.py, prepare_multi_gpu_env).
     parallelism_config_sp_size: int = Field(default=1, gt=0)
-    # Ours: accelerate 1.15 has neither pipelines nor experts and no keys for DDP, and passes over keys in this block
-    # that it does not know.
+    # Ours: accelerate 1.15 (parallelism_config.py, ParallelismConfig) has neither pipelines nor experts and no keys for
+    # DDP, and passes over keys in this block that it does not know.
     parallelism_config_pp_size: Size = 1
     parallelism_config_pp_chunks: int = Field(default=1, gt=0)
     parallelism_config_ep_size: Size = 1

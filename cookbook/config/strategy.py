@@ -360,7 +360,7 @@ PREFIXED = {name.removeprefix("fsdp_"): name for name in FsdpBlock.model_fields}
 def _update_names(document: Document) -> Document:
     """Replace older names in fsdp_config by those of accelerate 1.15: the number of FSDP1's sharding strategy, keys
     without their prefix, and the missing version of a file from before there were two, which accelerate reads as 1
-    (commands/launch.py).
+    (commands/launch.py, launch_command_parser).
     """
     values = document.values
     block = values.get("fsdp_config") if isinstance(values, dict) else None

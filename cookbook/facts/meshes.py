@@ -84,7 +84,8 @@ def tensor_problem(config: Any) -> str | None:
 
 def _division_problem(config: Any, size: int) -> str | None:
     """Name the parts of a model that `size` processes cannot share under tensor parallel, or return None."""
-    # transformers 5.23 shards the matrices of attention between heads, and does not check that they can be.
+    # transformers 5.23 (distributed/tensor_parallel.py, ColwiseParallel) shards the matrices of attention between
+    # heads, and does not check that they can be.
     heads = _size(config, "num_attention_heads")
     counts = {
         "query head": heads,

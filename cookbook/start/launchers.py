@@ -59,7 +59,7 @@ class Launcher:
 
     @property
     def is_on_cpu(self) -> bool:
-        """True with --cpu, for which accelerate 1.15 starts one process whatever the file has (commands/launch.py)."""
+        """True with --cpu: accelerate 1.15 then starts one process (accelerate/commands/launch.py, launch_command)."""
         return "cpu" in dict(self.flags)
 
 

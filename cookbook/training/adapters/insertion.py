@@ -196,7 +196,8 @@ def _draw_first_weights(model: PreTrainedModel, seed: int) -> None:
         num_inputs: int = sized.in_features
         matrices: list[Any] = list(layer.lora_A.values())
         for a in matrices:
-            # For a matrix sharded along its inputs, peft 0.21.2 records the size of a shard, and later relies on it.
+            # For a matrix sharded along its inputs, peft 0.21.2 records the size of a shard (tuners/tuners_utils.py,
+            # _get_in_out_features), and later relies on it.
             a.in_features = num_inputs
             first = torch.empty(a.out_features, num_inputs)
             first.uniform_(-(num_inputs**-0.5), num_inputs**-0.5, generator=generator)

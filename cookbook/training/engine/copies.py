@@ -57,8 +57,9 @@ class Copies(Engine):
         """Keep earlier micro-batches' gradients of whole parameters out of a tensor-parallel backward, and after it
         this process's shards of the others.
 
-        transformers 5.23 all-reduces some of them over the mesh after each backward (Qwen3's q_norm and k_norm; class
-        ReplicatedWithGradAllReduce), which would count the gradients accumulated so far again each time.
+        transformers 5.23 all-reduces some of them over the mesh after each backward (Qwen3's q_norm and k_norm;
+        distributed/tensor_parallel.py, ReplicatedWithGradAllReduce), which would count the gradients accumulated so far
+        again each time.
         """
         replicated = [p for p in self.model.parameters() if self.mesh.tensor > 1 and not isinstance(p, DTensor)]
         earlier = [(parameter, parameter.grad) for parameter in replicated if parameter.grad is not None]

@@ -305,8 +305,9 @@ def shard_late(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None
 def gather_tied_once(model: torch.nn.Module) -> None:
     """Have FSDP2 gather a tied weight once, for all modules that have it. Before the first forward.
 
-    transformers 5.23 applies FSDP2 to embedding and head before it ties them, and torch 2.13 then keeps two states of
-    what has become one parameter. If its rows do not divide evenly each pads a copy, and one is never updated.
+    transformers 5.23 applies FSDP2 to embedding and head before it ties them (distributed/fsdp.py,
+    apply_fully_sharded_data_parallelism), and torch 2.13 then keeps two states of what has become one parameter. If its
+    rows do not divide evenly each pads a copy, and one is never updated.
     """
     owners: dict[torch.nn.Parameter, Any] = {}
     for module in reversed(list(model.modules())):  # the root, which has what others left, comes last

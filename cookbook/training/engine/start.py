@@ -132,7 +132,8 @@ def shard_while_loading(mesh: Mesh, **options: Any) -> dict[str, Any]:
             return 1 if self.fsdp_size == 1 else super().dp_size
 
         def _validate_mesh_config(self) -> None:
-            """transformers 5.23 refuses FSDP2 with stages, in whose naive schedule nothing trains."""
+            """transformers 5.23 refuses FSDP2 with stages, in whose naive schedule nothing trains
+            (distributed/configuration_utils.py, _validate_mesh_config)."""
 
     if mesh.pipeline > 1:
         _cut_by_cost()

@@ -178,7 +178,8 @@ class Zero(Engine):
         if self._is_stage3:
             _ask_for_gradients(model)
         if self.loss_scale is not None:
-            # DeepSpeed 0.19.8 doubles its scale a step after its window, torch at it; one rule replaces both.
+            # DeepSpeed 0.19.8 (runtime/fp16/loss_scaler.py, update_scale) doubles its scale a step after its window,
+            # torch at it; one rule replaces both.
             wrapped[0].optimizer.loss_scaler = _ruled_scaler(self.loss_scale)
         self._with_gradient: set[torch.Tensor] = set()
         self._hooks = [

@@ -59,7 +59,8 @@ def save_activations(
         context = partial(sample_draws.replay_context, context)
     if context is not noop_context_fn:
         options["context_fn"] = context
-    # transformers 5.23 renamed the method, which can offload since then.
+    # transformers 5.23 renamed the method (modeling_utils.py, activation_checkpointing_enable), which can
+    # offload since then.
     if offload and not hasattr(model, "activation_checkpointing_enable"):
         what = "model.gradient_checkpointing: offload needs transformers 5.23 or newer"
         raise RecipeError(f"{what}; here is {transformers.__version__}")
