@@ -780,6 +780,7 @@ OF_AUTOCAST: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype
     "softmax": (lambda x: F.softmax(x, dim=-1), torch.float32, 2, 12800 + 25600 + 2 * 25600),
     "its own type": (lambda x: x.sum(dim=1, dtype=torch.bfloat16), torch.bfloat16, 1, 12800 + 200),
     "gelu": (F.gelu, torch.bfloat16, 1, 2 * 12800),
+    "an operation of no shipped model": (torch.expm1, torch.float32, 2, 12800 + 25600 + 2 * 25600),
 }
 
 

@@ -1,32 +1,41 @@
 """CUDA's autocast for a trace on the CPU, whose own leaves some operations in 16 bits."""
 
+import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-FLOAT32 = (
-    *("layer_norm", "rms_norm", "group_norm", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "rsqrt", "reciprocal"),
-    *("exp", "log", "log1p", "softplus", "logsumexp"),
-)
-"""Operations of models that CUDA's autocast computes in float32 and the CPU's does not (torch 2.13,
-include/ATen/autocast_mode.h, AT_FORALL_FP32)."""
-INTO_FLOAT32 = ("sum", "sum.dim_IntList", "cumsum", "softmax.int", "log_softmax.int")
-"""Operations that read 16 bits and return float32 (AT_FORALL_FP32_SET_OPT_DTYPE)."""
+HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+"""torch's own lists of operations by what autocast does with them, which pip's wheels bring."""
 KEY = "AutocastCPU"
 
 
 @contextmanager
 def autocast_of_cuda() -> Iterator[None]:
-    """Makes them so, also for what checkpointing repeats in the backward."""
+    """Computes in float32 what CUDA's autocast does and the CPU's does not, also what checkpointing repeats in the
+    backward.
+    """
     with torch.library._scoped_library("aten", "IMPL") as library:
-        for name in (*FLOAT32, *INTO_FLOAT32):
-            packet, _, overload = name.partition(".")
-            operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, partial(_cast if name in FLOAT32 else _call, operation), KEY)
+        for macro, function in (("AT_FORALL_FP32", _cast), ("AT_FORALL_FP32_SET_OPT_DTYPE", _call)):
+            for name in _left_by_the_cpu(macro):
+                packet, _, overload = name.partition(".")
+                operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                library.impl(name, partial(function, operation), KEY)
         yield
+
+
+@functools.cache
+def _left_by_the_cpu(macro: str) -> list[str]:
+    """Operations of a list of torch's for which the CPU's autocast has nothing, as "pow.Scalar"."""
+    lines = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", HEADER.read_text(encoding="utf-8"))
+    assert lines is not None, f"{HEADER} has no {macro}"
+    names = [entry.replace(", ", ".") for entry in re.findall(r"_\(([^)]*)\)", lines[1])]
+    return [name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", KEY)]
 
 
 def _cast(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
