@@ -345,8 +345,8 @@ WORDS = {
 DIGESTS = """Versions of the library in which the code is what was read, apart from comments and layout: of a function
 that is replaced or that a comment cites by file and name, and around a name that is not promised (after a colon).
 Versions after a semicolon have another code, which was read too, or lack it. Who calls the function is not compared."""
-VERSIONS = """Each is a fact that was seen under that version. The code that a comment cites by file and name is
-compared (above); of what it says without a name, nothing is."""
+VERSIONS = """Each is a fact that was seen under that version. The comment says where to look: at code by file and
+name, which is compared (above), at C++, an issue or a test, or it is a figure that was measured."""
 
 
 def add_digests() -> None:

@@ -13,6 +13,10 @@ import peft
 import pytest
 import torch
 import transformers
+from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.distributed import distributed_c10d
 from torch.nn import Linear
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +25,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from benchmarks.tiny_models import tiny_config
 from benchmarks.upgrade_places import places
+from cookbook.facts import meshes
 from cookbook.facts.served_code import served_code
 from cookbook.forecast.compiled import _Forward
 from cookbook.forecast.ledger import Unit, experts_of
@@ -178,3 +183,16 @@ def test_a_value_that_a_library_no_longer_has_is_not_set():
     with pytest.raises(RecipeError, match=r"c10d\.default_timeout is not in torch 2\.\S+, and a run sets it"):
         replaced.set_values(distributed_c10d, default_timeout=1)
     assert not hasattr(distributed_c10d, "default_timeout")
+
+
+@pytest.mark.core
+def test_deepspeed_has_the_sizes_and_takes_the_settings_that_the_checks_know():
+    parameters = {
+        stage: inspect.signature(optimizer).parameters
+        for stage, optimizer in ((2, DeepSpeedZeroOptimizer), (3, DeepSpeedZeroOptimizer_Stage3))
+    }
+    for key in ("allgather_bucket_size", "round_robin_gradients"):
+        assert key in parameters[2] and key not in parameters[3]
+    assert "partition_grads" in parameters[2] and "allgather_partitions" not in parameters[3]
+    assert DeepSpeedZeroOffloadParamConfig().buffer_size == meshes.BUFFER_SIZE
+    assert MIN_AIO_BYTES == meshes.MIN_SWAP

@@ -139,6 +139,29 @@ def test_each_private_name_and_each_code_that_a_comment_cites_is_in_the_table():
     assert table == whole | of_objects | of_comments, "python benchmarks/upgrade_places.py --digests"
 
 
+COMPARED_ELSEWHERE = re.compile(r"\w\.(cpp|cu|h)\b|#\d|docs/upstream|tests/|or newer")
+"""C++, which no wheel brings; an issue of the library; a test."""
+MEASURED = re.compile(r"\b(counted|took|at most)\b")
+EVIDENCE = re.compile(r"(the sources? of )?{0}(( and|,) {0})*('s source)?".format(r"\w+ [\d.]+"))
+"""The column of a combination that is refused."""
+
+
+def without_a_source(comment: str) -> bool:
+    """True if a comment names a version and nothing by which what it says can be looked up again."""
+    text = comment.strip("\"'")
+    has_source = upgrade_places.CITED_CODE.search(text) or COMPARED_ELSEWHERE.search(text) or MEASURED.search(text)
+    return bool(upgrade_places.CITED.search(text)) and not has_source and not EVIDENCE.fullmatch(text)
+
+
+@pytest.mark.core
+def test_a_comment_that_names_a_version_says_where_to_look():
+    comments = [(file, comment) for file, text in upgrade_places.files() for comment in upgrade_places._comments(text)]
+    assert sum(bool(upgrade_places.CITED.search(comment)) for _, comment in comments) > 80
+    assert [(file, comment) for file, comment in comments if without_a_source(comment)] == []
+    assert without_a_source("What torch 2.13 leaves in float32.")
+    assert not without_a_source("As torch 2.13 does (nn/utils/clip_grad.py, `_get_total_norm`).")
+
+
 def test_a_digest_is_that_of_the_code_around_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     code = """
 class Layer:

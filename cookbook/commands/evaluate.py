@@ -116,7 +116,7 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     from transformers.utils import logging
 
-    # peft 0.21 reads an attribute that transformers 5 renames.
+    # peft reads an attribute that transformers 5 renames.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     from cookbook.commands.shared.generation import check_folder, record_of
     from cookbook.run import stages

@@ -124,7 +124,7 @@ def _gpu_ids(value: Any) -> Any:
     """As torch reads CUDA_VISIBLE_DEVICES: numbers, or names that begin with GPU or MIG."""
     if value is None or value == "all":
         return value
-    if type(value) is int:  # accelerate 1.15 splits it as a text
+    if type(value) is int:  # accelerate splits it as a text (commands/launch.py, _validate_launch_command)
         raise ValueError(f"is {value}; write '{value}' in quotes")
     ids = [part.strip() for part in str(value).split(",")]
     if bad := [gpu for gpu in ids if not gpu.isdigit() and not gpu.startswith(("GPU-", "MIG-"))]:

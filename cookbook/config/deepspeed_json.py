@@ -223,7 +223,7 @@ def check_zero(document: Document) -> Iterator[str]:
     place = partial(document.place, "zero_optimization")
     written = document.values["zero_optimization"]
     given, offload = zero.model_fields_set & {*written}, zero.offload_optimizer  # not what `part` guesses
-    if zero.stage == 3:  # deepspeed 0.19.8's stage3.py never reads these
+    if zero.stage == 3:  # its optimizer takes none of these
         for key in sorted({"allgather_bucket_size", "allgather_partitions", "round_robin_gradients"} & given):
             if not _asks(key, getattr(zero, key)):
                 continue
@@ -256,11 +256,11 @@ def check_zero(document: Document) -> Iterator[str]:
     if "offload_param" in on_nvme and zero.stage3_prefetch_bucket_size != 0:
         # partitioned_param_coordinator.py, __prefetch_nvme_param_partitions: its list may hold a parameter twice, once
         # for the end of the forward and once for the start of the backward.
-        problem = "DeepSpeed 0.19.8 swaps a parameter in twice and stops at the second step"
+        problem = "DeepSpeed swaps a parameter in twice and stops at the second step"
         yield f"{place('stage3_prefetch_bucket_size')} must be 0 with parameters on nvme: {problem}; write 0"
     if "offload_param" in on_nvme and zero.zero_hpz_partition_size not in (None, 1):
         # partition_parameters.py, _partition_param_sec
-        problem = "DeepSpeed 0.19.8 cannot put its second copy of the weights on nvme; take it out"
+        problem = "DeepSpeed cannot put its second copy of the weights on nvme; take it out"
         yield f"{place('zero_hpz_partition_size')}: {problem}"
     if top.get("aio") is not None and not on_nvme:
         yield f"{document.place('aio')}: would be ignored: nothing is offloaded to nvme; take it out"

@@ -104,7 +104,7 @@ class Strategy:
     @property
     def address_problem(self) -> str | None:
         """The mistake of a file for several machines that names none of them, unless whoever starts it does; without
-        an address accelerate 1.15 waits for a machine of the name None.
+        an address accelerate 1.15 waits for a machine of the name None (utils/launch.py, `prepare_multi_gpu_env`).
         """
         if self.num_machines == 1 or self.main_process_ip is not None:
             return None
@@ -340,7 +340,7 @@ def _check_kind(document: Document) -> list[str]:
 def _check_stopping_keys(document: Document) -> list[str]:
     """Keys that say nothing here, and that accelerate 1.15 stops at (config_args.py, BaseConfig.from_yaml_file)."""
     keys = document.values if isinstance(document.values, dict) else {}
-    why = "accelerate 1.15 starts nothing from a file with this key; take it out"
+    why = "accelerate starts nothing from a file with this key; take it out"
     return [f"{document.place(key)}: {why}" for key in ("gradient_accumulation_steps", "ipex_config") if key in keys]
 
 

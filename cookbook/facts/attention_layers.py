@@ -13,7 +13,7 @@ SEES_ALL = (
     "heavily_compressed_attention",
     "compressed_sparse_attention",
 )
-"""Kinds of layers whose attention computes scores of all earlier positions, as transformers 5.23 does where an indexer
+"""Kinds of layers whose attention computes scores of all earlier positions, as transformers does where an indexer
 chooses. The last two, of DeepSeek-V4, compute fewer."""
 HAS_WINDOW = {
     "sliding_attention": "sliding_window",
@@ -47,7 +47,8 @@ def first_of(config: Any, *names: str) -> Any:
 
 def layer_configs(text: Any) -> Sequence[Any]:
     """The configuration of each layer of a language model, which all read the same where layers are alike."""
-    # transformers 5.23 raises an error if a value that differs between layers is read from the configuration of all.
+    # transformers 5.23 raises an error if a value that differs between layers is read from the configuration of all
+    # (integrations/heterogeneity/configuration_utils.py, HeterogeneousConfigMixin.__getattribute__).
     per_layer = getattr(text, "per_layer_config", None)  # older versions have none
     count = text.num_hidden_layers
     return [text] * count if per_layer is None else [per_layer[i] for i in range(count)]

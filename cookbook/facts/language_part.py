@@ -15,7 +15,8 @@ from cookbook.facts.model_types import look_up, why_not
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 SCALES = ("logit_scale", "lm_head_multiplier", "logits_scaling", "logits_mup_width_multiplier")
-"""Keys of a configuration for what happens to the logits after the head (transformers 5.23, models/*/modeling_*.py)."""
+"""Keys of a configuration for what happens to the logits after the head. A type for which they say too little is
+refused: its own forward is asked (`training/models/logits.py`)."""
 KEY_MAPPING = {
     r"^(?:model\.)?language_model\.lm_head": "lm_head",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",

@@ -129,7 +129,7 @@ def units_problem(config: Any, strategy: Strategy) -> str | None:
 
 
 BUFFER_SIZE = 100_000_000
-"""DeepSpeed 0.19.8's elements of a buffer of weights on NVMe."""
+"""DeepSpeed's elements of a buffer of weights on NVMe."""
 
 
 MIN_SWAP = 2**20

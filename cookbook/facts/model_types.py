@@ -49,7 +49,7 @@ class ModelType:
     has_sinks: bool = False
     """The attention of packed rows has sinks, by transformers' code and not by a key of the configuration."""
     shares_layers: bool = False
-    """Several layers hold one block of weights. torch 2.13 refuses that of units of FSDP2."""
+    """Several layers hold one block of weights. torch refuses that of units of FSDP2."""
     logits: dict[str, Literal["cap", "times", "over"]] = field(default_factory=dict)
     """Keys of the configuration for what happens to the logits after the head, and what the forward does with them."""
     reads_weights: list[str] = field(default_factory=list)

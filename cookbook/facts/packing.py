@@ -29,8 +29,8 @@ LAYERS = frozenset(
         "sliding_attention",
     )
 )
-"""Kinds of layers that keep samples apart, in a model type that can be packed. Of the others that transformers 5.23
-has, most choose keys or blocks of them by what they find in the whole row."""
+"""Kinds of layers that keep samples apart, in a model type that can be packed. Of the others most choose keys or blocks
+of them by what they find in the whole row."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def head_of(model: Any) -> Any:
 
 def backbone_of(model: Any) -> Any:
     """The module of a model before its head; the model itself if that is all in one."""
-    # Llama 4's class for text names another prefix than that of its backbone (transformers 5.23).
+    # Llama 4's class for text names another prefix than that of its backbone.
     return getattr(model, "model", model) if model.base_model is model else model.base_model
 
 
@@ -96,7 +96,7 @@ def why_no_score(config: Any) -> str | None:
         return "it has an image or audio tower; name a text-only model"
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None or not issubclass(kind, GenericForSequenceClassification):
-        return f"{config.model_type} has no {SUFFIX} of the common form in transformers 5.23"
+        return f"{config.model_type} has no {SUFFIX} of the common form in the installed transformers"
     return None
 
 

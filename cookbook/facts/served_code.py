@@ -48,7 +48,8 @@ def check_layers(settings: ModelSection, config: Any, code: ServedCode) -> None:
         why = f"transformers' code of {config.model_type} marks no layers, which are what is compiled"
         mistakes.append(f"model.compile is true: {why}; write false")
     if settings.compile and settings.recompute and getattr(config, "altup_coef_clip", None) is not None:
-        # Gemma3nTextAltUp.predict. In the backward torch 2.13 finds the weight changed that its forward had kept.
+        # modeling_gemma3n.py, Gemma3nTextAltUp.predict. In the backward torch 2.13 finds the weight changed that its
+        # forward had kept.
         why = f"transformers' code of {config.model_type} clips a weight in each layer, which torch refuses in compiled"
         mistakes.append(f"model.compile is true: {why} layers that are recomputed; write gradient_checkpointing: false")
     refuse(mistakes)

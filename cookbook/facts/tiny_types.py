@@ -1,4 +1,4 @@
-"""Small sizes for every causal type of transformers 5.23, under the names that its configurations have. No torch."""
+"""Small sizes for every causal type of transformers, under the names that its configurations have. No torch."""
 
 import math
 from typing import Any

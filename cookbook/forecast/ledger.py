@@ -16,7 +16,7 @@ from cookbook.forecast.repeated import run, tensors_in
 
 MOST_OPERATIONS = 25_000
 """Limit of a forward: more, as of a loop over all tokens, would take minutes. Counted, since seconds depend on what
-else a machine does. A trace ends in the forward, at a product or the like: where torch 2.13 itself makes a view or
+else a machine does. A trace ends in the forward, at a product or the like: where torch itself makes a view or
 detaches a tensor that it saves, an exception from Python aborts the process.
 """
 ALLOCATION_BYTES = 512

@@ -1,6 +1,6 @@
 """Packages that transformers computes with wherever they are installed: a run sees those that its recipe names.
 
-transformers 5.23 looks for fla, causal_conv1d, mamba_ssm, flash_attn, kernels and others by name, and takes their
+transformers looks for fla, causal_conv1d, mamba_ssm, flash_attn, kernels and others by name, and takes their
 functions in the place of its own. A curve would depend on what a machine has, and nothing would tell.
 """
 

@@ -342,7 +342,7 @@ def put_away_report(output_dir: Path) -> None:
 def entered_collectives() -> dict[str, Record]:
     """The last collective that this process entered, by "process group backend": `ranks`, `number`, `op`, `entered_ns`.
 
-    From torch's flight recorder, whose names are private (torch 2.13); empty if it has none. With offload to the host a
+    From torch's flight recorder, whose names are private; empty if it has none. With offload to the host a
     group has NCCL and gloo, which count separately. Under gloo the recorded states stay "scheduled", so only numbers
     are used.
     """

@@ -205,8 +205,7 @@ class Sampler(OpenFile):
 
     def _grouping(self, prompts: list[list[int]]) -> Callable[[int, list[int]], int]:
         """The group of a prompt, given its place, such that beside its group it has the next tokens that it has alone.
-        Some models' code takes padding into a state, as RecurrentGemma's, or mixes the states of a batch, as RWKV's
-        (transformers 5.23).
+        Some models' code takes padding into a state, as RecurrentGemma's, or mixes the states of a batch, as RWKV's.
         """
         short, long = min(prompts, key=len), max(prompts, key=len)
         alone = self._next_logits([short])

@@ -164,7 +164,7 @@ def open_model(folder: Path) -> Generator:
     logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
     has_adapter = is_adapter(folder)
     if has_adapter:
-        # peft 0.21 reads an attribute that transformers 5 renames.
+        # peft reads an attribute that transformers 5 renames.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         tokenizer = read_tokenizer(folder)

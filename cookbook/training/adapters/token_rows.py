@@ -19,8 +19,9 @@ def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) 
     """peft's `trainable_token_indices`: the rows by the names of embedding and head, a tied head left to peft; none of
     a module that the adapter trains whole, or that this stage of a pipeline does not have.
     """
+    # peft 0.21.2, tuners/trainable_tokens/layer.py, TrainableTokensLayer.forward_adapters
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        why = f"the head of {type(model).__name__} has a bias, which peft 0.21.2 leaves out where it trains its rows"
+        why = f"the head of {type(model).__name__} has a bias, which peft leaves out where it trains its rows"
         raise RecipeError(f"model.new_tokens: {why}; train all weights without an adapter")
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(first, Embedding) and type(first).forward is not Embedding.forward and _scale_of(first) is None:

@@ -217,14 +217,16 @@ def _groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """A unit's groups of parameters. In torch 2.10 it has one at most, under another name."""
+    """A unit's groups of parameters. In torch 2.10 it has one at most, under another name
+    (_fsdp_state.py, `FSDPState`)."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _policies(groups: Iterable[Any]) -> Iterator[Any]:
-    """Holders of the dtypes of each group, as `mp_policy`: the group, since torch 2.15 each of its parameters."""
+    """Holders of the dtypes of each group, as `mp_policy`: the group, since torch 2.15 each of its parameters
+    (_fsdp_param_group.py, `FSDPParamGroup`)."""
     for group in groups:
         yield from [group] if hasattr(group, "mp_policy") else group.fsdp_params
 

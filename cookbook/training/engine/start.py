@@ -64,9 +64,9 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
     # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py,
     # _get_default_timeout), would be less than the watchdog's, which names who is at fault.
     set_values(distributed_c10d, default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires: a line for each call, thousands in a run.
+    # DeepSpeed calls collectives by names that torch retires: a line for each call, thousands in a run.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # accelerate 1.15 has no argument for the successor.
+    # accelerate has no argument for the successor.
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 
 

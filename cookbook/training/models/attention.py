@@ -20,7 +20,7 @@ PACKED = "cookbook_packed"
 
 SAYS_NOTHING = "position_ids"
 """An argument that models hand on to every attention. By any other they may ask for what `attend` does not compute, as
-by `indices`, `position_bias` and `sinks` in transformers 5.23."""
+by `indices`, `position_bias` and `sinks`."""
 
 LONG_ON_CPU = 1024
 """Tokens. On CPU shorter samples are computed in float32 under bf16 and fp16: oneDNN compiles its products of 16 bits

@@ -1,4 +1,4 @@
-"""Products of a mixture's experts in the dtype of autocast, which torch 2.13 leaves in float32, and their sums."""
+"""Products of a mixture's experts in the dtype of autocast, which torch leaves in float32, and their sums."""
 
 import functools
 from collections.abc import Callable

@@ -55,7 +55,7 @@ def _fits(module: torch.nn.Module) -> bool:
 @functools.cache
 def _library() -> Any:
     show_torchao()
-    # They warn of compiled parts that nothing here uses, and of a call that torch 2.13 deprecates.
+    # They warn of compiled parts that nothing here uses, and of a call that torch deprecates.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return importlib.import_module("torchao.float8.float8_linear")

@@ -18,7 +18,7 @@ from cookbook.system.shipped import HOME
 from cookbook.training.models.new_tokens import add_tokens
 
 PROCESSOR_TEMPLATE = "chat_template.json"
-"""Where older models with a tower have their chat template, which transformers 5.23 gives to their processor alone."""
+"""Where older models with a tower have their chat template, which transformers gives to their processor alone."""
 CHATML = HOME / "recipes" / "chat_templates" / "chatml.jinja"
 
 
