@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import LAUNCHER_VARIABLES, RECIPE, ROOT, clean_environment
 
 from cookbook.config.strategy import load_strategy, strategy_path
@@ -393,6 +394,37 @@ def test_processes_of_a_launcher_that_torch_does_not_know_are_refused(size, monk
         check_launcher()
     monkeypatch.setenv("WORLD_SIZE", "4")  # of torchrun, started by srun
     check_launcher()
+
+
+def bf16(numbers):
+    return numbers.bfloat16().float()
+
+
+def of_two_bf16(numbers):
+    return bf16(numbers) + bf16(numbers - bf16(numbers))
+
+
+def of_tf32(numbers):
+    return (numbers.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("rounded", [bf16, of_two_bf16, of_tf32])
+def test_a_device_that_multiplies_float32_in_fewer_bits_is_refused(rounded):
+    """As NVIDIA_TF32_OVERRIDE=1 on a GPU, or ONEDNN_DEFAULT_FPMATH_MODE=BF16 on a CPU that has bf16: losses would be
+    others, and nothing would tell. Products of two parts of 16 bits are torch's "high" on a CPU."""
+    from torch.overrides import TorchFunctionMode
+
+    from cookbook.training.engine.start import check_products
+
+    class Rounding(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+                args = tuple(map(rounded, args))
+            return func(*args, **(kwargs or {}))
+
+    check_products(torch.device("cpu"))
+    with Rounding(), pytest.raises(RecipeError, match=r"float32 products on cpu .* unset NVIDIA_TF32_OVERRIDE"):
+        check_products(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("plan", ["xx", "{}", "[1]", '[{"at": "step.loss"}]'])

@@ -50,7 +50,8 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
         timeout: limit of a collective in every process group, also in those that libraries make.
 
     Raises:
-        RecipeError: as `check_launcher`; more processes than GPUs, or a torch that cannot use them.
+        RecipeError: as `check_launcher` and `check_products`; more processes than GPUs, or a torch that cannot use
+            them.
     """
     check_launcher()
     _separate_restarts()
@@ -61,6 +62,7 @@ def prepare_process(plan: Plan, timeout: timedelta) -> None:
     if not on_cpu and local_processes > torch.cuda.device_count():
         seen = torch.cuda.device_count()
         raise RecipeError(f"{local_processes} processes on this machine, but torch sees {seen} GPUs")
+    check_products(torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
     # Of a group that a library makes without one: 30 minutes, or NCCL's 10 (torch 2.13, distributed_c10d.py,
     # _get_default_timeout), would be less than the watchdog's, which names who is at fault.
     set_values(distributed_c10d, default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
@@ -80,6 +82,22 @@ def check_launcher() -> None:
         raise RecipeError(
             f"environment: another launcher (mpirun, or srun with PMI) says that there are {counted} processes, and"
             f" this run has {ours}; start `cookbook launch` once on each machine, which starts its processes"
+        )
+
+
+def check_products(device: torch.device) -> None:
+    """
+    Raises:
+        RecipeError: the device multiplies float32 in fewer bits, whoever asked for it: a variable, as some containers
+            set one, or a plugin. Rotary positions and routers are computed in float32 under bf16 as well.
+    """
+    thirds = torch.full((256, 256), 1 / 3, device=device)
+    if not torch.equal(thirds @ torch.eye(256, device=device), thirds):
+        raise RecipeError(
+            f"environment: float32 products on {device.type} are computed in fewer bits than float32 has (TF32 or"
+            " bfloat16); unset NVIDIA_TF32_OVERRIDE, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and ONEDNN_DEFAULT_FPMATH_MODE,"
+            " and take torch.set_float32_matmul_precision out of plugins; mixed_precision: bf16 is what makes a run"
+            " faster"
         )
 
 
