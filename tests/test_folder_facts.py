@@ -166,6 +166,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: short(folder, 50),
         r"a token of its chat template is \d+ \(\S+\), but its embedding has 50 rows",
     ),
+    "of a newer transformers, which changes what is computed": (
+        lambda folder: write(folder, "config.json", transformers_version="99.1", scale_of_the_next_release=0.5),
+        r"was written by transformers 99\.1, and \S+ here has no scale_of_the_next_release: 0\.5: the model would be",
+    ),
     "the tokenizer ends beyond": (
         lambda folder: write(folder, "tokenizer_config.json", eos_token="<|of another|>"),
         r"its eos_token is \d+ \(<\|of another\|>\), but its embedding has \d+ rows; take the tokenizer of this model",
@@ -224,6 +228,11 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
         ),
         lambda folder: tensors(folder, lambda weights: weights.update({k: t.half() for k, t in weights.items()})),
         lambda folder: tensors(folder, lambda weights: weights.update({"a.bias": torch.ones(1, 1, 4, 4), "b": MINUS})),
+        lambda folder: write(folder, "config.json", transformers_version="99.1", rope_theta=1e4, auto_map={"a": "b"}),
+        lambda folder: write(folder, "config.json", transformers_version="99.1", one_of_the_next=None, other=False),
+        lambda folder: write(folder, "config.json", transformers_version="4.40.0", pretraining_tp_of_old=2),
+        lambda folder: write(folder, "config.json", transformers_version="of a fork"),
+        lambda folder: write(folder, "config.json", transformers_version=5),
     ],
     ids=[
         "as saved",
@@ -234,6 +243,11 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
         "of the backbone",
         "in 16 bits",
         "an old mask",
+        "of a newer transformers",
+        "of a newer transformers, whose keys ask for nothing",
+        "a key of an older transformers",
+        "of a version that is none",
+        "of a version that is a number",
     ],
 )
 def test_a_sound_folder_passes(change: Callable[[Path], object], folder: Path):

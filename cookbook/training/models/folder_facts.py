@@ -2,7 +2,10 @@
 not decide which model is trained. transformers draws a tensor that the files lack, and drops one too many.
 """
 
+import contextlib
 import copy
+import dataclasses
+import inspect
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -10,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import InvalidVersion, Version
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -17,9 +22,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    configuration_utils,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.models.auto import configuration_auto
 from transformers.utils import logging
 
 from cookbook.facts.language_part import KEY_MAPPING, has_tower, tower_tokens, whole_config
@@ -90,6 +97,7 @@ def check_folder(
             mistakes, rows = _compare_tensors(config if with_tower is None else with_tower, stored)
             if with_tower is not None and not mistakes:
                 mistakes = _compare_language_part(config, stored)
+    mistakes += _compare_versions(folder, config)
     notes = []
     if tokenizer is not None:
         if new_tokens:
@@ -309,6 +317,29 @@ def _compare_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
         f" {rows:,} rows; take the tokenizer of this model, or name another token there"
         for name, number in named.items()
         if number is not None and number >= rows
+    ]
+
+
+def _compare_versions(folder: Path, config: PreTrainedConfig) -> list[str]:
+    """The mistake of a configuration that a newer transformers wrote and that asks for what the installed one does not
+    have: it saves what differs from its defaults, and an unknown key becomes an attribute that no code reads.
+    """
+    written = (whole_config(folder) or config).transformers_version
+    with contextlib.suppress(InvalidVersion):  # then it may be a newer one
+        if written is None or Version(str(written)) <= Version(transformers.__version__):
+            return []
+    known = {field.name for field in dataclasses.fields(config)}
+    with contextlib.suppress(Exception):  # any of a type's own checks, where it has no defaults
+        known |= vars(type(config)()).keys()
+    of_all = inspect.getsource(configuration_utils) + inspect.getsource(configuration_auto)  # of any type, as auto_map
+    asked = {key: value for key, value in vars(config).items() if value}
+    keys = [f"{key}: {value!r}" for key, value in asked.items() if key not in known and f'"{key}"' not in of_all]
+    if not keys:
+        return []
+    return [
+        f"its config.json was written by transformers {written}, and {transformers.__version__} here has no"
+        f" {', '.join(keys)}: the model would be another; install that version, or take out of config.json what asks"
+        " for nothing"
     ]
 
 
