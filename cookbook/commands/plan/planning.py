@@ -76,7 +76,6 @@ def plan(
     room = {"fabric_gbits": fabric, "host_gib": host_gib, "nvme_gib": nvme_gib}
     written = None if of_model else load_pair(path, assignments, paths[0] if strategy else None)[0]
     places = [machines_or_any(None if of_model else path, text, room) for text in _each(gpus, as_json=as_json)]
-    asked = [(written or recipe_of_model(what, method, length, place, assignments), place) for place in places]
     question = _Question(
         what=what,
         name=what if of_model else str(path),
@@ -100,8 +99,12 @@ def plan(
         import_models()
         from transformers.utils import logging
 
+        from cookbook.forecast.kept_traces import kept_traces
+        from cookbook.forecast.second_process import second_process
+
     logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
-    with compiled_when_called(), rare_collections():
+    with compiled_when_called(), rare_collections(), kept_traces(CACHE), second_process():
+        asked = [(written or recipe_of_model(what, method, length, place, assignments), place) for place in places]
         if places[0] is None:
             lacks = "without --gpus, and without a GPU here" + " or in the recipe's label" * (not of_model)
             return _of_any_gpus(asked[0][0], question, room, None if gpus else f"{lacks}: any GPUs")
@@ -148,11 +151,9 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     with imports():
         from cookbook.forecast import headline
         from cookbook.forecast.fitting import by_auto, is_settled
-        from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.mesh_sizes import better_sizes
         from cookbook.forecast.ranking import forecast_all
         from cookbook.forecast.scaling import find_reference
-        from cookbook.forecast.second_process import second_process
         from cookbook.forecast.show import as_record, in_words
         from cookbook.forecast.verdict import MAY_RUN
 
@@ -167,16 +168,15 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
     answers: list[Answer] = []
     may_run = False
     for i, (recipe, machines) in enumerate(asked):
-        with kept_traces(CACHE), second_process():
-            options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
-            of_auto: dict[str, Any] = {"all_of_them": every, "best_alone": not is_whole}
-            outlook = forecast_all(recipe, strategies, machines, name, others, **options, first_alone=not is_whole)
+        options: dict[str, Any] = {"limits": is_long, "suggests": "all" if is_long else "first"}
+        of_auto: dict[str, Any] = {"all_of_them": every, "best_alone": not is_whole}
+        outlook = forecast_all(recipe, strategies, machines, name, others, **options, first_alone=not is_whole)
+        settings = by_auto(outlook, name, **of_auto)
+        if not is_settled(outlook, settings, name):
+            outlook = forecast_all(recipe, strategies, machines, name, others, **options)
             settings = by_auto(outlook, name, **of_auto)
-            if not is_settled(outlook, settings, name):
-                outlook = forecast_all(recipe, strategies, machines, name, others, **options)
-                settings = by_auto(outlook, name, **of_auto)
-            sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
-            reference = find_reference(outlook, [*strategies, *others], name) if is_long else None
+        sizes = better_sizes(recipe, strategies, machines, name) if is_long else []
+        reference = find_reference(outlook, [*strategies, *others], name) if is_long else None
         details: dict[str, Any] = {"sizes": sizes, "settings": settings, "reference": reference}
         trains = bool(headline.best_by_auto(outlook, settings)) or outlook.forecasts[0].verdict in MAY_RUN
         may_run = may_run or (trains and (outlook.sampler is None or outlook.sampler.fits))
@@ -212,21 +212,18 @@ def _of_any_gpus(recipe: Recipe, question: _Question, room: dict[str, float | No
     with imports():
         from cookbook.forecast import card_table
         from cookbook.forecast.any_gpus import for_each_card, simple
-        from cookbook.forecast.kept_traces import kept_traces
-        from cookbook.forecast.second_process import second_process
 
     name, num_samples = question.name, question.num_samples
     listed = [gpu for gpu in GPUS if gpu.name in PRICES and (gpu.has_bf16 or recipe.mixed_precision != "bf16")]
-    with kept_traces(CACHE), second_process():
-        report = for_each_card(
-            recipe,
-            question.strategies if question.named else simple(load_known()),
-            name,
-            GPUS if question.is_all or question.as_json else listed,
-            price=question.price,
-            is_free=question.of_model,
-            room=room,
-        )
+    report = for_each_card(
+        recipe,
+        question.strategies if question.named else simple(load_known()),
+        name,
+        GPUS if question.is_all or question.as_json else listed,
+        price=question.price,
+        is_free=question.of_model,
+        room=room,
+    )
     report = replace(report, why_any=why)
     follows = ["init", question.what, "ROWS"]
     if question.asked or not question.of_model:
