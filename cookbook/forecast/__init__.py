@@ -5,7 +5,6 @@ fitting            what `auto` takes for one: micro-batch and checkpointing
   changes          what to change so that a run fits, the cheapest first
   verdict          one strategy: its memory and time, and whether it fits
     trace, units   activations, from the model's own code on meta tensors
-    kept_traces    those of earlier questions, on disk
     memory         what a GPU holds at each moment
     step_time      seconds of a step, by its parts
     costs/         the ledger: bytes, messages, FLOPs; without torch

@@ -13,7 +13,7 @@ from cookbook.facts.model_types import look_up
 from cookbook.facts.packing import decide
 from cookbook.facts.pipeline_stages import StagePass, in_flight, stage_chunks, stage_passes
 from cookbook.facts.served_code import check_layers
-from cookbook.forecast import kept_traces, second_process
+from cookbook.forecast import second_process
 from cookbook.forecast.activations import ActivationTrace, TooLong, Untraceable
 from cookbook.forecast.costs.flops import ModelSizes, Step, sizes_of
 from cookbook.forecast.costs.inputs import (
@@ -34,6 +34,7 @@ from cookbook.forecast.outside import outside as outside_of
 from cookbook.forecast.outside import workspaces
 from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.start.run_plan import Plan, default_num_processes, make_plan
+from cookbook.system import kept_results
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
 from cookbook.system.late_compiler import compiled_when_called
@@ -127,11 +128,10 @@ class TraceCache:
         adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
         structure = self._key[0], adapter, len(recipe.model.new_tokens or ())
         if structure not in SKELETONS:
-            skeleton = kept_traces.find(Skeleton, structure) if self._is_kept else None
-            if skeleton is None:
+            if self._is_kept:
+                skeleton = kept_results.find_or_make(structure, lambda: skeleton_of(config, recipe), Skeleton)
+            else:
                 skeleton = skeleton_of(config, recipe)
-                if self._is_kept:
-                    kept_traces.keep(structure, skeleton)
             SKELETONS[structure] = skeleton, sizes_of(config, skeleton)
         self.skeleton, self.sizes = SKELETONS[structure]
 
@@ -206,14 +206,14 @@ class TraceCache:
 
     def _find_trace(self, key: tuple[Any, ...]) -> ActivationTrace | Untraceable | None:
         """A trace of this process or, where such are kept, of an earlier one."""
-        if key not in TRACES and self._is_kept and (kept := kept_traces.find(ActivationTrace, key)) is not None:
+        if key not in TRACES and self._is_kept and (kept := kept_results.find(ActivationTrace, key)) is not None:
             TRACES[key] = kept
         return TRACES.get(key)
 
     def _keep(self, key: tuple[Any, ...], traced: ActivationTrace) -> None:
         TRACES[key] = traced
         if self._is_kept:
-            kept_traces.keep(key, traced)
+            kept_results.keep(key, traced)
 
     def _trace(self, options: dict[str, Any]) -> ActivationTrace:
         if self._find_trace(key := self._key_of(options)) is None:

@@ -9,6 +9,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection, Checkpointing
 from cookbook.config.strategy import Strategy, load_known
 from cookbook.system.hardware import Machines, find_gpu, peak_flops
+from cookbook.system.kept_results import kept_results
 
 if TYPE_CHECKING:
     from cookbook.forecast.costs.flops import ModelSizes
@@ -106,11 +107,10 @@ def fitting(
     *,
     cache: Path | None,
 ) -> "list[Fitting]":
-    """See `cookbook.forecast.fitting` and `kept_traces`."""
+    """See `cookbook.forecast.fitting` and `cookbook.system.kept_results`."""
     from cookbook.forecast.fitting import fitting as fit
-    from cookbook.forecast.kept_traces import kept_traces
 
-    with kept_traces(cache):
+    with kept_results(cache):
         return fit(recipe, strategy, machines, recipe_name, batches, kinds)
 
 

@@ -23,6 +23,7 @@ from cookbook.system.console import say
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import GIB, GPUS, Machines, parse_machines, this_machine, with_room
 from cookbook.system.imports import import_models, imports, quiet_deepspeed, rare_collections
+from cookbook.system.kept_results import kept_results
 from cookbook.system.late_compiler import compiled_when_called
 from cookbook.system.masking import masked
 from cookbook.system.prices import PRICES
@@ -99,11 +100,10 @@ def plan(
         import_models()
         from transformers.utils import logging
 
-        from cookbook.forecast.kept_traces import kept_traces
         from cookbook.forecast.second_process import second_process
 
     logging.set_verbosity_error()  # of kernels that are not installed where the plan is made
-    with compiled_when_called(), rare_collections(), kept_traces(CACHE), second_process():
+    with compiled_when_called(), rare_collections(), kept_results(CACHE), second_process():
         asked = [(written or recipe_of_model(what, method, length, place, assignments), place) for place in places]
         if places[0] is None:
             lacks = "without --gpus, and without a GPU here" + " or in the recipe's label" * (not of_model)

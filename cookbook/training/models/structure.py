@@ -25,6 +25,7 @@ from cookbook.facts.model_types import how_to_measure, look_up
 from cookbook.facts.offline import hub_answers, known_model, nearest_models
 from cookbook.facts.score_head import head_wanted, why_no_score, with_head
 from cookbook.system.files import RecipeError, first_line
+from cookbook.system.kept_results import find_or_make
 from cookbook.training.models.new_tokens import grown_rows, pad_rows
 
 FROM_MODEL = "its own configuration"
@@ -32,8 +33,8 @@ OFFLINE_FACTS = "recipes/offline_facts.json"
 NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 
 
-COUNTED: dict[tuple[type, str], tuple[int, int]] = {}
-"""Parameters of a model with a tower and of its trained part, which take seconds to count, by its configuration."""
+COUNTED: dict[tuple[str, str], str] = {}
+"""Words about the trained part of a model with a tower, whose parameters take seconds to count, by configuration."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,19 @@ def known_config_of(facts: dict[str, Any]) -> PreTrainedConfig:
 
 def part_in_words(config: PreTrainedConfig) -> str:
     """Describe the trained part of a model with a tower to the user."""
+    key = "part in words", config.to_json_string()
+    if key not in COUNTED:
+        COUNTED[key] = find_or_make(key, lambda: _count_part(config), str)
+    return COUNTED[key]
+
+
+def _count_part(config: PreTrainedConfig) -> str:
     part = language_config(config)
     part_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
-    key = type(config), config.to_json_string()
-    if key not in COUNTED:
-        with torch.device("meta"):
-            # Of copies: a model changes the configuration that it is made from.
-            whole = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](copy.deepcopy(config))
-            COUNTED[key] = whole.num_parameters(), part_class(copy.deepcopy(part)).num_parameters()
-    num_all, num_trained = COUNTED[key]
+    with torch.device("meta"):
+        # Of copies: a model changes the configuration that it is made from.
+        num_all = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](copy.deepcopy(config)).num_parameters()
+        num_trained = part_class(copy.deepcopy(part)).num_parameters()
     return (
         f"of {config.model_type} the language part is trained ({part_class.__name__}, {num_trained:,} parameters); the"
         f" rest, for images or sound ({num_all - num_trained:,}), is not loaded, and an export has it as it was"

@@ -1,4 +1,4 @@
-"""Traces that `cookbook plan` keeps on disk: found by whoever asks the same, made again by whoever does not."""
+"""Results that `cookbook plan` keeps on disk: found by whoever asks the same, made again by whoever does not."""
 
 import subprocess
 import sys
@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, clean_environment
+from towers import whole_config
 from transformers import AutoConfig, PreTrainedConfig
 
 from cookbook.config.recipe import Recipe, dump_recipe, load_recipe
 from cookbook.config.strategy import load_strategy
-from cookbook.forecast import kept_traces, verdict
+from cookbook.forecast import verdict
 from cookbook.forecast.activations import ActivationTrace
 from cookbook.forecast.costs.inputs import Skeleton
 from cookbook.forecast.verdict import TraceCache
 from cookbook.run import auto_settings
 from cookbook.start.run_plan import make_plan
+from cookbook.system import kept_results
 from cookbook.system.hardware import parse_machines
+from cookbook.training.models import structure
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -60,7 +63,7 @@ def ask(cache: Path | None, settings: Recipe | None = None, strategy: str = "sin
     """The trace of a question in a process that has made none before."""
     verdict.TRACES.clear()
     verdict.SKELETONS.clear()
-    with kept_traces.kept_traces(cache):
+    with kept_results.kept_results(cache):
         loaded = load_strategy(Path(f"accelerate_configs/{strategy}.yaml"))
         return TraceCache(config_of(**sizes), settings or recipe()).work(loaded, 1)
 
@@ -86,29 +89,47 @@ def test_the_second_question_finds_the_skeleton_of_the_first(tmp_path: Path, mon
         asked = []
         for _ in range(2):
             monkeypatch.setattr(verdict, "SKELETONS", {})
-            with kept_traces.kept_traces(tmp_path):
+            with kept_results.kept_results(tmp_path):
                 asked.append(TraceCache(config_of(**sizes), settings))
         assert asked[0].skeleton == asked[1].skeleton == made[-1] and asked[0].sizes == asked[1].sizes
     assert len(made) == 3
 
 
+def test_the_second_question_finds_the_words_about_a_part_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    counted: list[str] = []
+    count_part = structure._count_part
+    monkeypatch.setattr(structure, "_count_part", lambda config: counted.append(count_part(config)) or counted[-1])
+    for vocab_size in (97, 98):
+        config = whole_config("gemma3")
+        config.text_config.vocab_size = vocab_size
+        words = []
+        for _ in range(2):
+            monkeypatch.setattr(structure, "COUNTED", {})
+            with kept_results.kept_results(tmp_path):
+                words.append(structure.part_in_words(config))
+        assert words == [counted[-1]] * 2
+    assert len(counted) == len(set(counted)) == 2
+
+
 PLAN = """
 import sys
 from cookbook.commands.cli import main
-code = main(["plan", "recipe.yaml", "--gpus", "1x24GB"])
+code = main(["plan", *sys.argv[1:], "--gpus", "1x24GB"])
 print("MODELS", code, "transformers.modeling_utils" in sys.modules)
 """
 
 
 @pytest.mark.slow
-def test_the_second_question_loads_no_code_of_models(tmp_path: Path):
-    """It takes seconds, and only a new trace needs it."""
+@pytest.mark.parametrize("what", ["model", "recipe.yaml"])
+def test_the_second_question_loads_no_code_of_models(what: str, tmp_path: Path):
+    """It takes seconds, and only a new trace needs it. The recipe's model has a tower, whose parameters are told."""
     config_of().save_pretrained(tmp_path / "model")
-    settings = recipe(model={"name_or_path": "model", "gradient_checkpointing": "auto"}, adapter={"name": "lora"})
+    whole_config("gemma3").save_pretrained(tmp_path / "tower")
+    settings = recipe(model={"name_or_path": "tower", "gradient_checkpointing": "auto"}, adapter={"name": "lora"})
     (tmp_path / "recipe.yaml").write_text(dump_recipe(settings))
     here = clean_environment(PYTHONPATH=str(ROOT))
     answers = [
-        subprocess.run([sys.executable, "-c", PLAN], cwd=tmp_path, env=here, capture_output=True, text=True)
+        subprocess.run([sys.executable, "-c", PLAN, what], cwd=tmp_path, env=here, capture_output=True, text=True)
         for _ in range(2)
     ]
     lines = [answer.stdout.partition("MODELS ") for answer in answers]
@@ -153,18 +174,18 @@ def test_traces_of_other_code_are_not_found_and_go(
     package = tmp_path / "package"
     package.mkdir()
     (package / "trace.py").write_text("changed = True\n")
-    monkeypatch.setattr(kept_traces, "PACKAGE", package)
-    kept_traces._code_digest.cache_clear()
+    monkeypatch.setattr(kept_results, "PACKAGE", package)
+    kept_results._code_digest.cache_clear()
     try:
         ask(tmp_path / "cache")
         (before,) = files(tmp_path / "cache")
         (package / "trace.py").write_text("changed = False\n")
-        kept_traces._code_digest.cache_clear()
+        kept_results._code_digest.cache_clear()
         ask(tmp_path / "cache")
         (after,) = files(tmp_path / "cache")
     finally:
         monkeypatch.undo()
-        kept_traces._code_digest.cache_clear()
+        kept_results._code_digest.cache_clear()
     assert len(made) == 3 and before.name == after.name and before.parent != after.parent
 
 
@@ -172,12 +193,12 @@ def test_a_library_s_other_version_makes_its_own(
     made: list[ActivationTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ask(tmp_path)
-    monkeypatch.setattr(kept_traces, "installed", lambda name: "0.1")
-    kept_traces._code_digest.cache_clear()
+    monkeypatch.setattr(kept_results, "installed", lambda name: "0.1")
+    kept_results._code_digest.cache_clear()
     try:
         ask(tmp_path)
     finally:
-        kept_traces._code_digest.cache_clear()
+        kept_results._code_digest.cache_clear()
     assert len(made) == 2
 
 
@@ -200,7 +221,7 @@ def test_a_cache_that_cannot_be_written_keeps_none(made: list[ActivationTrace], 
 def test_what_other_code_computes_is_not_kept(settings: dict[str, Any], tmp_path: Path):
     """No key tells one version of that code from another."""
     traces = TraceCache(config_of(), recipe().model_copy(update=dict(recipe(**settings))))
-    with kept_traces.kept_traces(tmp_path):
+    with kept_results.kept_results(tmp_path):
         traces._keep(("a key",), ActivationTrace(phases=()))
     assert files(tmp_path) == []
 
