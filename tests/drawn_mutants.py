@@ -310,15 +310,21 @@ def drawn(seed: int, rooms: list[str]) -> Iterator[Change]:
                     break
 
 
+def name_of(facts: dict[str, Any]) -> tuple[str, ...]:
+    """Facts that tell a change from most others wherever its lines are."""
+    return tuple(facts[name] for name in ("file", "function", "operator", "before", "after"))
+
+
 def find_change(facts: dict[str, Any]) -> Change | None:
-    """A change of the record in the code of today."""
+    """A change of the record in the code of today; None if its code is gone, or stands at several other places."""
     code = (ROOT / facts["file"]).read_text(encoding="utf-8") if (ROOT / facts["file"]).exists() else ""
+    changes = []
     for site in sites_of(facts["file"], code):
         if (site.function, site.operator) == (facts["function"], facts["operator"]):
-            for words in site.changes(code):
-                if (change := Change(site, *words)).facts().items() <= facts.items():
-                    return change
-    return None
+            changes += [Change(site, *words) for words in site.changes(code)]
+    alike = [change for change in changes if name_of(change.facts()) == name_of(facts)]
+    here = [change for change in alike if change.site.at == facts["at"]]
+    return here[0] if here else alike[0] if len(alike) == 1 else None
 
 
 class Copy:
@@ -404,7 +410,8 @@ def try_again(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="drawn-") as name:
         copy = Copy(Path(name))
         for facts in record[str(given.seed)]["changes"]:
-            if what_became(facts) == "not noticed" and (change := find_change(facts)):
+            is_asked = given.draws is None or facts["draw"] in given.draws
+            if is_asked and what_became(facts) == "not noticed" and (change := find_change(facts)):
                 facts["since"], _ = copy.noticed_by(change, [given.files], given.seconds)
                 print(f"{facts['since'] or 'NOT NOTICED'}: {facts}", flush=True)
         os.chdir(ROOT)
@@ -439,7 +446,7 @@ def draw(given: argparse.Namespace) -> None:
 
 
 def equivalent_changes() -> dict[tuple[str, ...], str]:
-    """The reason why no test can notice a change, by what `Change.facts` says of it."""
+    """The reason why no test can notice a change, by `name_of` it."""
     reasons = {}
     for file, functions in tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).items():
         for function, changes in functions.items():
@@ -453,8 +460,7 @@ def what_became(facts: dict[str, Any]) -> str:
         return "noticed"
     if facts.get("since"):
         return "noticed since"
-    name = tuple(facts[name] for name in ("file", "function", "operator", "before", "after"))
-    return "equivalent" if name in equivalent_changes() else "not noticed"
+    return "equivalent" if name_of(facts) in equivalent_changes() else "not noticed"
 
 
 COLUMNS = ("noticed", "noticed since", "not noticed", "equivalent")
@@ -518,7 +524,8 @@ def main() -> None:
     drawing.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS)
     drawing.add_argument("--jobs", type=int, default=os.cpu_count())
     drawing.add_argument("--part", type=part, help=argparse.SUPPRESS)
-    again.add_argument("files", nargs="+", help="test files")
+    again.add_argument("--draws", type=int, nargs="+", help="numbers of changes, if not all")
+    again.add_argument("files", nargs="+", help="test files, or tests")
     given = parser.parse_args()
     for name in [name for name in os.environ if name.startswith(OTHER_RUNS)]:
         del os.environ[name]

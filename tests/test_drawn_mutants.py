@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 
+from tests import drawn_mutants
 from tests.code_sites import AT_IMPORT, OPERATORS, blocks_of, sites_of
-from tests.drawn_mutants import drawn, equivalent_changes, page, read_record, run_tests, what_became
+from tests.drawn_mutants import (
+    drawn,
+    equivalent_changes,
+    find_change,
+    name_of,
+    page,
+    read_record,
+    run_tests,
+    what_became,
+)
 
 CHANGES = {
     "negate": {"x = 1 if a else b": {"x = 1 if (not a) else b"}, "while f.a < 2: pass": {"while (not f.a < 2): pass"}},
@@ -123,6 +133,19 @@ def test_a_seed_draws_the_same_changes_and_each_operator_as_often():
     assert Counter(facts["operator"] for facts in first) == dict.fromkeys(OPERATORS, 3)
 
 
+def test_a_change_is_found_again_unless_it_could_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drawn_mutants, "ROOT", tmp_path)
+    facts = {"file": "a.py", "function": "", "at": 4, "operator": "off_by_one", "before": "1", "after": "(2)"}
+    codes = {"x = 1\n": "x = (2)\n", "y = x = 1\n": "y = x = (2)\n", "x = 1, 1\n": "x = (2), 1\n"}
+    for code, expected in codes.items():
+        (tmp_path / "a.py").write_text(code)
+        change = find_change(facts)
+        assert change is not None and change.whole == expected
+    for code in ("x = 3\n", "y = x = 1, 1\n"):
+        (tmp_path / "a.py").write_text(code)
+        assert find_change(facts) is None
+
+
 def test_the_first_test_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("test_a.py").write_text("def test_x(): pass\ndef test_y(): assert False\ndef test_z(): assert False\n")
@@ -136,7 +159,7 @@ def test_the_first_test_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_was_judged_equivalent_was_drawn_and_the_page_has_the_record():
     survivors = {
-        tuple(facts[name] for name in ("file", "function", "operator", "before", "after"))
+        name_of(facts)
         for draw in read_record().values()
         for facts in draw["changes"]
         if what_became(facts) in ("equivalent", "not noticed")
