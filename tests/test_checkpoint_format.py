@@ -10,12 +10,14 @@ import re
 import shutil
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -86,6 +88,16 @@ def test_a_piece_of_another_dtype_has_the_values_of_the_file(tmp_path: Path, how
         assert torch.equal(into.data, piece.data.to(dtype))
 
 
+def test_a_piece_that_is_not_in_host_memory_is_read_into_host_memory_first(tmp_path: Path):
+    """A tensor of the meta device has no memory that a file could be read into."""
+    whole = torch.randn(11, 10)
+    write_pieces(tmp_path / "a", cut("whole", "a.weight", whole, "weight"), room=room_for(["a.weight"]), step=1)
+    elsewhere = torch.zeros(1, 110, device="meta")
+    Reader([tmp_path / "a"]).read_into(StagedPiece("a.weight", "weight", 0, 0, elsewhere))
+    with pytest.raises(BrokenCheckpoint, match="110 of 111 elements"):
+        Reader([tmp_path / "a"]).read_into(StagedPiece("a.weight", "weight", 0, 0, torch.zeros(1, 111, device="meta")))
+
+
 def test_many_files_are_read_with_few_of_them_open(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("cookbook.training.checkpoint.tensors.MAX_OPEN", 2)
     whole = torch.randn(30, 4)
@@ -138,6 +150,18 @@ def test_the_files_are_plain_safetensors(tmp_path: Path):
     assert torch.equal(tensors["b|exp_avg|2/4"], whole[:, 2:])
     assert record.bytes == (tmp_path / "x.safetensors").stat().st_size
     assert record.digest == folder.digest_file(tmp_path / "x.safetensors")
+
+
+def test_the_digest_of_a_file_is_xxhash_s_own_and_takes_a_mebibyte_of_memory_at_most(tmp_path: Path):
+    payload = random.Random(1).randbytes(3 * 2**19 + 1)
+    (tmp_path / "x").write_bytes(payload)
+    tracemalloc.start()
+    try:
+        digest = folder.digest_file(tmp_path / "x")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert digest == xxhash.xxh3_128_hexdigest(payload) and peak < 2**20
 
 
 def saver(root: Path, **changes) -> Saver:

@@ -3,6 +3,7 @@
 python -m pytest -q tests/test_engine_zero.py
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,7 +23,7 @@ from cookbook.start.run_plan import load_pair, make_plan
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint import resume
 from cookbook.training.engine import Engine, engine_class
-from cookbook.training.engine.zero import Zero
+from cookbook.training.engine.zero import Zero, import_deepspeed
 from cookbook.training.models.loss import add_loss
 from tests.test_engine_step import BETAS, CLIP, EPS, LEARNING_RATE, Plain, new_model, samples, save, saver_in, steps
 
@@ -105,3 +106,22 @@ def test_a_model_whose_files_are_divided_by_the_sizes_of_cut_weights_is_refused(
         torch.split(torch.ones(4), [0, 0])
     with pytest.raises(RuntimeError, match="shape"), zero._partition_at_creation():
         torch.ones(4).view(3)
+
+
+@pytest.mark.parametrize(("numel", "is_missing"), [(2**19, True), (2**19 - 1, False)])
+def test_weights_that_reach_no_disk_end_the_run_if_deepspeed_swaps_their_size(
+    numel: int, is_missing: bool, tmp_path: Path
+):
+    limit = import_deepspeed().runtime.swap_tensor.utils.MIN_AIO_BYTES
+    assert (2 * numel >= limit) == is_missing
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.ds_tensor = SimpleNamespace(ds_numel=numel, element_size=lambda: 2)
+    zero = object.__new__(Zero)
+    zero.world, zero.strategy = SimpleNamespace(rank=0), SimpleNamespace(path="a.yaml")
+    zero.model, zero.swap_folders = SimpleNamespace(parameters=lambda: [weight]), {"offload_param": tmp_path}
+    with pytest.raises(RuntimeError, match="no parameter reached") if is_missing else contextlib.nullcontext():
+        zero._assert_swapped()
+    file = tmp_path / "zero_stage_3" / "bfloat16params" / "rank0" / "0_param.tensor.swp"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    zero._assert_swapped()

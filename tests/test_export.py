@@ -5,6 +5,7 @@ python -m pytest -q tests/test_export.py
 
 import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -481,21 +482,25 @@ def test_large_models_are_written_in_parts_with_an_index(run: Run, monkeypatch, 
     assert index["weight_map"].keys() == run.trained.keys()
 
 
-def test_the_card_tells_what_the_model_is(run: Run, here):
+def test_the_card_tells_what_the_model_is(run: Run, here, monkeypatch: pytest.MonkeyPatch):
+    # As on a machine whose text files are in Latin-1: the Hub reads UTF-8.
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
     lines = [
         {"step": 2, "loss": 5.0},
         {"step": 3, "loss": 4.25},
         {"step": 3, "eval_loss": 4.5},
+        {"step": 3, "eval_loss": 4.75, "eval_set": "größe"},
         {"step": 4, "loss": 1.0},
         {"step": 4, "eval_loss": 1.0},
     ]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
     assert export(run) == 0
-    _, front, body = (run.folder / "export" / "README.md").read_text().split("---\n", 2)
+    _, front, body = (run.folder / "export" / "README.md").read_bytes().decode().split("---\n", 2)
     card = yaml.safe_load(front)
     assert card["library_name"] == "transformers" and card["datasets"] == ["some-org/some-set"]
     assert card["tags"] == ["sft"] and "base_model" not in card, "a local folder means nothing on the Hub"
     assert "training loss | 4.2500 at step 3" in body and "evaluation loss | 4.5000 at step 3" in body
+    assert "evaluation loss of größe | 4.7500 at step 3" in body
     assert "`zero3`, 2 processes" in body and "torch 2.13.0" in body and "deepspeed" not in body
     assert "`some-org/some-set`, split train, no revision pinned" in body
     written = body.split("```yaml\n")[1].split("```")[0]

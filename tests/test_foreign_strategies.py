@@ -642,9 +642,18 @@ def test_buffers_on_a_disk_must_hold_a_process_s_share_of_the_largest_weight(
     assert (said in capsys.readouterr().err) == bool(share)
 
 
-def test_a_training_file_of_another_project_is_no_strategy(tmp_path: Path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_name_or_path: m\nfsdp: full_shard\nfsdp_config: {version: 2}\n",
+        "base_model: m\nfsdp_version: 2\n",
+        "tokenizer: {_component_: torchtune.models.qwen3.qwen3_tokenizer, path: m}\n",
+    ],
+    ids=["transformers", "axolotl", "torchtune"],
+)
+def test_a_training_file_of_another_project_is_no_strategy(text: str, tmp_path: Path):
     path = tmp_path / "train.yaml"
-    path.write_text("model_name_or_path: m\nfsdp: full_shard\nfsdp_config: {version: 2}\n")
+    path.write_text(text)
     (mistake,) = mistakes_of(path)
     assert f"is a file of a training, not a strategy; `cookbook convert {path}` makes a recipe of it" in mistake
 

@@ -229,3 +229,18 @@ def test_a_chat_template_is_given_by_name_or_path(book):
     assert located_of("own.jinja").read_text() == "{{ messages }}"
     assert located_of("own.jinja", "data.chat_template=qwen3") == template
     assert located_of("recipes/chat_templates/qwen3.jinja") == template
+
+
+def test_a_strategy_beside_the_recipe_is_given_by_name_or_path(book):
+    def located_of(name: str, *assignments: str) -> Path:
+        book.write("other/mine.yaml", RECIPE_TEXT.replace("accelerate_configs/ddp.yaml", name))
+        return Path(load_recipe(Path("other/mine.yaml"), list(assignments)).strategy)
+
+    folder = Path.cwd() / "other"
+    shipped = Path("accelerate_configs/zero3.yaml")
+    assert located_of("zero3") == located_of("./accelerate_configs/zero3.yaml") == shipped
+    for name in ("own.yaml", "accelerate_configs/zero3.yaml"):
+        book.write(f"other/{name}", Path("accelerate_configs/ddp.yaml").read_text())
+    assert located_of("own.yaml") == located_of("./own.yaml") == folder / "own.yaml"
+    assert located_of("zero3") == folder / shipped
+    assert located_of("own.yaml", "strategy=zero3") == shipped
