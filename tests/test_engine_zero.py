@@ -108,14 +108,16 @@ def test_a_model_whose_files_are_divided_by_the_sizes_of_cut_weights_is_refused(
         torch.ones(4).view(3)
 
 
-@pytest.mark.parametrize(("numel", "is_missing"), [(2**19, True), (2**19 - 1, False)])
+@pytest.mark.parametrize(("numel", "block_size", "is_missing"), [(2**19, 1, 1), (2**19 - 1, 1, 0), (2**19, 2**21, 0)])
 def test_weights_that_reach_no_disk_end_the_run_if_deepspeed_swaps_their_size(
-    numel: int, is_missing: bool, tmp_path: Path
+    numel: int, block_size: int, is_missing: int, tmp_path: Path
 ):
-    limit = import_deepspeed().runtime.swap_tensor.utils.MIN_AIO_BYTES
-    assert (2 * numel >= limit) == is_missing
+    """Two bytes each: DeepSpeed swaps what has a mebibyte, and a block of the JSON's `aio` if that is larger."""
+    swapping = import_deepspeed().runtime.swap_tensor
+    swapper = object.__new__(swapping.partitioned_param_swapper.AsyncPartitionedParameterSwapper)
+    swapper.min_aio_bytes, swapper.swap_element_size = max(swapping.utils.MIN_AIO_BYTES, block_size), 2
     weight = torch.nn.Parameter(torch.empty(0))
-    weight.ds_tensor = SimpleNamespace(ds_numel=numel, element_size=lambda: 2)
+    weight.nvme_swapper, weight.ds_tensor = swapper, SimpleNamespace(ds_numel=numel, element_size=lambda: 2)
     zero = object.__new__(Zero)
     zero.world, zero.strategy = SimpleNamespace(rank=0), SimpleNamespace(path="a.yaml")
     zero.model, zero.swap_folders = SimpleNamespace(parameters=lambda: [weight]), {"offload_param": tmp_path}

@@ -278,10 +278,7 @@ class Zero(Engine):
                 gathers.wait_stream(torch.cuda.current_stream())
 
     def _assert_swapped(self) -> None:
-        """Check after the first step that state meant for NVMe is there.
-
-        DeepSpeed keeps tensors under 1 MiB in memory (runtime/swap_tensor/utils.py, MIN_AIO_BYTES).
-        """
+        """Check after the first step that state meant for NVMe is there, but for what DeepSpeed takes for too small."""
         self._swap_seen = True
         optimizer = self.swap_folders.get("offload_optimizer")
         # An adapter's state may be too small to be swapped; its frozen weights are.
@@ -290,11 +287,15 @@ class Zero(Engine):
         if optimizer is not None and has_state and not swapped:
             raise RuntimeError(
                 f"{self.strategy.path} is not what runs: no optimizer state reached {optimizer}. Tensors under 1 MiB"
-                " stay in memory, so a model this small has no use for NVMe: take zero3_offload"
+                " (or the JSON's aio.block_size) stay in memory, so a model this small has no use for NVMe: take"
+                " zero3_offload"
             )
         parameters = self.swap_folders.get("offload_param")
-        shares = [p.ds_tensor.ds_numel * p.ds_tensor.element_size() for p in self.model.parameters()]
-        if parameters is not None and max(shares) >= 2**20 and not list(parameters.glob("**/*params/**/*.swp")):
+        if (
+            parameters is not None
+            and any(parameter.nvme_swapper.swappable_tensor(parameter) for parameter in self.model.parameters())
+            and not list(parameters.glob("**/*params/**/*.swp"))
+        ):
             raise RuntimeError(f"{self.strategy.path} is not what runs: no parameter reached {parameters}")
 
     def close(self) -> None:
