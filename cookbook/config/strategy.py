@@ -329,7 +329,7 @@ def _check_kind(document: Document) -> list[str]:
         ]
     if {"model", "data"} <= {*keys}:
         return [f"{document.name}: is a recipe, not a strategy; name it first: cookbook launch {document.name}"]
-    if "distributed_type" not in keys and any(marks & {*keys} for marks in OF_TRAININGS):
+    if "distributed_type" not in keys and OF_TRAININGS & {*keys}:
         return [
             f"{document.name}: is a file of a training, not a strategy; `cookbook convert {document.name}` makes a"
             " recipe of it, and names its strategy"
@@ -344,11 +344,11 @@ def _check_stopping_keys(document: Document) -> list[str]:
     return [f"{document.place(key)}: {why}" for key in ("gradient_accumulation_steps", "ipex_config") if key in keys]
 
 
-OF_TRAININGS = (
-    {"model_name_or_path", "learning_rate", "per_device_train_batch_size", "output_dir", "fsdp"},
-    {"base_model", "micro_batch_size"},
-    {"tokenizer", "checkpointer"},
-)
+OF_TRAININGS = {
+    *("model_name_or_path", "learning_rate", "per_device_train_batch_size", "output_dir", "fsdp"),
+    "base_model",  # without a default in axolotl
+    *("tokenizer", "checkpointer"),
+}
 """Keys of which a training file of another project has at least one, and a strategy none."""
 
 
