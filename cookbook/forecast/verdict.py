@@ -1,5 +1,6 @@
 """The forecast of one strategy on given machines: its memory and time, and whether it fits."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -119,25 +120,31 @@ class TraceCache:
         Args:
             recipe_name: for mistakes.
         """
-        self.config, self.recipe = config, (recipe := decide(recipe, config).settle(recipe))
-        self.recipe_name = recipe_name
-        parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
-        self._key = config.to_json_string(), parts
-        # What code outside of this package and the libraries does, no key says.
-        self._is_kept = not recipe.plugins and not recipe.model.kernels
-        adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
-        structure = self._key[0], adapter, len(recipe.model.new_tokens or ())
-        if structure not in SKELETONS:
-            if self._is_kept:
-                skeleton = kept_results.find_or_make(structure, lambda: skeleton_of(config, recipe), Skeleton)
-            else:
-                skeleton = skeleton_of(config, recipe)
-            SKELETONS[structure] = skeleton, sizes_of(config, skeleton)
-        self.skeleton, self.sizes = SKELETONS[structure]
+        self.config, self.recipe_name = config, recipe_name
+        self._config_text = config.to_json_string()
+        self._settle(recipe)
 
     def with_sections(self, **sections: Any) -> "TraceCache":
         """The traces of the recipe with other sections."""
-        return TraceCache(self.config, self.recipe.model_copy(update=sections), self.recipe_name)
+        changed = copy.copy(self)
+        changed._settle(self.recipe.model_copy(update=sections))
+        return changed
+
+    def _settle(self, recipe: Recipe) -> None:
+        self.recipe = recipe = decide(recipe, self.config).settle(recipe)
+        parts = recipe.model_dump_json(include={"model", "data", "objective", "adapter", "mixed_precision"})
+        self._key = self._config_text, parts
+        # What code outside of this package and the libraries does, no key says.
+        self._is_kept = not recipe.plugins and not recipe.model.kernels
+        adapter = None if recipe.adapter is None else recipe.adapter.model_dump_json()
+        structure = self._config_text, adapter, len(recipe.model.new_tokens or ())
+        if structure not in SKELETONS:
+            if self._is_kept:
+                skeleton = kept_results.find_or_make(structure, lambda: skeleton_of(self.config, recipe), Skeleton)
+            else:
+                skeleton = skeleton_of(self.config, recipe)
+            SKELETONS[structure] = skeleton, sizes_of(self.config, skeleton)
+        self.skeleton, self.sizes = SKELETONS[structure]
 
     def fills_chunks(self, strategy: Strategy) -> int:
         """The samples from which a forward and backward grow linearly with their number: those of data.max_length with
