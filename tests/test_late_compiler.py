@@ -66,28 +66,33 @@ def test_a_function_is_kept_from_the_compiler_by_its_first_call(monkeypatch: pyt
 
 MODELS = """
 import hashlib, sys
-import torch
 from cookbook.system.imports import import_models
-from transformers.utils import import_utils
-made = []
-make = import_utils.fetch__all__
-import_utils.fetch__all__ = lambda text: made.append(text) or make(text)
+read = []
+def note(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "fetch__all__":
+        read.append(len(frame.f_locals["file_content"]))
+sys.setprofile(note)
 ASKED
-from transformers import AutoConfig
-assert AutoConfig.for_model("llama").model_type == "llama"
+import transformers.models
+sys.setprofile(None)
+assert transformers.AutoConfig.for_model("llama").model_type == "llama"
 listed = sys.modules["transformers.models"]._class_to_module
-print(len(made) > 1000, len(listed), hashlib.sha256(repr(sorted(listed.items())).encode()).hexdigest())
+names = sorted(map(repr, [*listed.items(), *transformers._class_to_module.items()]))
+print(len(read), sum(read), len(names), hashlib.sha256(repr([transformers.__version__, names]).encode()).hexdigest())
 """
 
 
 @pytest.mark.slow
 def test_the_list_of_models_is_made_once_and_is_the_same():
-    once, twice = (
+    answers = (
         subprocess.run([sys.executable, "-c", MODELS.replace("ASKED", asked)], capture_output=True, text=True)
-        for asked in ("import_models()", "")
+        for asked in ("import_models()", "import transformers; import_models()", "")
     )
-    (few, *listed), (many, *own) = once.stdout.split(), twice.stdout.split()
-    assert (few, many) == ("False", "True") and listed == own and int(own[0]) > 1000
+    ours, late, own = (answer.stdout.split() for answer in answers)
+    assert ours[2:] == late[2:] == own[2:] and int(own[2]) > 2000
+    files, letters = int(own[0]), int(own[1])
+    assert 2 * int(ours[0]) == 2 * int(late[0]) == files > 2000
+    assert 20 * int(ours[1]) < letters and 1.5 * int(late[1]) < letters, "transformers had looked at each line"
 
 
 def test_names_that_a_file_exports_are_those_from_its_last_list_on():

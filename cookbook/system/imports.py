@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,26 @@ def rare_collections() -> Iterator[None]:
 
 
 def import_models() -> None:
-    """Import transformers' list of models, which it makes of all of their files twice, once, and without a look at each
-    of their lines.
+    """Import transformers with its list of models, which it makes of all of their files twice, once, and without a look
+    at each of their lines.
     """
-    import transformers
+    spec = None if "transformers" in sys.modules else importlib.util.find_spec("transformers")
+    if spec is not None:  # begun without its own code, which makes the list as soon as it has import_utils
+        sys.modules["transformers"] = importlib.util.module_from_spec(spec)
+        vars(sys.modules["transformers"])["__version__"] = metadata.version("transformers")
     from transformers.utils import import_utils
 
-    models, make = Path(transformers.__file__).parent / "models", import_utils.create_import_structure_from_path
+    make, read_names = import_utils.create_import_structure_from_path, import_utils.fetch__all__
+    models = Path(import_utils.__file__).parent.parent / "models"
 
     def make_once(place: Any) -> Any:
         return make(models if place == str(models / "__init__.py") else place)
 
-    read_names = import_utils.fetch__all__
     import_utils.create_import_structure_from_path = make_once
     import_utils.fetch__all__ = lambda text: read_names(from_last_all(text))
     try:
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module(sys.modules["transformers"])
         importlib.import_module("transformers.models")
     finally:
         import_utils.create_import_structure_from_path, import_utils.fetch__all__ = make, read_names
