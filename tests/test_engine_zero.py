@@ -79,6 +79,11 @@ def assert_as_plain_torch(name: str, sizes: dict[str, int]) -> None:
     results = steps(engine, tokens, range(1, 3))
     for result in results:
         assert sum(result.unusual.squares.values()) == pytest.approx(result.grad_norm**2, rel=1e-5)
+    engine.assert_in_force()
+    if name == "zero3":
+        engine.model._config.zero_config.param_persistence_threshold = 0
+        with pytest.raises(RuntimeError, match=r"between steps: asked for {'NOT_AVAILABLE'}, found {'AVAILABLE'}"):
+            engine.assert_in_force()  # since these weights are so small that they stay whole
     (file,) = save(saver, engine, 2).glob("*.safetensors")
     held = load_file(file)
     assert len(held) == 3 * len(list(plain.model.parameters()))

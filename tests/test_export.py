@@ -39,9 +39,9 @@ from transformers import (
 )
 
 from cookbook.commands.cli import main
-from cookbook.config.recipe import Recipe
+from cookbook.config.recipe import Recipe, dump_recipe, load_recipe
 from cookbook.config.sections import ModelSection
-from cookbook.run.publish import export_folder, merged, model_folder, reopen
+from cookbook.run.publish import card, export_folder, merged, model_folder, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import base_model, insertion
 from cookbook.training.checkpoint import folder, streamed
@@ -527,6 +527,14 @@ def test_an_export_is_readable_by_others_and_its_card_has_no_path_of_this_machin
     card = (run.folder / "export" / "README.md").read_text()
     assert str(run.folder.parent) not in card and "/tmp" not in card
     assert "output_dir: run" in card and "name_or_path: base" in card
+
+
+def test_a_path_within_another_does_not_keep_the_other_s_folder_in_the_card(book):
+    book.write("my/runs/a.jsonl", '{"text": "a"}\n')
+    words = ["run.output_dir=my/runs/a", f"data.train={Path('my/runs/a.jsonl').absolute()}"]
+    recipe = load_recipe(Path("recipes/small.yaml"), words)
+    written = yaml.safe_load(card._without_folders(dump_recipe(recipe), recipe))
+    assert (written["run"]["output_dir"], written["data"]["train"][0]["path"]) == ("a", "a.jsonl")
 
 
 # What is broken is removed.
