@@ -71,7 +71,7 @@ class Schedule(NamedSection):
 
     def for_length(self, max_steps: int) -> Self:
         """The schedule with the steps of its warm-up where the recipe has a share."""
-        if self.warmup_steps >= 1 or self.warmup_steps == 0:
+        if self.warmup_steps >= 1:
             return self
         steps = math.ceil(round(self.warmup_steps * max_steps, 6))  # 0.07 x 100 is 7.000000000000001
         return self.model_copy(update={"warmup_steps": steps})
