@@ -29,6 +29,19 @@ def causal_conv1d_fn(x, weight, bias=None, activation=None, **others):
     return F.silu(y) if activation in ("silu", "swish") else y
 """
 """A kernel that is off by a factor."""
+TOLD = """
+import torch.nn.functional as F
+def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None):
+    width, length, y = weight.shape[-1], x.shape[-1], 0
+    for i in range(width):
+        part = F.pad(x, (width - 1, 0))[..., i : i + length]
+        if seq_idx is not None:
+            part = part * (F.pad(seq_idx, (width - 1, 0), value=-1)[:, i : i + length] == seq_idx)[:, None]
+        y = y + part * weight[:, i : i + 1]
+    y = y if bias is None else y + bias[:, None]
+    return F.silu(y) if activation in ("silu", "swish") else y
+"""
+"""A kernel that is right, and takes the number of each token's sample."""
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 
 
@@ -130,10 +143,16 @@ def test_a_name_is_that_of_an_import(value: str):
 def test_the_curve_of_a_run_is_that_without_the_package(lab: Lab, planted: Path, tmp_path: Path):
     """In processes of their own; the control is the run that names it."""
     curves = []
-    cases = {"without": ("", "null"), "beside": (str(planted), "null"), "named": (str(planted), "[causal_conv1d]")}
+    told = tmp_path / "told/causal_conv1d"
+    told.mkdir(parents=True)
+    (told / "__init__.py").write_text(TOLD)
+    named = "[causal_conv1d]"
+    cases = {"without": ("", "null"), "beside": (str(planted), "null")}
+    cases |= {"named": (str(planted), named), "told of samples": (str(told.parent), named)}
     for name, (path, kernels) in cases.items():
         output = tmp_path / name
         settings = {"run.output_dir": output, "run.max_steps": 3, "data.max_length": 128, "data.too_long": "drop"}
+        settings["data.packing"] = "true"
         settings["model"] = f"{{name_or_path: {folder_of(lab, 'lfm2')}, kernels: {kernels}}}"
         assignments = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "train.py", "recipes/quickstart.yaml", *assignments]
@@ -141,7 +160,10 @@ def test_the_curve_of_a_run_is_that_without_the_package(lab: Lab, planted: Path,
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("model.kernels does not name them: causal_conv1d" in done.stderr) == (name == "beside")
+        assert ("Lfm2ShortConv runs once a packed row" in done.stderr) == (name == "told of samples")
+        assert ("Lfm2ShortConv runs on one sample at a time" in done.stderr) == (name == "named")
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         curves.append([line["loss"] for line in lines if "loss" in line])
     record = json.loads((tmp_path / "named/run.json").read_text())
-    assert curves[0] == curves[1] != curves[2] and list(record["kernels"]) == ["causal_conv1d"]
+    assert curves[0] == curves[1] != curves[2] and curves[3] == pytest.approx(curves[0], abs=2e-6)
+    assert list(record["kernels"]) == ["causal_conv1d"]

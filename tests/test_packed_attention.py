@@ -32,6 +32,7 @@ from transformers.modeling_flash_attention_utils import _process_flash_attention
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from benchmarks import tiny_models
@@ -42,6 +43,7 @@ from cookbook.facts import language_part, tiny_types
 from cookbook.facts.language_part import language_config
 from cookbook.facts.model_types import TYPES, look_up
 from cookbook.facts.packing import Packing, decide, known_config, packing_problem
+from cookbook.system import optional
 from cookbook.system.files import RecipeError
 from cookbook.training.models import attention, efficiency, mixers
 from cookbook.training.models import stateful_layers as stateful
@@ -229,6 +231,79 @@ def test_a_state_that_runs_on_into_the_next_sample_would_be_noticed(model_type: 
     assert (ours(**packed_row()) - alone(plain)).abs().max() > 0.02
 
 
+class Kernel:
+    """Stands in for causal_conv1d's function, which takes the number of each token's sample."""
+
+    def __init__(self, kind: str = "right") -> None:
+        self.kind, self.rows = kind, list[int]()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **others: object,
+    ) -> torch.Tensor:
+        self.rows.append(x.shape[-1])
+        if self.kind == "fails" and seq_idx is not None:
+            raise ValueError("can't keep packed sequences apart")
+        whole = self.convolve(x, weight, None)
+        apart = whole if self.kind == "deaf" else self.convolve(x, weight, seq_idx)
+        # The last has the right values, and gradients of tokens of other samples.
+        return apart + (whole - whole.detach()) if self.kind == "wrong gradients" and seq_idx is not None else apart
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+        width, length = weight.shape[-1], x.shape[-1]
+        result = torch.zeros_like(x)
+        for i in range(width):
+            part = torch.nn.functional.pad(x, (width - 1, 0))[..., i : i + length]
+            if seq_idx is not None:
+                numbers = torch.nn.functional.pad(seq_idx, (width - 1, 0), value=-1)[:, i : i + length]
+                part = part * (numbers == seq_idx)[:, None]
+            result = result + part * weight[:, i : i + 1]
+        return result
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """As where a recipe names causal_conv1d in model.kernels."""
+    function = Kernel(request.param)
+    monkeypatch.setattr(lfm2, "causal_conv1d_fn", function)
+    monkeypatch.setattr(optional, "_named", {"causal_conv1d"})
+    return function
+
+
+@pytest.mark.parametrize("kernel", ["right"], indirect=True)
+def test_a_layer_whose_kernels_are_told_of_the_samples_runs_once_a_row(kernel: Kernel, monkeypatch: pytest.MonkeyPatch):
+    plain, ours, again = tiny("lfm2", "eager"), for_packing("lfm2"), for_packing("lfm2")
+    save_activations(again, selective=False)
+    expected = alone(plain.train())
+    expected.mean().backward()
+    for model in (ours, again):
+        assert is_kept_apart(add_loss(model.train()) or model)
+        kernel.rows.clear()
+        results = model(**packed_row())
+        assert set(kernel.rows) == {sum(LENGTHS)} and (results - expected).abs().max() < 1e-5
+        with torch.no_grad():
+            model(**packed_row() | packed([sum(LENGTHS) - 1, 1]))
+        results.mean().backward()
+        assert distance(plain, model) < 2e-5
+    monkeypatch.setattr(optional, "_named", set())
+    assert stateful_layers(ours.config) == {lfm2.Lfm2ShortConv: False}, "nothing is tried that the recipe does not name"
+
+
+@pytest.mark.parametrize("kernel", ["deaf", "fails", "wrong gradients"], indirect=True)
+def test_a_layer_whose_kernels_mix_samples_all_the_same_runs_on_each_alone(kernel: Kernel):
+    ours = for_packing("lfm2")
+    assert stateful_layers(ours.config) == {lfm2.Lfm2ShortConv: False}
+    add_loss(ours)
+    kernel.rows.clear()
+    assert (ours(**packed_row()) - alone(tiny("lfm2", "eager"))).abs().max() < 1e-5
+    assert kernel.rows[: len(LENGTHS)] == LENGTHS
+
+
 class Recurrent(torch.nn.Module):
     """A layer with a state as no transformers has it: no name of argument, class or attribute is one of theirs."""
 
@@ -253,8 +328,8 @@ def with_recurrence(monkeypatch: pytest.MonkeyPatch, layer: type[torch.nn.Module
 
 
 def test_a_layer_with_a_state_is_found_by_what_it_does(monkeypatch: pytest.MonkeyPatch):
-    assert stateful_layers(config_of("llama")) == frozenset()
-    assert stateful_layers(with_recurrence(monkeypatch)) == {Recurrent}
+    assert stateful_layers(config_of("llama")) == {}
+    assert stateful_layers(with_recurrence(monkeypatch)) == {Recurrent: False}
 
 
 def test_a_type_with_a_state_of_which_no_layer_is_found_does_not_start(monkeypatch: pytest.MonkeyPatch):
@@ -266,7 +341,7 @@ def test_a_type_with_a_state_of_which_no_layer_is_found_does_not_start(monkeypat
     monkeypatch.setattr(stateful, "_mixing_layers", lambda model: frozenset())
     with pytest.raises(RecipeError, match=r"carry a state along a row, and none was found; write data.packing: false"):
         stateful_layers(config)
-    assert stateful_layers(config_of("llama")) == frozenset()
+    assert stateful_layers(config_of("llama")) == {}
 
 
 def test_a_model_of_which_nothing_can_be_tried_does_not_start(monkeypatch: pytest.MonkeyPatch):

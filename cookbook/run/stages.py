@@ -52,7 +52,7 @@ from cookbook.training.engine.as_read import each_weight
 from cookbook.training.models import language_model, model_source, sample_draws, tokenizer_files
 from cookbook.training.models.efficiency import kernel_notes, slow_kernel_notes
 from cookbook.training.models.folder_facts import check_folder
-from cookbook.training.models.stateful_layers import check_padded, stateful_layers
+from cookbook.training.models.stateful_layers import check_padded, row_notes, stateful_layers
 from cookbook.training.models.structure import comparison_notes, layer_mistakes
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def load_inputs(
     check_layers(recipe.model, config, served_code(config))
     packing = decide(recipe, config)  # refuses what cannot be packed before any process waits for another
     if packing.is_on:
-        stateful_layers(config)
+        notes += row_notes(stateful_layers(config))
     else:
         check_padded(config)
     if problem := mesh_problem(config, plan.mesh):

@@ -86,7 +86,8 @@ def check_launcher() -> None:
 
 
 def check_products(device: torch.device) -> None:
-    """
+    """Compare a product in float32 with what it must be, to the last bit.
+
     Raises:
         RecipeError: the device multiplies float32 in fewer bits, whoever asked for it: a variable, as some containers
             set one, or a plugin. Rotary positions and routers are computed in float32 under bf16 as well.

@@ -426,7 +426,7 @@ def _forward(
     stage = getattr(self, "_pp_stage", None)
     is_last = stage is None or (self.has_head and chunk == len(stage.chunks) - 1)
     layers = contextlib.nullcontext() if stage is None else _only(backbone, stage.chunks[chunk], is_last=is_last)
-    with layers, packed_row(lengths or ()), shared_row(mesh), drawn_row(draw_words, token_lengths):
+    with layers, packed_row(lengths or (), offsets), shared_row(mesh), drawn_row(draw_words, token_lengths):
         hidden = backbone(**inputs, position_ids=position_ids, use_cache=False, **options).last_hidden_state
     if not is_last:
         return hidden

@@ -42,16 +42,17 @@ LOGITS = 10.0
 class Trial(NamedTuple):
     """Results of a small model."""
 
-    layers: frozenset[type[torch.nn.Module]]
-    """Classes of the outermost modules that mix the samples of a row by other means than attention."""
+    layers: dict[type[torch.nn.Module], bool]
+    """Classes of the outermost modules that mix the samples of a row by other means than attention, and True for those
+    that do not if they are told where each sample begins."""
     problem: str | None
     """Why the samples are not kept apart even if each such layer runs on one of them at a time."""
     distance: float = 0.0
     """Distance of one sample's losses from those of transformers' own forward and attention, see `_distance`."""
 
 
-def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]]:
-    """The classes of the layers that `keep_apart` has to change in a model.
+def stateful_layers(config: PreTrainedConfig) -> dict[type[torch.nn.Module], bool]:
+    """The classes of the layers that `keep_apart` has to change in a model, as `Trial.layers`.
 
     Raises:
         RecipeError: the samples of a packed row would mix all the same.
@@ -66,6 +67,14 @@ def stateful_layers(config: PreTrainedConfig) -> frozenset[type[torch.nn.Module]
         f"model of type {config.model_type} under transformers {version}: packed samples would not be kept apart:"
         f" {trial.problem}; write data.packing: false{known}"
     )
+
+
+def row_notes(layers: dict[type[torch.nn.Module], bool]) -> list[str]:
+    """Notes for the user on how `stateful_layers` run with the packages that the recipe names; none without any."""
+    if not optional.is_used():
+        return []
+    ways = {True: "once a packed row", False: "on one sample at a time, as its kernels would mix them"}
+    return [f"{optional.KEY}: {kind.__name__} runs {ways[is_told]}" for kind, is_told in layers.items()]
 
 
 def check_padded(config: PreTrainedConfig) -> None:
@@ -106,7 +115,7 @@ def try_two_samples(config: PreTrainedConfig, *, with_losses: bool = False) -> T
     try:
         return _on_small_model(config, partial(_two_samples, with_losses=with_losses))
     except _TrialFailure as error:
-        return Trial(frozenset(), f"no small model of it can be tried: {error}")
+        return Trial({}, f"no small model of it can be tried: {error}")
 
 
 class _TrialFailure(Exception):
@@ -131,13 +140,38 @@ def _on_small_model(config: PreTrainedConfig, result_of: Callable[[PreTrainedMod
 
 def _two_samples(model: PreTrainedModel, *, with_losses: bool) -> Trial:
     expected = _their_losses(model) if with_losses else None
-    layers = _mixing_layers(model)
+    layers = dict.fromkeys(_mixing_layers(model), False)
     keep_apart(model, layers)
     problem = _problem(model, has_found=bool(layers))
+    if problem is None and optional.is_used():
+        _ask_kernels(model, layers)
     if problem is not None or expected is None:
         return Trial(layers, problem)
     model.set_attn_implementation(PACKED)
     return Trial(layers, None, _distance(expected, _our_losses(model)))
+
+
+def _ask_kernels(model: PreTrainedModel, layers: dict[type[torch.nn.Module], bool]) -> None:
+    """Set to True the layers that have the same logits and gradients told where the samples begin as on each sample
+    alone. Where one of its kernels is transformers' own, it raises an error (transformers 5.23,
+    integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`).
+    """
+    alone = _with_gradients(model, 3)
+    for kind in layers:
+        keep_apart(model, layers | {kind: True})
+        with contextlib.suppress(Exception):  # any of a package's
+            told, other = (_with_gradients(model, first) for first in (3, 30))
+            layers[kind] = all(map(_agree, alone, told)) and _agree(told[0], other[0])
+    keep_apart(model, layers)
+
+
+def _with_gradients(model: PreTrainedModel, first: int) -> list[torch.Tensor]:
+    """The logits of the second sample of a row, and a gradient by each parameter that they depend on."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        logits = _results(model, LENGTHS, first)
+        gradients = torch.autograd.grad(logits.square().mean(), parameters, allow_unused=True)
+    return [logits.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _padded_distance(model: PreTrainedModel, *, is_ours: bool) -> float:
@@ -251,7 +285,7 @@ def _results(model: PreTrainedModel, lengths: tuple[int, ...], first: int = 3) -
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     segments = Segments(offsets, max(lengths), Lengths(lengths))
-    with packed_row(lengths):
+    with packed_row(lengths, offsets):
         logits = model(input_ids=ids, position_ids=positions, segments=segments, use_cache=False).logits
     return torch.cat(list(_second(logits)))
 
