@@ -20,7 +20,12 @@ def is_model(name: str, path: Path) -> bool:
 
     Args:
         path: of the recipe that the name would be.
+
+    Raises:
+        RecipeError: another JSON file, or none.
     """
+    if path.suffix == ".json" and (path.name != "config.json" or not Path(name).is_file()):
+        raise RecipeError(f"{name}: no such file; write a recipe, a model's folder or its config.json, or a name")
     if path.suffix in SUFFIXES or (path.is_file() and path.suffix != ".json"):
         return False
     return path.is_dir() or path.suffix == ".json" or not path.exists()
@@ -42,8 +47,6 @@ def recipe_of_model(
     """
     path = Path(name)
     folder = str(path.parent) if path.suffix == ".json" else name
-    if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
-        raise RecipeError(f"{name}: no such file; write a recipe, a model's folder or its config.json, or a name")
     adapter = None if (method or "lora") == "full" else (method or "lora")
     billions, positions = _size(folder)
     like = read_recipe(example_for("sft", adapter, billions).path).values
