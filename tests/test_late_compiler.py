@@ -121,3 +121,32 @@ def test_peft_imports_no_compiler(is_late: bool):
     code = ASKED if is_late else ASKED.replace("with compiled_when_called():", "if True:")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == str(not is_late)
+
+
+VALIDATORS = """
+import sys
+from cookbook.system.imports import import_models, import_validators
+import_models()
+ASKED
+from transformers import AutoConfig
+AutoConfig.for_model("llama")
+print(sorted({"accelerate", "torch.distributed.tensor", "transformers.activations"} & {*sys.modules}))
+from transformers.utils.type_validators import activation_fn_key
+field = activation_fn_key(default="silu").metadata
+for name in ("silu", "unheard"):
+    try:
+        print(field["validator"][0](name))
+    except ValueError as error:
+        print(error)
+print(sys.modules["transformers.activations"].ACT2FN["silu"])
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_brings_no_activation_functions_until_a_name_is_compared_with_theirs():
+    late, own = (
+        subprocess.run([sys.executable, "-c", VALIDATORS.replace("ASKED", asked)], capture_output=True, text=True)
+        for asked in ("import_validators()", "")
+    )
+    assert late.stdout.splitlines()[0] == "[]" and "'transformers.activations'" in own.stdout.splitlines()[0]
+    assert late.stdout.splitlines()[1:] == own.stdout.splitlines()[1:] and "unheard" in own.stdout, own.stderr

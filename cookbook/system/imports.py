@@ -8,10 +8,11 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cookbook.system import optional
@@ -71,6 +72,41 @@ def import_models() -> None:
         importlib.import_module("transformers.models")
     finally:
         import_utils.create_import_structure_from_path, import_utils.fetch__all__ = make, read_names
+
+
+ACTIVATIONS = "transformers.activations"
+
+
+class _LateActivations(Mapping[str, Any]):
+    """transformers' activation functions by name, whose import waits until one is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self._functions()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions())
+
+    def __len__(self) -> int:
+        return len(self._functions())
+
+    def _functions(self) -> Mapping[str, Any]:
+        return importlib.import_module(ACTIVATIONS).ACT2FN
+
+
+def import_validators() -> None:
+    """Import transformers' checks of values, which the configurations of Llama and others import, without its
+    activation functions, for whose names few of them ask: with these come accelerate and torch's distributed tensors,
+    in more than a second.
+    """
+    if ACTIVATIONS in sys.modules:
+        return
+    stand_in = ModuleType(ACTIVATIONS)
+    vars(stand_in)["ACT2FN"] = _LateActivations()
+    sys.modules[ACTIVATIONS] = stand_in
+    try:
+        importlib.import_module("transformers.utils.type_validators")
+    finally:
+        del sys.modules[ACTIVATIONS]
 
 
 def from_last_all(text: str) -> str:

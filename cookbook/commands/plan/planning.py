@@ -22,7 +22,7 @@ from cookbook.start.run_plan import load_pair
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import GIB, GPUS, Machines, parse_machines, this_machine, with_room
-from cookbook.system.imports import import_models, imports, quiet_deepspeed, rare_collections
+from cookbook.system.imports import import_models, import_validators, imports, quiet_deepspeed, rare_collections
 from cookbook.system.kept_results import kept_results
 from cookbook.system.late_compiler import compiled_when_called
 from cookbook.system.masking import masked
@@ -98,6 +98,7 @@ def plan(
     quiet_deepspeed()
     with imports():
         import_models()
+        import_validators()
         from transformers.utils import logging
 
         from cookbook.forecast.second_process import second_process
