@@ -64,11 +64,11 @@ def files() -> Iterator[tuple[str, str]]:
         yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
-def own_names() -> set[str]:
-    """Names that begin with an underscore and that this project defines somewhere."""
+def own_names(nodes_of: dict[str, list[ast.AST]]) -> set[str]:
+    """Names that this project defines somewhere."""
     names = set()
-    for _, text in files():
-        for node in ast.walk(ast.parse(text)):
+    for nodes in nodes_of.values():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -76,7 +76,8 @@ def own_names() -> set[str]:
             elif (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node).startswith("self.")
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
             ):
                 names.add(node.attr)
     return names
@@ -95,8 +96,8 @@ def tests_of(faults: str) -> dict[str, list[tuple[str, str]]]:
 @functools.cache
 def places() -> list[Place]:
     """All places, each once."""
-    own, quotes = own_names(), tests_of(FAULTS.read_text(encoding="utf-8"))
     nodes_of = {file: list(ast.walk(ast.parse(text))) for file, text in files()}
+    own, quotes = own_names(nodes_of), tests_of(FAULTS.read_text(encoding="utf-8"))
     called = {name for nodes in nodes_of.values() for name in _called(nodes)}
     all_places = set[Place]()
     for file, nodes in nodes_of.items():
