@@ -99,7 +99,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SHORT = 0.5
 LONG = 1.0
 """Where a test takes more, it is slow, unless it is marked as core."""
-PARTS, THOROUGH_PARTS = 24, 128
+PARTS, THOROUGH_PARTS = 48, 192
 """With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests: they are `due`.
 With no TURN all slow tests are due and no thorough one.
 """

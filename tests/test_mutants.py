@@ -44,7 +44,7 @@ def test_a_place_that_has_moved_is_named():
         gone.planted_in("import sys\n")
 
 
-PARTS = 20
+PARTS = 48
 
 
 @pytest.mark.parametrize("part", [pytest.param(i, marks=pytest.mark.thorough(turn=(i, PARTS))) for i in range(PARTS)])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import PARTS, ROOT
 
 SCHEMAS = {
     "github-workflows": sorted(ROOT.glob(".github/workflows/*.yml")),
@@ -68,8 +68,22 @@ def test_images_that_others_build_are_named_by_digest() -> None:
     jobs = [job for workflow in workflows for job in workflow["jobs"].values()]
     images = [job["container"]["image"] for job in jobs if "container" in job]
     images += re.findall(r"(?m)^ARG BASE=(.+)$", DOCKERFILE.read_text())
-    assert len(images) == 2 and all(map(by_digest.fullmatch, images)), images
+    assert len(images) == 3 and all(map(by_digest.fullmatch, images)), images
     assert not by_digest.fullmatch("debian:bookworm")
+
+
+def test_in_six_nights_every_slow_test_has_had_its_turn() -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows/slow.yml").read_text())["jobs"]["turns"]
+    turn, _, command = job["steps"][-1]["run"].rpartition(" .ci/run ")
+    assert command == "test-long"
+
+    def turns(nights: range) -> set[int]:
+        parts = [turn.replace("${{ matrix.part }}", str(part)) for part in job["strategy"]["matrix"]["part"]]
+        lines = [f"GITHUB_RUN_NUMBER={night}; {part}; echo $TURN" for night in nights for part in parts]
+        printed = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
+        return {int(word) % PARTS for word in printed.split()}
+
+    assert turns(range(70, 76)) == set(range(PARTS)) > turns(range(70, 75))
 
 
 def test_only_the_last_job_of_a_release_has_a_right_and_it_runs_nothing_of_ours() -> None:
