@@ -96,6 +96,7 @@ def added(results: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
         assert results[key] == part[key], (results[key], part[key])
     for name, row in part["strategies"].items():
         results["strategies"].setdefault(name, {}).update(row)
+    results["curves"] |= part["curves"]
     return results
 
 

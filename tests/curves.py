@@ -90,9 +90,14 @@ def processes_of(strategy: str) -> int:
         return 1
     if machines_of(strategy) > 1:
         return 2 * machines_of(strategy)
+    return max(2, math.prod(sizes_of(strategy).values()))
+
+
+def sizes_of(strategy: str) -> dict[str, int]:
+    """How many processes a test has in each dimension of a strategy's mesh."""
     path = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     mesh = yaml.safe_load(path.read_text()).get("parallelism_config", {}) if path.exists() else {}
-    return max(2, math.prod(2 if size == "auto" else size for size in mesh.values()))
+    return {name: 2 if size == "auto" else size for name, size in mesh.items()}
 
 
 def machines_of(strategy: str) -> int:
