@@ -3,7 +3,7 @@
 import json
 import re
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError, meta, nodes
@@ -174,14 +174,14 @@ class ChatTemplate:
 
     def variables(self, tools: Any = None) -> set[str]:
         """The names that it reads."""
-        return meta.find_undeclared_variables(self._tree(self.text(tools)))
+        return set(_variables(self.text(tools)))
 
     def mistake(self) -> str:
         """Describe why the template cannot be read; empty if it can."""
         templates = self.tokenizer.chat_template
         try:
             for template in templates.values() if isinstance(templates, dict) else [templates]:
-                self._tree(template)
+                _tree(template)
         except TemplateSyntaxError as error:
             return f"line {error.lineno}: {error.message}"
         except Exception as error:  # of jinja2's parser or of Python's, as RecursionError where it is nested too deeply
@@ -192,13 +192,10 @@ class ChatTemplate:
         """Return whether the template writes something else each time."""
         templates = self.tokenizer.chat_template
         for template in templates.values() if isinstance(templates, dict) else [templates]:
-            tree = self._tree(template)
+            tree = _tree(template)
             if any(getattr(node, "name", "") in RANDOM for node in tree.find_all((nodes.Filter, nodes.Name))):
                 return True
         return False
-
-    def _tree(self, text: str) -> nodes.Template:
-        return _compile(text).environment.parse(text)
 
     @cached_property
     def tested_texts(self) -> tuple[str, ...]:
@@ -206,7 +203,7 @@ class ChatTemplate:
         templates = self.tokenizer.chat_template
         constants: set[str] = set()
         for template in templates.values() if isinstance(templates, dict) else [templates]:
-            for node in self._tree(template).find_all((nodes.Compare, nodes.Call, nodes.Filter)):
+            for node in _tree(template).find_all((nodes.Compare, nodes.Call, nodes.Filter)):
                 constants |= {
                     constant.value for constant in node.find_all(nodes.Const) if isinstance(constant.value, str)
                 }
@@ -223,6 +220,18 @@ def calls_as_text(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _as_text(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+@lru_cache(maxsize=32)
+def _tree(template: str) -> nodes.Template:
+    """A template's syntax, for readers that leave it as it is."""
+    return _compile(template).environment.parse(template)
+
+
+@lru_cache(maxsize=32)
+def _variables(template: str) -> frozenset[str]:
+    """The names that a template reads, found in a tree of its own, in which Jinja computes what is constant."""
+    return frozenset(meta.find_undeclared_variables(_compile(template).environment.parse(template)))
 
 
 def _compile(template: str) -> Any:
