@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
@@ -33,7 +34,7 @@ def choose(
         cache: of traces; those of `cookbook plan` are there.
     """
     keys, micro = autos(recipe), recipe.batch.micro_batch_size
-    sizes = even(recipe.batch.global_batch_size // plan.data_parallel_size)
+    sizes: list[Any] = even(recipe.batch.global_batch_size // plan.data_parallel_size)
     earlier = _earlier_settings(recipe)
     kept: dict[str, list[Any]] = {MICRO_BATCH: sizes, CHECKPOINTING: [*KINDS, "offload"]}
     chosen = {key: (earlier[key], "as in the run that is resumed") for key in keys if earlier.get(key) in kept[key]}
@@ -49,12 +50,10 @@ def choose(
     machines = _machines(plan)
     if machines.usable_gib is None:
         return chosen | {key: (least[key], "the memory of this GPU is not known") for key in left}
-    if MICRO_BATCH not in left:
-        sizes = [chosen.get(MICRO_BATCH, (micro, ""))[0]]
-    if CHECKPOINTING in left:
-        kinds: list[Any] = list(KINDS)
-    else:
-        kinds = [chosen.get(CHECKPOINTING, (recipe.model.gradient_checkpointing, ""))[0]]
+    known = {MICRO_BATCH: micro, CHECKPOINTING: recipe.model.gradient_checkpointing}
+    known |= {key: value for key, (value, _) in chosen.items()}
+    sizes = sizes if MICRO_BATCH in left else [known[MICRO_BATCH]]
+    kinds: Sequence[Any] = KINDS if CHECKPOINTING in left else [known[CHECKPOINTING]]
     batches = [recipe.batch.model_copy(update={"micro_batch_size": size}) for size in sizes]
     try:
         ranked = forecasts.fitting(recipe, strategy, machines, str(path), batches, kinds, cache=cache)
