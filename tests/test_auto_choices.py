@@ -1,4 +1,4 @@
-"""What a start asks of the forecast for `auto`, and in which words it says what it took; the forecast is planted.
+"""The questions of a start to the forecast for `auto`, and its words on what it took; the forecast is planted.
 
 python -m pytest -q tests/test_auto_choices.py
 """

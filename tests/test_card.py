@@ -122,7 +122,7 @@ def test_a_name_on_the_hub_is_an_owner_and_a_name_and_no_file(book, name: str, i
 
 
 class Api:
-    """Of a repository that is public, private, or not there."""
+    """The Hub, with a repository that is public, private, or not there."""
 
     def __init__(self, is_private: bool | None, log: list[Any]) -> None:
         self.is_private, self.log = is_private, log

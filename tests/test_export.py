@@ -42,6 +42,7 @@ from cookbook.commands.cli import main
 from cookbook.config.recipe import Recipe, dump_recipe, load_recipe
 from cookbook.config.sections import ModelSection
 from cookbook.run.publish import card, export_folder, merged, model_folder, reopen
+from cookbook.system.console import in_bytes
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import base_model, insertion
 from cookbook.training.checkpoint import folder, streamed
@@ -723,6 +724,178 @@ def test_the_recipe_of_every_optimizer_is_read_back(name: str):
     values = yaml.safe_load(RECIPE.replace("DATA", "rows.jsonl").replace("OUTPUT", "out"))
     recipe = Recipe.model_validate(values | {"optim": {"name": name, "learning_rate": 1.0, "weight_decay": 0.25}})
     assert recipe_of(recipe.model_dump(mode="json", exclude_none=True)) == recipe
+
+
+# What is known by hand.
+
+
+@pytest.mark.parametrize(("free", "lacking"), [(7199, "1 B"), (7200, None)])
+def test_the_room_of_an_export_is_each_element_once_in_its_dtype(tmp_path: Path, monkeypatch, free: int, lacking):
+    """On the disk of the nearest folder that is there."""
+    state = {"parameters": {"a": [30, 40], "b": [2400]}}
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free))
+    target = tmp_path / "not" / "there"
+    if lacking is None:
+        export_folder._check_room(target, state, torch.bfloat16)
+    else:
+        with pytest.raises(RecipeError, match=f"{tmp_path}: .* are free, and the export needs .*, {lacking} more"):
+            export_folder._check_room(target, state, torch.bfloat16)
+    assert asked == [tmp_path]
+
+
+def test_only_an_export_or_an_empty_folder_is_replaced(tmp_path: Path):
+    empty, ours, file, link = (tmp_path / name for name in ("empty", "ours", "file", "link"))
+    empty.mkdir()
+    ours.mkdir()
+    for path in (ours / "export.json", ours / "model.safetensors", file):
+        path.write_text("{}")
+    link.symlink_to(tmp_path / "nowhere")
+    for allowed in (empty, ours, tmp_path / "new"):
+        export_folder.check_target(allowed)
+    for other in (file, link, tmp_path):
+        with pytest.raises(RecipeError, match=r"exists, and is no export of ours \(no export.json\); name another"):
+            export_folder.check_target(other)
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_the_record_of_an_export_says_of_what_it_is_and_what_was_compared(tmp_path: Path, monkeypatch, adapter):
+    made = Run(tmp_path, adapter and ADAPTERS[adapter], stored=torch.bfloat16)
+    saved_step(made)
+    asked: list[Any] = []
+    compared = {"tensors": "t", "logits": "l"}
+    monkeypatch.setattr(export_folder, "_reopen", lambda *given: asked.append(given) or {**compared})
+    monkeypatch.setattr(export_folder, "write_merged", lambda part, build, dtype: f"merged as {dtype}")
+    kinds = [(False, "as-is", None), (False, "fp16", "float16")]
+    kinds += [(True, "as-is", None), (True, "bf16", "bf16")] if adapter else []
+    for is_merged, dtype, stored in kinds:
+        said: list[str] = []
+        own = "float32" if adapter else "bfloat16"  # an adapter's own weights are not of the base
+        in_record = dtype if is_merged else stored or own
+        with export_folder.find_checkpoint(made.folder, None) as checkpoint:
+            target = export_folder.export(
+                made.folder, checkpoint, dtype=dtype, merged=is_merged, say=said.append, target=tmp_path / "out"
+            )
+            record = json.loads((target / "export.json").read_text())
+            logits = f"reopened as one model, merged as {export_folder.STORED_DTYPES[dtype]}" if is_merged else "l"
+            assert record == {
+                "step": checkpoint.step,
+                "saved_at": checkpoint.manifest["saved_at"],
+                "seal": checkpoint.manifest.get("seal"),
+                "dtype": in_record,
+                "merged": is_merged,
+                "reopened": compared | {"logits": logits},
+            }
+            assert asked[-1][1:3] == (made.folder / "model", checkpoint.path)
+        size = in_bytes(sum(path.stat().st_size for path in target.rglob("*")))
+        assert said[0] == f"{target}: step {record['step']}, {size}"
+        assert said[1:] == [f"  reopened in a fresh process: t; {logits}"]
+        assert (target / "adapter.tmp").exists() is False and (target / "README.md").is_file()
+        assert not {"buffers.safetensors", "tower.json"} & {path.name for path in target.iterdir()}
+    with export_folder.find_checkpoint(made.folder, None) as checkpoint:
+        target = export_folder.export(made.folder, checkpoint, reopened=False, say=said.append)
+    assert target == made.folder / "export" and json.loads((target / "export.json").read_text())["reopened"] == {}
+    assert "checked | not yet" in (target / "README.md").read_text() and len(asked) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("code", "err", "reason"),
+    [
+        (0, "", None),
+        (1, "Traceback\n  KeyError: 1\nweights differ\n", "weights differ"),
+        (-9, "\n", "it ended with exit code -9"),
+    ],
+)
+def test_another_process_compares_on_the_cpu_without_the_variables_of_a_run(
+    tmp_path: Path, monkeypatch, code: int, err: str, reason: str | None
+):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "TORCHELASTIC_RUN_ID", "COOKBOOK_FAULTS", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("MINE", "stays")
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append((command, options))
+        return SimpleNamespace(returncode=code, stderr=err, stdout='loading\n{"tensors": "t"}\n')
+
+    monkeypatch.setattr(export_folder.subprocess, "run", run)
+    Path("step-3").mkdir()
+    given = (Path("out"), Path("model"), Path("step-3"), torch.bfloat16)
+    if reason is None:
+        assert export_folder._reopen(*given) == {"tensors": "t"}
+    else:
+        with pytest.raises(export_folder.BrokenExport, match=f"the export of step-3 was removed: reopened, {reason}$"):
+            export_folder._reopen(*given)
+    (((python, *words), options),) = asked
+    assert python == sys.executable and words[:2] == ["-m", "cookbook.run.publish.reopen"]
+    assert words[2:] == [*(str(tmp_path / name) for name in ("out", "model", "step-3")), "bfloat16"]
+    own = options["env"]
+    assert own["MINE"] == "stays" and own["HF_HUB_OFFLINE"] == "1" and own["DS_ACCELERATOR"] == "cpu"
+    assert own["CUDA_VISIBLE_DEVICES"] == "" and own["PYTHONPATH"] == str(ROOT) and options["cwd"] == "/"
+    left = {"ACCELERATE_USE_FSDP", "FSDP_VERSION", "TORCHELASTIC_RUN_ID", "COOKBOOK_FAULTS", "RANK", "WORLD_SIZE"}
+    assert not left & own.keys() and options["errors"] == "replace"
+    Path("step-3").rmdir()
+    if reason is not None:
+        with pytest.raises(RecipeError, match="step-3: was removed while it was exported, by its run; export a copy"):
+            export_folder._reopen(*given)
+
+
+def test_killed_exports_of_both_kinds_are_swept(tmp_path: Path, monkeypatch):
+    swept: list[Path] = []
+    monkeypatch.setattr(export_folder, "sweep_builds", swept.append)
+    export_folder.sweep_exports(tmp_path)
+    assert swept == [tmp_path / "export", tmp_path / "merged"]
+
+
+def test_a_run_exports_its_last_checkpoint_or_the_best_that_is_kept(tmp_path: Path):
+    made = Run(tmp_path)
+    for step, loss in ((3, 2.0), (6, 1.0), (9, 3.0)):
+        made.save(step, loss=loss)
+    last = folder.open_checkpoint(made.folder / "checkpoints" / folder.folder_name(9))
+    for is_best, step in ((False, 9), (True, 6)):
+        with export_folder.choose_checkpoint(made.folder, last, is_best=is_best) as checkpoint:
+            assert checkpoint.step == step and (checkpoint is last) == (step == 9)
+
+
+def test_a_model_folder_says_where_its_model_is_from(tmp_path: Path, monkeypatch):
+    """An export is opened in other working folders too; a name on the Hub stays one, with its revision."""
+    monkeypatch.chdir(tmp_path)
+    made = Run(tmp_path)
+    monkeypatch.setattr(model_folder.model_source, "revision_of", lambda folder: f"of {Path(folder).name}")
+    config = AutoConfig.from_pretrained(made.base)
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rows = {"<a>": 7}
+    new: Any = {"vocab_size": 300} | dict.fromkeys(sizes, 2) | {"num_attention_heads": 1, "num_key_value_heads": 1}
+    for number, (section, place, revision, is_new) in enumerate(
+        [
+            (ModelSection(name_or_path="base"), str(made.base), "of base", False),
+            (ModelSection(name_or_path="org/name", revision="v2"), "org/name", "v2", False),
+            (ModelSection(from_scratch=new), str(made.base), "of base", True),
+        ]
+    ):
+        run = tmp_path / str(number)
+        buffers = {"own": torch.ones(2)} if number else None
+        assert not model_folder.has_model_files(run)
+        model_folder.write_model_files(
+            run,
+            "base",
+            section,
+            config=config,
+            tokenizer=made.tokenizer,
+            digest="d",
+            new_tokens={"<a>": 7},
+            buffers=buffers,
+        )
+        assert model_folder.has_model_files(run)
+        base = base_model.Base.read(run / "model")
+        assert (base.name_or_path, base.revision, base.is_new) == (place, revision, is_new)
+        assert (base.sha256, base.new_tokens, base.head) == ("d", rows, None)
+        assert (run / "model" / building.BUFFERS).exists() == bool(number)
+        assert json.loads((run / "model/config.json").read_text())["vocab_size"] == config.vocab_size
+        end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert GenerationConfig.from_pretrained(run / "model").eos_token_id == end
 
 
 # Memory.

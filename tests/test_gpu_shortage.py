@@ -29,6 +29,7 @@ FULL = (
     [
         (MemoryError(), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("The size of tensor a (3) must match"), False),
         (OSError("out of memory"), False),
@@ -92,7 +93,8 @@ def shortage_of(tmp_path, monkeypatch, capsys):
     def end(error: Exception, *settings: str, rank: int = 0, gpus: int = 2, **variables: str):
         naps: list[float] = []
         monkeypatch.setattr(shortage.time, "sleep", naps.append)
-        monkeypatch.setattr(shortage.signals, "stop_deferring", lambda **_: None)  # of this process
+        deferred: list[dict[str, bool]] = []
+        monkeypatch.setattr(shortage.signals, "stop_deferring", lambda **facts: deferred.append(facts))
         monkeypatch.setattr(shortage, "suggestion", lambda recipe, strategy, plan, name: f"advice for {name}")
         for name, value in {"LOCAL_RANK": str(rank), "RANK": str(rank + 4), **variables}.items():
             monkeypatch.setenv(name, value)
@@ -103,6 +105,7 @@ def shortage_of(tmp_path, monkeypatch, capsys):
         start = start_of(path, "accelerate_configs/fsdp2.yaml", [*settings], 2 if gpus else 0)
         plan = replace(start.plan, num_gpus=gpus)
         code = shortage.end_run(error, start.recipe, start.strategy, plan, start.recipe_name, [*settings])
+        assert deferred == [{"is_main": False}], "a launcher that ends this process need not wait"
         return code, capsys.readouterr().err, naps
 
     return end
@@ -118,7 +121,7 @@ FULL_GPU = torch.OutOfMemoryError(FULL.format("76.00", "1.00"))
 
 
 def test_a_process_that_ran_out_later_waits_for_the_report_of_the_first(shortage_of, tmp_path):
-    """Of those that share a machine each comes half a second after the other; the first advises for all."""
+    """Each of those that share a machine comes half a second after the other; the first advises for all."""
     code, told, naps = shortage_of(FULL_GPU, rank=2)
     assert code == 1 and told.startswith("\nrank 6: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
     assert naps == [2 * shortage.STAGGER_SECONDS, shortage.REPORT_SECONDS], "the first has not even begun"
@@ -128,6 +131,13 @@ def test_a_process_that_ran_out_later_waits_for_the_report_of_the_first(shortage
     report = json.loads((tmp_path / "run/status.json").read_text())
     assert (report["state"], report["exit_code"]) == ("failed", 1) and "CUDA out of memory" in report["reason"]
     assert shortage_of(FULL_GPU, rank=1) == (1, "", [shortage.STAGGER_SECONDS, shortage.REPORT_SECONDS])
+    earlier = tmp_path / "run/status.json"
+    earlier.write_text(json.dumps(report | {"launch": "yesterday's", "pid": 1}))
+    assert "Next: advice for " in shortage_of(FULL_GPU)[1], "which failed, and is another start"
+    begin(tmp_path / "run")
+    earlier.write_text(json.dumps(json.loads(earlier.read_text()) | {"pid": 1}))
+    assert "Next: " in shortage_of(FULL_GPU)[1]
+    assert json.loads(earlier.read_text())["state"] == "failed", "the main process is killed before it can write that"
 
 
 @pytest.mark.parametrize(
@@ -188,12 +198,19 @@ def test_a_line_to_go_on_resumes_if_there_is_a_checkpoint_and_is_left_out_if_it_
 
         monkeypatch.setattr(forecasts, "smaller_micro_batch", fail)
         assert "Next: advice for " in shortage_of(FULL_GPU, key)[1]
+    begin(tmp_path / "run")
+    offered: list[str] = []
+    monkeypatch.setattr(forecasts, "smaller_micro_batch", lambda *given: None)
+    monkeypatch.setattr(forecasts, "next_strategy", lambda *given: offered.extend(other.name for other in given[4]))
+    assert "Next: advice for " in shortage_of(FULL_GPU, "run.on_out_of_memory=next_strategy")[1]
+    assert "zero3" in offered and "fsdp2" not in offered, "which it ran under"
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("CUDA error: out of memory\nCUDA kernel errors might be\n", "CUDA error: out of memory."),
+        ("\n no room\nat all", "no room."),
         ("", "out of memory."),
         ("HIP out of\nmemory. Tried to allocate 64.00 MiB. GPU", "HIP out of\nmemory. Tried to allocate 64.00 MiB."),
         ("no room.", "no room."),

@@ -29,10 +29,10 @@ LABELS = torch.tensor([3, 1, 2, 1, 0])
 
 
 class Logits:
-    """Of which the likelihood of a label is the label itself."""
+    """Planted ones: the likelihood of a label is twice the label."""
 
     def nll(self, labels: torch.Tensor) -> torch.Tensor:
-        return labels.float()
+        return labels.float() * 2
 
 
 class Model:
@@ -40,6 +40,8 @@ class Model:
 
     def __call__(self, *, function: Any, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = [function(Logits(), rows) for rows in (slice(0, 2), slice(2, 5))]
+        assert {len(part) for part in parts} == {1 + len(function.reported)}, "it makes room by these names"
+        assert {column.dtype for part in parts for column in part} == {torch.float32}
         return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
@@ -64,7 +66,7 @@ METRICS = [metric("large", large), metric("odd", odd_share)]
 def loss(model: Any, batch: Any) -> LossOutput:
     """Asks once for the likelihood and once for two numbers of its own."""
     own = model(targets=batch["targets"])
-    assert own.tolist() == [3, 1, 2, 1, 0]
+    assert own.tolist() == [6, 2, 4, 2, 0]
 
     class Two:
         reported = ("second",)
@@ -80,7 +82,7 @@ def loss(model: Any, batch: Any) -> LossOutput:
 def test_metrics_are_summed_beside_what_an_objective_asks():
     """Over both of its forwards; its own numbers are the same as without them."""
     outcome = measures.add_metrics(loss, METRICS)(Model(), {"targets": LABELS})
-    assert (outcome.loss_sum, outcome.count) == (7, 5)
+    assert (outcome.loss_sum, outcome.count) == (14, 5)
     sums = {name: float(value) for name, value in outcome.metrics.items()}
     assert sums == {"own": 70, "large": 2 * 2, "large/over": 2 * 5, "odd": 2 * 5, "odd/over": 2 * 3}
     assert outcome.metrics["odd"].dtype == torch.float64
@@ -138,6 +140,8 @@ def test_an_evaluation_has_metrics_of_both_kinds_or_a_reason_to_stop(monkeypatch
     answered: Any = {"as_written": 0.5}
     run = evaluating(means, "SIGTERM", means, means)
     assert measures.values_of_set(run, "held", stop) == {"loss": 1.0, "odd": 1.5, "as_written": 0.5}
+    assert {*run.asked[0][0](Model(), {"targets": LABELS}).metrics} == {"own", "odd", "odd/over"}
+    assert "odd/over" in means, "it is the engine's"
     assert sampled == [(["as_written"], "tokens of held", stop)] and run.asked[0][1:] == ("batches of held", stop)
     assert measures.values_of_set(run, "held", stop) == "SIGTERM" and len(sampled) == 1
     answered = "asked to stop"
@@ -237,6 +241,10 @@ def test_samples_of_the_first_set_are_as_long_as_the_recipe_says(sampling: Any, 
     assert samples.continuations(sampling, lambda: "SIGTERM") == "SIGTERM"
 
 
+def test_a_prompt_that_ends_with_the_end_of_a_turn_is_continued(sampling: Any):
+    assert samples._continue_prompts(sampling, [[1, 8], [1, 9]], 3, lambda: None) == [[1, 8, 2, 3, 4], [1, 9, 2, 3, 8]]
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_compiled_layers_run_as_they_are_written_for_samples(sampling: Any, monkeypatch, compiled: bool):
     """For each new length they would be compiled again."""
@@ -281,6 +289,11 @@ class Looks:
         line["loss"] = "its own copy"
 
 
+class LooksAtEvents(Looks):
+    def on_event(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+
 def test_a_callback_that_looks_on_gets_its_lines_and_its_folder(tmp_path: Path):
     watching, said = observer(tmp_path, Looks, Engine())
     line = {"step": 1, "loss": 2.0, "more": {"a": 1}}
@@ -288,6 +301,9 @@ def test_a_callback_that_looks_on_gets_its_lines_and_its_folder(tmp_path: Path):
     watching.event({"event": "start"})  # which it has no method for
     watching.close()
     assert watching._callback.lines == [line | {"loss": "its own copy"}] and line["loss"] == 2.0
+    events, _ = observer(tmp_path, LooksAtEvents, Engine())
+    events.event({"event": "start"})
+    assert events._callback.lines == [{"event": "start"}]
     assert watching._callback.folder == tmp_path / "of mine" and watching._callback.folder.is_dir() and not said
 
 

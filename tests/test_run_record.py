@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: its header, run.json, what it opens, and the events of a start.
+"""The record of a run before its first step: its header, run.json, what it opens, and the events of a start.
 
 python -m pytest -q tests/test_run_record.py
 """
@@ -149,7 +149,7 @@ def test_a_forecast_of_memory_is_in_the_header_in_gib(tmp_path: Path):
 
 
 def test_padding_is_the_share_of_positions_without_a_token(tmp_path: Path):
-    """Of samples of 8 and 4 tokens in one forward a quarter; of none that another process measures."""
+    """A quarter of samples of 8 and 4 tokens in one forward; unknown where another process measures."""
     run = run_of(tmp_path, packing=Packing(False, "of its layers", can_pack=True))
     run.inputs.data.train = samples_of(8, 4, 8, 4)
     run.layout = replace(run.layout, micro_batch_size=4)
@@ -365,7 +365,7 @@ def test_a_model_folder_that_cannot_be_written_ends_no_run(tmp_path: Path):
 
 
 def test_padding_is_measured_in_the_order_of_the_first_epoch(tmp_path: Path):
-    """Of the recipe's seed, as numpy's legacy generator draws it."""
+    """Drawn from the recipe's seed, as numpy's legacy generator draws it."""
     run = run_of(tmp_path, "batch.global_batch_size=2", "seed=7", packing=Packing(False, "of its layers"))
     lengths = np.arange(1, 41)
     run.inputs.data.train = samples_of(*lengths)
@@ -444,7 +444,7 @@ def test_the_first_process_of_a_machine_watches_its_hardware(
 
 
 def test_a_log_goes_on_where_the_checkpoint_says(tmp_path: Path, monkeypatch):
-    """What was evaluated and sampled after its step is not written again."""
+    """Nothing that was evaluated or sampled after its step is written again."""
     asked = []
 
     class Opened(Exception):

@@ -28,7 +28,7 @@ RECIPE = ROOT / "recipes/quickstart.yaml"
 
 
 class Collectives:
-    """Of processes of which each sees and says what is planted."""
+    """Answers of processes of which each sees and says what is planted."""
 
     def __init__(self, *planted: Any) -> None:
         self.planted, self.asked = list(planted), []
@@ -253,7 +253,7 @@ def run_on(device: str, *, is_main: bool = True) -> Any:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is asked of the forecast on a GPU that is known."""
+    """Questions to the forecast on a GPU that is known."""
     from cookbook.forecast import verdict
 
     asked: list[Any] = []

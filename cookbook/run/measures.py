@@ -31,7 +31,7 @@ def values_of_set(run: "Run", name: str, stop_reason: Callable[[], str | None]) 
     answered = values_of_answers(run, of_answers, run.inputs.data.eval[name], stop_reason)
     if isinstance(answered, str):
         return answered
-    _refuse_taken(answered.keys() & means.keys())
+    _refuse_taken([name for name in answered if name in means])
     return divide_sums(means, of_logits) | answered
 
 
@@ -101,7 +101,7 @@ def _columns(metric: Metric, logits: Logits, labels: torch.Tensor) -> tuple[torc
     returned = metric.call(logits, labels.clone())  # which many a function masks in place
     columns = returned if isinstance(returned, tuple) else (returned,)
     shapes = [tuple(column.shape) if isinstance(column, torch.Tensor) else type(column).__name__ for column in columns]
-    if len(columns) > 2 or set(shapes) != {tuple(labels.shape)}:
+    if len(columns) > 2 or set(shapes) != {labels.shape}:
         raise RecipeError(
             f"run.metrics: {metric.name} returned {' and '.join(map(str, shapes))} for {len(labels)} labels; return a"
             " tensor of a number for each label, or two of them"
