@@ -26,10 +26,10 @@ from cookbook.run import auto_settings, shortage
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import Plan, check, describe_batch
 from cookbook.system import faults, lock, optional, signals, status, versions, watchdog
-from cookbook.system.console import say, shown
+from cookbook.system.console import printable, say
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import imports, quiet_libraries
-from cookbook.system.shipped import located
+from cookbook.system.shipped import path_from_here
 from cookbook.training.data.known import known_rows
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main() -> int:
     arguments, others = parser.parse_known_args()
     try:
         refuse_words([arguments.recipe, *others])
-        arguments.recipe = located(arguments.recipe)
+        arguments.recipe = path_from_here(arguments.recipe)
         recipe, strategy, plan, world, notes, digests = check(arguments.recipe, arguments.assignments)
         optional.use(recipe.model.kernels or ())
         if arguments.dry_run:
@@ -77,7 +77,7 @@ def main() -> int:
     except RecipeError as error:
         if os.environ.get("LOCAL_RANK", "0").strip("0").isdecimal():
             time.sleep(60)  # torchrun kills all at the first exit: let the first process of a machine report it
-        say(f"\n{shown(str(error))}\n", file=sys.stderr)
+        say(f"\n{printable(str(error))}\n", file=sys.stderr)
         return 2
 
 

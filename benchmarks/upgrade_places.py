@@ -35,7 +35,7 @@ code has in hand: the script proposes all that define it."""
 CODE: dict[str, dict[str, list[str]]] = json.loads(CODE_TABLE.read_text(encoding="utf-8"))
 FAULTS = ROOT / "tests/faults.toml"
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "bitsandbytes", "torchao")
-REPLACING = ("replaced", "replace_function", "check_function")
+REPLACING = ("replace_functions", "replace_function", "check_function")
 CITED = re.compile(rf"\b({'|'.join(LIBRARIES)})(?:'s)? (\d+\.\d+(?:\.\d+)?)", re.IGNORECASE)
 CITED_CODE = re.compile(r"([\w/]+\.py)(?:,? `(\w[\w.]*)`|, (?:class )?((?=[\w.]*[A-Z_])[A-Za-z_]\w*(?:\.\w+)*))")
 """A file and a name in it, as comments cite them."""

@@ -237,9 +237,9 @@ def installed_versions_are_tested() -> Iterator[None]:
 
     What they say else is the same under the newest libraries (tests/newest.py); tests/test_versions.py has the note.
     """
-    pinned, here = versions.tested(), {name: versions.installed(name) for name in versions.LIBRARIES}
+    pinned, here = versions.tested_versions(), {name: versions.installed_version(name) for name in versions.LIBRARIES}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "tested", lambda: [*pinned, here])
+        patch.setattr(versions, "tested_versions", lambda: [*pinned, here])
         yield
 
 

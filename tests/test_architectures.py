@@ -396,7 +396,7 @@ def test_what_other_versions_gave_is_a_whole_row_that_says_so(is_same, columns, 
         (tmp_path / name).write_text(getattr(architectures, name).read_text(encoding="utf-8"), encoding="utf-8")
         monkeypatch.setattr(architectures, name, tmp_path / name)
     monkeypatch.setattr(architectures, "version", lambda name: RECORD["versions"][name] if is_same else "1.0")
-    monkeypatch.setattr("cookbook.facts.packing.installed", architectures.version)
+    monkeypatch.setattr("cookbook.facts.packing.installed_version", architectures.version)
     monkeypatch.setattr(architectures, "machine", lambda: RECORD["machine"])
     row = RECORD["rows"]["llama"] | {"plain": {"loss": 0.125}}
     line = model_facts.read_lines()["llama"]

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cookbook.commands.cli import main
 from cookbook.commands.shared.find_model import recipe_of_run
 from cookbook.config.recipe import load_recipe
-from cookbook.system.console import shown
+from cookbook.system.console import printable
 from cookbook.system.files import RecipeError
 from cookbook.training.models.model_source import weights_digest
 from cookbook.training.models.tokenizer_files import train_tokenizer
@@ -125,7 +125,7 @@ def test_a_chat_remembers_its_turns_until_reset(shelf, monkeypatch, capsys):
     alone = answer(shelf.run / "export", [user("x")])
     assert second != alone, "the test sees no memory"
     printed = capsys.readouterr()
-    assert printed.out == shown(f"{first}\n{second}\n{alone}\n")
+    assert printed.out == printable(f"{first}\n{second}\n{alone}\n")
     assert f"CHAT with {shelf.run / 'export'} on" in printed.err
 
 
@@ -133,7 +133,7 @@ def test_a_system_prompt_starts_every_conversation(shelf, monkeypatch, capsys):
     assert talk(["x", "/reset", "x"], monkeypatch, shelf.run, "--system", "def") == 0
     expected = answer(shelf.run / "export", [{"role": "system", "content": "def"}, user("x")])
     assert expected != answer(shelf.run / "export", [user("x")])
-    assert capsys.readouterr().out == shown(f"{expected}\n" * 2)
+    assert capsys.readouterr().out == printable(f"{expected}\n" * 2)
 
 
 def test_compare_has_the_base_model_beside_the_tuned_one(shelf, monkeypatch, capsys):
@@ -145,12 +145,12 @@ def test_compare_has_the_base_model_beside_the_tuned_one(shelf, monkeypatch, cap
             said = answer(folder, [*chat, user(text)])
             chat += [user(text), assistant(said)]
             expected += f"[{name}] {said}\n"
-    assert capsys.readouterr().out == shown(expected)
+    assert capsys.readouterr().out == printable(expected)
 
 
 def test_compare_switches_an_adapter_off(shelf, monkeypatch, capsys):
     assert talk(["add"], monkeypatch, shelf.adapter, "--compare") == 0
-    expected = shown(answer(shelf.base, [user("add")]))
+    expected = printable(answer(shelf.base, [user("add")]))
     printed = capsys.readouterr().out
     tuned, separator, base = printed.partition("\n[base] ")
     assert separator and base == f"{expected}\n"
@@ -192,7 +192,7 @@ def test_without_a_template_each_line_is_continued_and_that_is_shown(shelf, tmp_
     assert talk(["def", "x", "def"], monkeypatch, folder) == 0
     printed = capsys.readouterr()
     answers = {text: plain_answer(folder, text) for text in ("def", "x")}
-    assert printed.out == "".join(f"{shown(answers[text])}\n" for text in ("def", "x", "def"))
+    assert printed.out == "".join(f"{printable(answers[text])}\n" for text in ("def", "x", "def"))
     assert "no chat template: each line is a text of its own" in printed.err
     assert talk(["x"], monkeypatch, folder, "--system", "def") == 2
     assert "--system: the model has no chat template" in capsys.readouterr().err
@@ -241,7 +241,7 @@ def test_chat_answers_the_held_out_prompts_of_a_run(shelf, capsys):
         said = answer(shelf.run / "export", [prompt])
         expected += f"--- prompt\nuser: {prompt['content']}\n--- answer\n{said}\n"
         expected += f"--- reference\n{reference['content']}\n"
-    assert capsys.readouterr().out == shown(expected)
+    assert capsys.readouterr().out == printable(expected)
 
 
 def test_each_prompt_is_a_chat_of_its_own_with_the_system_prompt_for_both_models(shelf, monkeypatch, capsys):
@@ -254,7 +254,7 @@ def test_each_prompt_is_a_chat_of_its_own_with_the_system_prompt_for_both_models
         expected += f"--- prompt\nsystem: def\nuser: {text}\n"
         for name, folder in (("tuned", shelf.run / "export"), ("base", shelf.base)):
             expected += f"--- answer of the {name} model\n{answer(folder, messages)}\n"
-    assert capsys.readouterr().out == shown(expected)
+    assert capsys.readouterr().out == printable(expected)
 
 
 def cycling_model(folder: Path) -> Path:

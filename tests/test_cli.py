@@ -39,7 +39,7 @@ WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 AS_PINNED = f"""
 import sys
 from cookbook.system import versions
-versions.installed = {versions.tested()[0]}.get
+versions.installed_version = {versions.tested_versions()[0]}.get
 from cookbook.commands.cli import main
 """
 # Runs it in a process that cannot import torch.

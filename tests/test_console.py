@@ -35,8 +35,8 @@ def test_a_word_longer_than_a_page_stays_whole_where_no_terminal_is():
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("extra", [{}, {"NO_COLOR": "1"}], ids=["colour", "no colour"])
 def test_a_page_is_as_wide_as_its_terminal(columns, extra):
-    code = "from cookbook.system.console import coloured, page; import sys"
-    code += f"; print(page(*{ROWS!r}, ('c', coloured('fits', 'green'), '')))"
+    code = "from cookbook.system.console import colour, page; import sys"
+    code += f"; print(page(*{ROWS!r}, ('c', colour('fits', 'green'), '')))"
     ours_too = ("NO_COLOR", "COLUMNS")  # pytest-xdist sets the second
     settings = {name: value for name, value in clean_environment().items() if name not in ours_too} | extra
     ours, theirs = pty.openpty()

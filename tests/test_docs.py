@@ -603,7 +603,7 @@ def sent(
         number: of micro-batches; None: the recipe's.
     """
     count = known()[name].num_processes or 16
-    strategy = replace(known()[name].fitted(count, 8), num_machines=-(-count // 8))
+    strategy = replace(known()[name].for_processes(count, 8), num_machines=-(-count // 8))
     plan = make_plan(recipe, strategy, num_processes=count, num_gpus=min(count, 8), recipe_name="recipe")
     tokens = tokens_of_step(recipe)
     step = Step(
@@ -766,7 +766,7 @@ AXES = {"replicas": "replicate", "shards": "shard"} | {
 def held_under(name: str) -> list[str]:
     """Weights of eight processes, as the drawing has them: data parallel alone keeps them whole, and every dimension
     but the replicas shards them."""
-    mesh = known()[name].fitted(8, 8).mesh(8)
+    mesh = known()[name].for_processes(8, 8).mesh(8)
     sharing = 8 // mesh.replicate if mesh.shard * mesh.tensor > 1 else 1
     among = mesh.shard * mesh.tensor
     if mesh.pipeline > 1:
@@ -786,7 +786,7 @@ def test_the_drawing_of_who_has_what_is_the_mesh_of_each_file():
         names, cells = parts[:20], parts[20:].split(maxsplit=8)
         sizes = {AXES[axis]: int(size) for size, axis in re.findall(r"(\d+) (\w+)", cells[8].partition(",")[0])}
         for name in names_in(names):
-            mesh = known()[name].fitted(8, 8).mesh(8)
+            mesh = known()[name].for_processes(8, 8).mesh(8)
             written = {axis: size for axis in AXES.values() if (size := getattr(mesh, axis)) > 1}
             assert sizes == written, name
             part = (f".{mesh.sequence_rank(rank)}" if mesh.sequence > 1 else "" for rank in range(8))

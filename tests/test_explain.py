@@ -80,7 +80,7 @@ def test_quantities_are_those_worked_out_by_hand(case, in_root, monkeypatch):
 
 
 def test_rows_are_packed_unless_that_is_known_to_be_wrong(in_root, tmp_path, monkeypatch):
-    monkeypatch.setattr("cookbook.facts.packing.installed", lambda name: look_up("bloom").transformers)
+    monkeypatch.setattr("cookbook.facts.packing.installed_version", lambda name: look_up("bloom").transformers)
     (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
     quantities = {
         name: explain(ZERO3, assignments=[name]).sections["WHAT"]["rows"]
@@ -516,7 +516,7 @@ def test_alone_nothing_is_sent(in_root):
 )
 def test_links_are_those_between_the_processes_of_a_group(name, inside, between, both, in_root):
     inputs = setting(name, 16, num_local=8)
-    inputs = replace(inputs, strategy=inputs.strategy.fitted(16, 8))
+    inputs = replace(inputs, strategy=inputs.strategy.for_processes(16, 8))
     links = costs.as_dict(inputs)["links"]
     names = ("inside a machine", "between machines", "inside a machine and between machines")
     assert [sorted(links.pop(key, [])) for key in names] == [sorted(names) for names in (inside, between, both)]

@@ -424,7 +424,7 @@ def test_what_was_reckoned_for_another_run_is_what_would_be_reckoned_for_this_on
     model, several = of_layers([90, 10], frozen=[60, 4], outside=[40]), {}
     for name, accumulation, num_tokens in product(STRATEGIES, (1, 2, 16), (0, 512)):
         inputs = replace(inputs_of(name, 16, accumulation=accumulation), num_tokens=num_tokens)
-        inputs = replace(inputs, strategy=inputs.strategy.fitted(16, 2), offloads_checkpoints=num_tokens > 0)
+        inputs = replace(inputs, strategy=inputs.strategy.for_processes(16, 2), offloads_checkpoints=num_tokens > 0)
         asked: Any = SimpleNamespace(skeleton=model, inputs=inputs)
         held = several[name, accumulation] = states(model, inputs)
         assert held == ledger._states.__wrapped__(asked, 0), name
@@ -438,7 +438,8 @@ def test_without_any_row_of_the_table_a_shipped_strategy_would_hold_less(monkeyp
     """Each row is memory of a strategy that ships, in the place that it names."""
     model, rows = replace(of_layers([90, 10**8], frozen=[60], outside=[40]), buffers=(8,)), [*ledger.ROWS]
     settings = [
-        replace(each, strategy=each.strategy.fitted(8, 2)) for each in (inputs_of(name, 8) for name in STRATEGIES)
+        replace(each, strategy=each.strategy.for_processes(8, 2))
+        for each in (inputs_of(name, 8) for name in STRATEGIES)
     ]
 
     def held() -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from test_chat import save_model
 from cookbook.commands.cli import main
 from cookbook.commands.preview.sample_page import preview
 from cookbook.config.recipe import dump_recipe, load_recipe
-from cookbook.system.console import say, shown
+from cookbook.system.console import printable, say
 from cookbook.training.checkpoint import folder
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.checkpoint.tensors import StagedPiece
@@ -50,7 +50,7 @@ def raw(text: str) -> list[str]:
 
 def test_texts_of_other_scripts_stay_as_they_are():
     plain = "déjà vu 数据 שלום 👩‍💻 tab\tline\n"
-    assert shown(plain) == plain and not raw(shown(EVIL)) and len(raw(EVIL)) > 15
+    assert printable(plain) == plain and not raw(printable(EVIL)) and len(raw(EVIL)) > 15
 
 
 @pytest.fixture(scope="module")
@@ -170,5 +170,5 @@ def test_the_package_prints_by_the_one_function():
     assert raws.keys() - of_no_others == {"generation", "chat", "console", "reopen", "submit", "sweep"}, (
         "say of system.console"
     )
-    assert set(raws["chat"]) == {")"} and raws["generation"][0].startswith("shown(text)")
+    assert set(raws["chat"]) == {")"} and raws["generation"][0].startswith("printable(text)")
     assert raws["reopen"] == ["json.dumps(record))"]

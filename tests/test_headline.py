@@ -180,7 +180,7 @@ def test_the_heaviest_rank_is_that_of_a_loop_over_all():
             (strategy,) = strategies(name)
             for count in (8, 24):
                 try:
-                    fitted = strategy.fitted(count, 8).of_width(traces.sizes.hidden)
+                    fitted = strategy.for_processes(count, 8).of_width(traces.sizes.hidden)
                     inputs = cost_inputs(changed, fitted, count, num_local=8)
                     every = [states(traces.skeleton, inputs, rank) for rank in range(count)]
                 except (RecipeError, ZeroDivisionError, IndexError):  # a mesh that this model has not

@@ -30,7 +30,7 @@ from cookbook.config.strategy import find_strategy, load_strategy
 from cookbook.system import shipped
 from cookbook.system.files import PathText
 from cookbook.system.registry import NamedSection
-from cookbook.system.shipped import located, own_folder
+from cookbook.system.shipped import own_folder, path_from_here
 
 SHIPPED = ("accelerate_configs", "ds_configs", "recipes", "examples")
 RECIPE = """\
@@ -74,14 +74,14 @@ def test_a_path_is_sought_beside_its_file_then_here_then_among_what_is_shipped(t
     there.mkdir()
     monkeypatch.chdir(here)
     name, recipe = "recipes/quickstart.yaml", there / "mine.yaml"
-    assert located(name, recipe) == str(ROOT / name)
+    assert path_from_here(name, recipe) == str(ROOT / name)
     (here / name).touch()
-    assert located(name, recipe) == name
+    assert path_from_here(name, recipe) == name
     (there / "recipes").mkdir()
     (there / name).touch()
-    assert located(name, recipe) == str(there / name)
-    assert located(name) == name
-    assert located("rows.jsonl", recipe) == "rows.jsonl"
+    assert path_from_here(name, recipe) == str(there / name)
+    assert path_from_here(name) == name
+    assert path_from_here("rows.jsonl", recipe) == "rows.jsonl"
 
 
 def test_a_shipped_path_is_shown_as_it_is_reached_from_here(tmp_path, monkeypatch):

@@ -193,7 +193,7 @@ def test_a_library_s_other_version_makes_its_own(
     made: list[ActivationTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ask(tmp_path)
-    monkeypatch.setattr(kept_results, "installed", lambda name: "0.1")
+    monkeypatch.setattr(kept_results, "installed_version", lambda name: "0.1")
     kept_results._code_digest.cache_clear()
     try:
         ask(tmp_path)

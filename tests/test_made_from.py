@@ -60,7 +60,7 @@ def variants(section: BaseModel) -> Iterator[tuple[str, BaseModel]]:
 
 def objectives() -> Iterator[tuple[Objective, str]]:
     """Each objective with each kind of rows that it trains on."""
-    for name, entry in registry.known("objective").items():
+    for name, entry in registry.members("objective").items():
         for kind in entry.rows:
             yield Objective.of(name=name, **NEEDED.get(name, {})), kind
 

@@ -703,7 +703,7 @@ def test_what_cannot_keep_samples_apart_is_refused_with_the_way_out(tmp_path, mo
 
 def test_a_reason_that_another_transformers_gave_says_so(monkeypatch: pytest.MonkeyPatch):
     for version, words in {"99.1": ", and here is 99.1", str(TYPES["bloom"].transformers): "a sample begins"}.items():
-        monkeypatch.setattr("cookbook.facts.packing.installed", {"transformers": version}.get)
+        monkeypatch.setattr("cookbook.facts.packing.installed_version", {"transformers": version}.get)
         assert str(packing_problem(config_of("bloom"))).endswith(words)
 
 

@@ -156,7 +156,7 @@ def test_without_its_file_its_names_are_unknown_again(recipe):
         load_recipe(recipe, ["plugins=[]"])
     places = [mistake.split(" is ")[0].rpartition(" ")[2] for mistake in caught.value.mistakes]
     assert places == ["objective.name", "optim.name", "schedule.name"]
-    assert "duel" not in registry.known("row")
+    assert "duel" not in registry.members("row")
 
 
 BROKEN = {

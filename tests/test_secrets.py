@@ -17,7 +17,7 @@ from curves import write_chats
 
 from cookbook.system import status
 from cookbook.system.console import page, say
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 from cookbook.training.metrics import RunLog
 
 PASSWORD, TOKEN = "s3cr:t/pw%21", "hf_canaryXq7Lk2"
@@ -63,7 +63,7 @@ ENVIRONMENT = {
     ],
 )
 def test_a_text_shows_no_secret(text: str, shown: str):
-    assert masked(text, ENVIRONMENT) == (text if shown == "as it is" else shown)
+    assert mask_secrets(text, ENVIRONMENT) == (text if shown == "as it is" else shown)
 
 
 @pytest.fixture

@@ -206,10 +206,10 @@ def test_an_open_size_takes_the_processes_that_there_are(book, name, size, machi
     if size is not None:
         book.edit(f"accelerate_configs/{name}.yaml", (f"{key}2", f"{key}auto"))
     loaded = load_strategy(find_strategy(name))
-    fitted = loaded.fitted(*machines)
+    fitted = loaded.for_processes(*machines)
     mesh = fitted.mesh(machines[0])
     assert (mesh.replicate, mesh.shard, mesh.tensor, mesh.pipeline) == expected
-    assert mesh.num_processes == machines[0] and fitted.fitted(2) == fitted
+    assert mesh.num_processes == machines[0] and fitted.for_processes(2) == fitted
     assert loaded.open_sizes and not fitted.open_sizes
 
 

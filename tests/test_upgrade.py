@@ -41,7 +41,7 @@ def own(model, _known):
     torch.compile = None
     getattr(model, "_asked", None)
     getattr(model.config, "asked_too", None); getattr(model, "not_asked", None)
-    replaced(Layer, _size=own)
+    replace_functions(Layer, _size=own)
     set_values(torch.backends, limit=1)
     model.register_forward_hook(own)
     type(model).__name__ == "Theirs"
@@ -231,9 +231,9 @@ def known(monkeypatch: pytest.MonkeyPatch, digest: str) -> str:
 
 def test_a_function_is_replaced_while_it_is_open(monkeypatch: pytest.MonkeyPatch):
     known(monkeypatch, replaced.digest_of(Library, "size"))
-    with replaced.replaced(Library, size=lambda self, factor: 3 * factor):
+    with replaced.replace_functions(Library, size=lambda self, factor: 3 * factor):
         assert Library().size(2) == 6
-        with replaced.replaced(Library, size=lambda self, factor: 5 * factor):
+        with replaced.replace_functions(Library, size=lambda self, factor: 5 * factor):
             assert Library().size(2) == 10
         assert Library().size(2) == 6
     assert Library().size(2) == 4

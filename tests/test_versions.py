@@ -23,7 +23,7 @@ OLDEST = PINS | dict(
 @pytest.fixture(autouse=True)
 def _read_anew() -> Iterator[None]:
     yield
-    versions.installed.cache_clear()
+    versions.installed_version.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
         return installed[name]
 
     monkeypatch.setattr(versions.metadata, "version", version)
-    versions.installed.cache_clear()
+    versions.installed_version.cache_clear()
 
 
 @pytest.mark.parametrize("installed", [PINS, PINS | {"torch": PINS["torch"] + "+cu130"}, OLDEST])

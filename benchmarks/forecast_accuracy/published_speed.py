@@ -100,7 +100,7 @@ def _compared(row: dict[str, str]) -> dict[str, Any]:
     written: dict[str, Any] = {f"{key}_size": size for key, size in degrees.items()}
     strategy = replace(load_strategy(find_strategy(row["strategy"])), **written)
     if strategy.open_sizes:  # hsdp's
-        strategy = strategy.fitted(machines.num_gpus, machines.gpus_each)
+        strategy = strategy.for_processes(machines.num_gpus, machines.gpus_each)
     micro_batches = int(row["micro_batches"])
     # `samples` has what a group whose processes share samples gets at a time.
     groups = machines.num_gpus // math.prod(degrees.values())

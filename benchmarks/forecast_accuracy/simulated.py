@@ -106,7 +106,7 @@ def forecast_of(name: str, settings: dict[str, str], folder: Path, *, processes:
     path = folder / f"{recipe}.yaml"
     path.write_text(RECIPE.format(**RECIPES[recipe]), encoding="utf-8")
     loaded = load_recipe(path, [f"{key}={value}" for key, value in settings.items()])
-    strategy = load_strategy(Path(file_of(name, folder))).fitted(processes, processes)
+    strategy = load_strategy(Path(file_of(name, folder))).for_processes(processes, processes)
     plan = make_plan(loaded, strategy, num_processes=processes, num_gpus=processes, recipe_name=str(path))
     config, _ = find_config(loaded.model)
     with patch.dict(os.environ, {simulated_gpus.COUNT: str(processes)}):  # they have no cuBLAS and its workspaces

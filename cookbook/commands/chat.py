@@ -15,7 +15,7 @@ from cookbook.commands.shared.arguments import MODEL, positive, run_folder
 from cookbook.commands.shared.find_model import find_model, find_run, quiet_without_gpus, recipe_of_run
 from cookbook.rows.messages import Chat
 from cookbook.rows.row_kinds import kinds
-from cookbook.system.console import say, shown
+from cookbook.system.console import printable, say
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import read_lines
 
@@ -87,12 +87,12 @@ def chat(
 def _answer(question: Question, generators: dict[str, "Generator"], options: dict[str, Any]) -> None:
     from cookbook.commands.shared.generation import Printer
 
-    say(f"--- prompt\n{shown(_as_text(question.prompt))}")
+    say(f"--- prompt\n{printable(_as_text(question.prompt))}")
     for name, generator in generators.items():
         say(f"--- answer{f' of the {name} model' if len(generators) > 1 else ''}", flush=True)
         generator.generate(question.prompt, Printer(generator.tokenizer), tools=question.tools, **options)
     if question.reference is not None:
-        say(f"--- reference\n{shown(question.reference)}")
+        say(f"--- reference\n{printable(question.reference)}")
 
 
 def _converse(start: Chat, generators: dict[str, "Generator"], options: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ from cookbook.commands.watch import watch
 from cookbook.commands.why_slow import why_slow
 from cookbook.config.foreign import as_assignment
 from cookbook.system import signals
-from cookbook.system.console import say, show_all_letters, shown
+from cookbook.system.console import printable, say, show_all_letters
 from cookbook.system.files import RecipeError, cannot_write
 from cookbook.system.shipped import HOME, short
 
@@ -135,10 +135,10 @@ class _Commands(TyperGroup):
                 code = super().invoke(ctx)
             ctx.exit(code)
         except RecipeError as error:
-            report_mistakes([shown(short(mistake)) for mistake in error.mistakes])
+            report_mistakes([printable(short(mistake)) for mistake in error.mistakes])
             ctx.exit(2)
         except TyperException as error:
-            report_mistakes(list(map(shown, _in_lines(error))))
+            report_mistakes(list(map(printable, _in_lines(error))))
             ctx.exit(2)
         except BrokenPipeError:  # whoever read has seen enough, as in `... | head`
             _close_stdout()

@@ -47,7 +47,7 @@ from cookbook.system.files import (
 from cookbook.system.hardware import GIB, Machines, in_gib, parse_machines, this_machine
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import CPU_PROCESSES
-from cookbook.system.shipped import located, own_folder, short
+from cookbook.system.shipped import own_folder, path_from_here, short
 from cookbook.training.data.rows import BadRows, Rows, read_rows
 from cookbook.training.data.sources import raw_rows, unread_note
 
@@ -73,7 +73,7 @@ class Example(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return Path(located(str(RECIPES / f"{self.recipe}.yaml")))
+        return Path(path_from_here(str(RECIPES / f"{self.recipe}.yaml")))
 
 
 ANY = float("inf")
@@ -281,7 +281,7 @@ def _other_objectives(raw: Row, keys: Sequence[str] = ()) -> str:
     """The objectives, none of them a task, that train on more of a row than these keys; empty if there is none."""
     of_tasks = {kind for name in get_args(Task) for kind in Objective.of(name=name).rows}
     wider = {name for name, kind in kinds().items() if name not in of_tasks and {*kind.keys} > {*keys}}
-    others = {name: wider.intersection(objective.rows) for name, objective in registry.known("objective").items()}
+    others = {name: wider.intersection(objective.rows) for name, objective in registry.members("objective").items()}
     return " or ".join(name for name, rows in others.items() if rows & kinds_of(raw, sorted(rows)))
 
 
@@ -669,7 +669,7 @@ def recipe_text(request: Request, choice: Choice, notes: Notes) -> str:
         "Measured": "not yet",
         "Settings": f"those of {example}, fitted to this model and these rows. Its label: {settings}",
     }
-    schema = os.path.relpath(located(str(RECIPES / "schema.json")), request.out.parent)
+    schema = os.path.relpath(path_from_here(str(RECIPES / "schema.json")), request.out.parent)
     lines = [f"# yaml-language-server: $schema={schema}"]
     for word, text in label.items():
         lines += [f"# {f'{word}:' if i == 0 else '':11}{line}" for i, line in enumerate(_wrap(text, 107))]

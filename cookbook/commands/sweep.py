@@ -33,7 +33,7 @@ from cookbook.system import lock, signals
 from cookbook.system.child import was_signalled
 from cookbook.system.console import page, say, several
 from cookbook.system.files import RecipeError, gather_mistakes, refuse
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 from cookbook.training.checkpoint.resume import changed_settings, changes
 
 VALUES = "section.key=VALUE,VALUE"
@@ -325,5 +325,5 @@ def _compare(path: Path, runs: Sequence[Run]) -> None:
         say("no run has finished; none is the best")
     if len(histories) > 1:
         compared = parent / "compare.html"
-        write_named_file(compared, masked(pages.compare_page(histories, None)), pages.BEGINNING)
+        write_named_file(compared, mask_secrets(pages.compare_page(histories, None)), pages.BEGINNING)
         say(compared)

@@ -18,7 +18,7 @@ from cookbook.commands.shared.arguments import positive, run_folder, runs_in, wh
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system import status
-from cookbook.system.console import console, page, say, shown
+from cookbook.system.console import console, page, printable, say
 from cookbook.system.files import RecipeError
 from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, parse_lines, read_json, read_lines
 from cookbook.system.record_forms import Event, Line, Record, damage, read_form
@@ -58,10 +58,10 @@ def _watch_live(folders: Sequence[Path], every: float) -> None:
 
     with Live(console=console(), auto_refresh=False) as live:
         for looks in _looks(folders, every):
-            shown = page(*_table(looks), indent=0)
+            text = page(*_table(looks), indent=0)
             if len(folders) == 1:
-                shown = f"{_details(folders[0], looks[0])}\n{shown}"
-            live.update(Text(shown), refresh=True)
+                text = f"{_details(folders[0], looks[0])}\n{text}"
+            live.update(Text(text), refresh=True)
 
 
 def _watch_plain(folders: Sequence[Path], every: float) -> None:
@@ -74,7 +74,7 @@ def _watch_plain(folders: Sequence[Path], every: float) -> None:
             if shown_rows.get(folder) != row[:4]:
                 shown_rows[folder] = row[:4]
                 words = ", ".join(f"{name} {cell}" for name, cell in zip(head, row, strict=True) if cell)
-                say(shown(words), flush=True)
+                say(printable(words), flush=True)
             if seen.round is not None and seen.round.answers and shown_rounds.get(folder) != seen.round.round:
                 shown_rounds[folder] = seen.round.round
                 say(page(*_round_rows(seen.round), indent=2), flush=True)

@@ -35,4 +35,4 @@ def callback(kind: Kind) -> Kind:
 
 def callbacks() -> Mapping[str, Callback]:
     """The callbacks of the plugins in use, by name."""
-    return registry.known("callback")
+    return registry.members("callback")

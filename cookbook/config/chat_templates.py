@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cookbook.system.files import find_file, nearest
-from cookbook.system.shipped import is_short, located, starts
+from cookbook.system.shipped import is_short, path_from_here, starts
 
 FOLDER = Path("recipes/chat_templates")
 CHATML, CHATML_TOOLS = "chatml", "chatml_tools"
@@ -20,7 +20,7 @@ def is_marked(template: str) -> bool:
 
 def template_path(name: str) -> str:
     """The file of a template that is given by name or path. A bare name is a shipped one, whatever lies here."""
-    return located(str(FOLDER / f"{name}.jinja")) if is_short(name) else name
+    return path_from_here(str(FOLDER / f"{name}.jinja")) if is_short(name) else name
 
 
 def known_templates() -> list[str]:

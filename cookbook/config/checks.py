@@ -221,7 +221,7 @@ def _check_saving(
 
 def _check_registered(family: str, names: list[str], place: Callable[[], str]) -> Iterator[str]:
     """Mistakes of names that the recipe's plugins must have registered."""
-    known = registry.known(family)
+    known = registry.members(family)
     for name in names:
         if name not in known:
             there = nearest(name, list(known)) if known else f"none registers a {family}"

@@ -47,7 +47,7 @@ def environment(kind: Kind) -> Kind:
 
 def environments() -> Mapping[str, RegisteredEnvironment]:
     """The environments by name, those of the plugins in use with them."""
-    return registry.known("environment")
+    return registry.members("environment")
 
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

@@ -71,4 +71,4 @@ def metric(
 
 def metrics() -> Mapping[str, Metric]:
     """The metrics of the plugins in use, by name."""
-    return registry.known("metric")
+    return registry.members("metric")

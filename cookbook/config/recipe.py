@@ -49,7 +49,7 @@ from cookbook.system.files import (
 )
 from cookbook.system.imports import show_torchao
 from cookbook.system.registry import NamedSection, Section
-from cookbook.system.shipped import HOME, is_short, located
+from cookbook.system.shipped import HOME, is_short, path_from_here
 from cookbook.system.validation import parts, validate
 
 RECIPES = Path("recipes")
@@ -331,7 +331,7 @@ def _locate_paths(draft: Draft) -> Draft:
         if where in given or (where == ("data", "chat_template") and isinstance(value, str) and is_short(value)):
             return value
         if isinstance(value, str) and value != BUILTIN_SOURCE and path_problem(value) is None:
-            return located(value, draft.file_of(*where))
+            return path_from_here(value, draft.file_of(*where))
         inner = {"path": value["path"]} if isinstance(value, dict) and "path" in value else value
         if isinstance(inner, dict):
             return value | {key: reach(part, (*where, key)) for key, part in inner.items()}
@@ -345,7 +345,9 @@ def _locate_paths(draft: Draft) -> Draft:
             values[key] = reach(values[key], (section, key))
     named = draft.values.get("strategy")
     if isinstance(named, str) and path_problem(named) is None and ("strategy",) not in given:
-        path = located(str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, draft.file_of("strategy"))
+        path = path_from_here(
+            str(STRATEGIES / f"{named}.yaml") if is_short(named) else named, draft.file_of("strategy")
+        )
         draft.values["strategy"] = path if Path(path).is_file() else named
     return draft
 

@@ -35,4 +35,4 @@ def is_model(name: str) -> bool:
 
 def reward_functions() -> Mapping[str, Reward]:
     """The reward functions of the plugins in use, by name."""
-    return registry.known("reward")
+    return registry.members("reward")

@@ -37,7 +37,7 @@ from cookbook.system.files import (
     read_document,
     refuse,
 )
-from cookbook.system.shipped import is_short, located, starts
+from cookbook.system.shipped import is_short, path_from_here, starts
 from cookbook.system.validation import part, validate
 
 STRATEGIES = Path("accelerate_configs")
@@ -88,7 +88,7 @@ class Strategy:
     passed: tuple[str, ...] = ()
     """Keys of the files that have no effect here, with their values."""
     open_sizes: frozenset[str] = frozenset()
-    """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `fitted` knows the machines."""
+    """The sizes above that the file leaves open (`auto`): `SMALLEST`, until `for_processes` knows the machines."""
 
     @property
     def name(self) -> str:
@@ -174,7 +174,7 @@ class Strategy:
         """Processes of a machine, if each of the machines that the file counts has an equal share."""
         return max(1, num_processes // self.num_machines)
 
-    def fitted(self, num_processes: int, num_local: int | None = None) -> "Strategy":
+    def for_processes(self, num_processes: int, num_local: int | None = None) -> "Strategy":
         """The strategy with its open sizes filled in.
 
         A single open size takes the processes that the other sizes leave; `tp_size` and `ep_size` at most those of a
@@ -225,7 +225,7 @@ class Strategy:
         """The mesh of a run. Processes beyond the written mesh extend its data-parallel dimension: `shard` under FSDP
         and ZeRO, `replicate` elsewhere.
         """
-        written = self.fitted(num_processes).written_mesh
+        written = self.for_processes(num_processes).written_mesh
         rest = max(1, num_processes // written.num_processes)
         if self.fsdp is not None or self.zero_stage > 0:
             return replace(written, shard=written.shard * rest)
@@ -238,7 +238,7 @@ class Strategy:
 
 def strategy_path(name: str) -> Path:
     """`fsdp2` or `accelerate_configs/fsdp2.yaml` -> the path of the file, here or shipped."""
-    return Path(located(str(STRATEGIES / f"{name}.yaml") if is_short(name) else name))
+    return Path(path_from_here(str(STRATEGIES / f"{name}.yaml") if is_short(name) else name))
 
 
 def load_strategy(path: Path) -> Strategy:
@@ -268,7 +268,7 @@ def read_strategy(path: Path) -> tuple[Strategy | None, tuple[Claim, ...], list[
     mistakes = [*lost, *_check_stopping_keys(document), *mistakes]
     deepspeed_name, source = None, _make_json(rest)
     if (written := _find_json_name(rest)) is not None:
-        deepspeed_name = located(written, path)
+        deepspeed_name = path_from_here(written, path)
         missing = find_file(deepspeed_name, lambda: document.place("deepspeed_config", "deepspeed_config_file"))
         mistakes += missing
         if not missing:

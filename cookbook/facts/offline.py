@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 from cookbook.config.recipe import RECIPES
 from cookbook.system.files import NEAR, RecipeError
-from cookbook.system.shipped import located
+from cookbook.system.shipped import path_from_here
 
 FACTS = RECIPES / "offline_facts.json"
 
@@ -58,6 +58,6 @@ def hub_answers() -> bool:
 
 def _facts() -> dict[str, Any]:
     try:
-        return json.loads(Path(located(str(FACTS))).read_text(encoding="utf-8"))
+        return json.loads(Path(path_from_here(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{FACTS}: cannot be read ({error})") from None

@@ -13,7 +13,7 @@ from cookbook.facts.model_files import CONFIG, values_of
 from cookbook.facts.model_types import look_up, why_not
 from cookbook.facts.offline import known_model
 from cookbook.system.files import RecipeError
-from cookbook.system.versions import installed
+from cookbook.system.versions import installed_version
 
 LAYERS = frozenset(
     (
@@ -119,7 +119,7 @@ def packing_problem(config: Any) -> str | None:
     foreign = sorted(set(getattr(config, "layer_types", None) or ()) - LAYERS)
     if foreign:
         return f"it has layers of {', '.join(foreign)}"
-    facts, here = look_up(config.model_type), installed("transformers")
+    facts, here = look_up(config.model_type), installed_version("transformers")
     unknown = f"{config.model_type} is not among the architectures that were shown to keep samples apart"
     problem = why_not(config.model_type, facts.packed, unknown)
     if problem is None or facts.transformers in (None, here):

@@ -20,7 +20,7 @@ from cookbook.forecast.scaling import Reference
 from cookbook.forecast.step_time import IF_FUSED, link_names, tokens_if_fused
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
-from cookbook.system.console import Row, coloured, page, width
+from cookbook.system.console import Row, colour, page, width
 from cookbook.system.hardware import in_gib
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> str:
 
 def _verdict(forecast: Forecast) -> "Text":
     # `why` says it in full.
-    return coloured(forecast.verdict.replace("host memory", "host"), COLOURS.get(forecast.verdict, ""))
+    return colour(forecast.verdict.replace("host memory", "host"), COLOURS.get(forecast.verdict, ""))
 
 
 def _is_own(report: PlanReport, forecast: Forecast) -> bool:

@@ -293,7 +293,7 @@ class _PlacedRun:
 def _fit(traces: TraceCache, strategy: Strategy, machines: Machines) -> tuple[Strategy, int]:
     """The strategy as it would run there, and its number of processes."""
     count = default_num_processes(strategy, machines.num_gpus)
-    return strategy.fitted(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden), count
+    return strategy.for_processes(count, min(count, machines.gpus_each) or None).of_width(traces.sizes.hidden), count
 
 
 def _place(traces: TraceCache, strategy: Strategy, count: int, machines: Machines) -> _PlacedRun:

@@ -137,7 +137,7 @@ class TextGenerator:
 
 
 def kinds() -> Mapping[str, RowKind]:
-    return registry.known("row")
+    return registry.members("row")
 
 
 def columns() -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cookbook.config.optim.optimizer import Refusal
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.system.registry import known
+from cookbook.system.registry import members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ def combinations() -> list[Combination]:
     """The whole table, including what each optimizer refuses."""
     return [
         *OF_KEYS,
-        *(_of_optimizer(name, refusal) for name, optim in known("optim").items() for refusal in optim.refusals),
+        *(_of_optimizer(name, refusal) for name, optim in members("optim").items() for refusal in optim.refusals),
     ]
 
 

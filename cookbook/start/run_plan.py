@@ -170,7 +170,7 @@ def _refuse_mistakes(pair: Pair) -> Pair:
 def _settle_sizes(pair: Pair) -> Pair:
     """Fill in the sizes of the mesh that are left open."""
     assert pair.strategy is not None and pair.world is not None
-    pair.strategy = pair.strategy.fitted(pair.world.num_processes, pair.world.num_local)
+    pair.strategy = pair.strategy.for_processes(pair.world.num_processes, pair.world.num_local)
     return pair
 
 
@@ -277,7 +277,7 @@ def default_num_processes(strategy: Strategy, num_gpus: int) -> int:
 
 def machine_problems(strategy: Strategy, *, num_processes: int, num_local: int, num_gpus: int) -> list[str]:
     """Mistakes of a strategy with so many processes, whatever the recipe; arguments as `make_plan`."""
-    strategy = strategy.fitted(num_processes, num_local)
+    strategy = strategy.for_processes(num_processes, num_local)
     written, mistakes = strategy.written_mesh.num_processes, []
     if strategy.kind == "single" and num_processes != 1:
         mistakes.append(f"{strategy.path}: runs one process, but {num_processes} were requested; use ddp")
@@ -317,7 +317,7 @@ def try_plan(pair: Pair, *, num_processes: int, num_local: int, num_gpus: int) -
         elif pair.strategy is not None:
             mistakes += machine_problems(pair.strategy, **counts)
             if (batch := pair.valid.get("batch")) is not None:
-                mesh = pair.strategy.fitted(num_processes, num_local).mesh(num_processes)
+                mesh = pair.strategy.for_processes(num_processes, num_local).mesh(num_processes)
                 mistakes += split_problems(batch, mesh, num_processes, pair.name)
     return plan, mistakes
 
@@ -342,7 +342,7 @@ def make_plan(
         RecipeError: all conflicts between recipe, strategy and machine.
     """
     num_local = num_local or strategy.num_local(num_processes)
-    strategy = strategy.fitted(num_processes, num_local)
+    strategy = strategy.for_processes(num_processes, num_local)
     mesh, objective = strategy.mesh(num_processes), recipe.objective
     mistakes = []
     if strategy.sp_size > 1 and objective.mean_over == "samples" and not objective.shares_samples:

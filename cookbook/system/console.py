@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,11 +37,11 @@ def width() -> int:
     return console().width
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """A text of others, as of a row, an answer or a file's name, for a terminal: what would move its cursor, write its
     clipboard or turn its lines around stands in Python's notation, and secrets of the environment are masked.
     """
-    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], masked(text))
+    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], mask_secrets(text))
 
 
 def say(
@@ -52,17 +52,17 @@ def say(
     flush: bool = False,
     is_coloured: bool = False,
 ) -> None:
-    """`print` of what `shown` leaves, for all that the package prints.
+    """`print` of what `printable` leaves, for all that the package prints.
 
     Args:
         is_coloured: the texts are of `page` or of a style, which had all texts of others shown: its colours remain.
     """
     text = sep.join(map(str, texts))
     if _listener is not None:
-        _listener(shown(text), file is sys.stderr)
+        _listener(printable(text), file is sys.stderr)
         return
     parts = re.split(r"(\x1b\[[\d;]*m)", text) if is_coloured else [text]
-    print("".join(part if i % 2 else shown(part) for i, part in enumerate(parts)), end=end, file=file, flush=flush)
+    print("".join(part if i % 2 else printable(part) for i, part in enumerate(parts)), end=end, file=file, flush=flush)
 
 
 _listener: Callable[[str, bool], None] | None = None
@@ -95,11 +95,11 @@ def can_show(text: str, encoding: str | None) -> bool:
     return True
 
 
-def coloured(text: str, style: str) -> "Text":
+def colour(text: str, style: str) -> "Text":
     """A cell of `page` in a style of rich, such as "green"."""
     from rich.text import Text
 
-    return Text(shown(text), style)
+    return Text(printable(text), style)
 
 
 def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
@@ -114,7 +114,8 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
     room, longest = to.width - indent, to.width // 2 if to.is_terminal else BEYOND
     to.width = BEYOND  # rich narrows a column below its longest word, though another one could wrap
     cells: list[Sequence[str | Text]] = [
-        () if isinstance(row, str) else [shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows
+        () if isinstance(row, str) else [printable(cell) if isinstance(cell, str) else cell for cell in row]
+        for row in rows
     ]
     count = max(map(len, cells), default=0)
     spans = [[to.measure(row[i]) for row in cells if i < len(row) - 1 or len(row) == count] for i in range(count)]
@@ -127,7 +128,7 @@ def page(*rows: Row, indent: int = 2, file: TextIO | None = None) -> str:
     lines: list[str] = []
     for length, group in groupby(zip(rows, cells, strict=True), key=lambda pair: len(pair[1])):
         if not length:
-            lines += [shown(str(row)) for row, _ in group]
+            lines += [printable(str(row)) for row, _ in group]
             continue
         table = Table.grid(padding=(0, gap, 0, 0))
         *before, last = widths[:length]

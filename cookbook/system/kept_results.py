@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cookbook.system.record_files import replace_file
 from cookbook.system.shipped import PACKAGE
-from cookbook.system.versions import LIBRARIES, installed
+from cookbook.system.versions import LIBRARIES, installed_version
 
 Kept = TypeVar("Kept")
 _form_of: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -36,7 +36,7 @@ def kept_results(cache: Path | None) -> Iterator[None]:
 def _code_digest() -> str:
     """A digest of what makes a result out of a configuration and a recipe: this package and the libraries."""
     digest = hashlib.sha256(
-        repr([platform.python_version(), *((name, installed(name)) for name in LIBRARIES)]).encode()
+        repr([platform.python_version(), *((name, installed_version(name)) for name in LIBRARIES)]).encode()
     )
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.read_bytes())

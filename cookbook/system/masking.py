@@ -21,7 +21,7 @@ SHORTEST, LONG = 4, 12
 MASK = "***"
 
 
-def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def mask_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """A text, as of a library's error, without the environment's secrets and without the credentials of any address."""
     if len(text) < SHORTEST:
         return text
@@ -31,9 +31,9 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def masked_values(value: Any) -> Any:
-    """Plain values, as those of a record, with all their texts `masked`."""
+    """Plain values, as those of a record, with all their texts after `mask_secrets`."""
     if isinstance(value, str):
-        return masked(value)
+        return mask_secrets(value)
     if isinstance(value, dict):
         return {key: masked_values(inner) for key, inner in value.items()}
     return [masked_values(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -72,13 +72,13 @@ def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 class MaskedStream:
-    """A stream that shows every text `masked`, also those that libraries print and log."""
+    """A stream that shows every text after `mask_secrets`, also those that libraries print and log."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(masked(text))
+        self._stream.write(mask_secrets(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ def register(entry: Entry) -> Entry:
     return entry
 
 
-def known(family: str) -> Mapping[str, Any]:
+def members(family: str) -> Mapping[str, Any]:
     """All entries of a family by name, in registration order."""
     return _known.get(family, {})
 
@@ -104,13 +104,13 @@ class NamedSection(Section):
     @classmethod
     def kinds(cls) -> "list[type[NamedSection]]":
         """All registered kinds of the family."""
-        return list(known(cls.family).values())
+        return list(members(cls.family).values())
 
     @classmethod
     def kind_of(cls, values: Any) -> "type[NamedSection]":
         """The kind that a section's values name; this class itself if the name is not registered."""
         name = values.get("name", cls.default) if isinstance(values, dict) else cls.default
-        return known(cls.family).get(name, cls) if isinstance(name, str) else cls
+        return members(cls.family).get(name, cls) if isinstance(name, str) else cls
 
     @model_validator(mode="wrap")
     @classmethod
@@ -139,7 +139,7 @@ class NamedSection(Section):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         if not cls.is_base():
             return super().__get_pydantic_json_schema__(core_schema, handler)
-        kinds = known(cls.family).values()
+        kinds = members(cls.family).values()
         return {"anyOf": [kind.__get_pydantic_json_schema__(kind.__pydantic_core_schema__, handler) for kind in kinds]}
 
 
@@ -149,7 +149,7 @@ def _wrong_name(base: type[NamedSection], values: dict[str, Any]) -> ValidationE
     elif not isinstance(values["name"], str):
         problem = {"type": "string_type", "loc": ("name",), "input": values["name"]}
     else:
-        *names, last = map(repr, known(base.family))
+        *names, last = map(repr, members(base.family))
         expected = f"{', '.join(names)} or {last}"
         problem = {"type": "literal_error", "loc": ("name",), "input": values["name"], "ctx": {"expected": expected}}
     return ValidationError.from_exception_data(base.__name__, [problem])  # type: ignore[list-item]

@@ -59,7 +59,7 @@ def set_values(owner: Any, **values: Any) -> None:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, **functions: Any) -> Iterator[None]:
+def replace_functions(owner: Any, **functions: Any) -> Iterator[None]:
     """`replace_function` of functions of a module or class while this is open."""
     with contextlib.ExitStack() as stack:
         for name, function in functions.items():

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cookbook.system.console import coloured, console, page, shown
+from cookbook.system.console import colour, console, page, printable
 
 
 class Screen:
@@ -37,7 +37,7 @@ class Screen:
 
     def header(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
         """Show the run's settings, as names and values."""
-        cells = [(coloured(name, "cyan"), value) for name, value in rows]
+        cells = [(colour(name, "cyan"), value) for name, value in rows]
         self.say(title, "bold")
         tqdm.write(page(*cells, file=self.file), file=self.file)
 
@@ -47,7 +47,7 @@ class Screen:
         Args:
             style: of rich, for a terminal.
         """
-        tqdm.write(_draw([(text, style)], self.file) if style else shown(text), file=self.file)
+        tqdm.write(_draw([(text, style)], self.file) if style else printable(text), file=self.file)
 
     def step(self, line: dict[str, Any], *, hardware: Callable[[], str] = str) -> None:
         """Show a training line of metrics.jsonl.
@@ -85,7 +85,7 @@ class Screen:
 
 def step_words(line: dict[str, Any]) -> list[tuple[str, str]]:
     """The numbers of a training line, each with its style; those that were not measured are left out."""
-    shown = (
+    formats = (
         ("loss", "loss {:.4f}", "bold"),
         ("learning_rate", "rate {:.2e}", ""),
         ("grad_norm", "norm {:<5.3g}", ""),
@@ -94,7 +94,7 @@ def step_words(line: dict[str, Any]) -> list[tuple[str, str]]:
         ("mfu", "{:.1%} MFU", "green"),
         ("price", "price {:.2f}", ""),
     )
-    return [(form.format(line[key]), style) for key, form, style in shown if line.get(key) is not None]
+    return [(form.format(line[key]), style) for key, form, style in formats if line.get(key) is not None]
 
 
 def _draw(parts: Iterable[tuple[str, str]], file: TextIO) -> str:
@@ -103,5 +103,5 @@ def _draw(parts: Iterable[tuple[str, str]], file: TextIO) -> str:
 
     to = console(file)
     with to.capture() as capture:
-        to.print(Text("  ").join(coloured(words, style) for words, style in parts if words), end="", soft_wrap=True)
+        to.print(Text("  ").join(colour(words, style) for words, style in parts if words), end="", soft_wrap=True)
     return capture.get()

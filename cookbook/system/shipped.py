@@ -37,7 +37,7 @@ def starts(file: Path | None = None) -> list[Path]:
     return list(dict.fromkeys([*([own_folder(file)] if file is not None else []), Path.cwd(), HOME]))
 
 
-def located(name: str, file: Path | None = None) -> str:
+def path_from_here(name: str, file: Path | None = None) -> str:
     """A path as it is reached from the current folder; as it is written if nothing is there."""
     here = Path.cwd()
     start = next((start for start in starts(file) if (start / name).exists()), here)
@@ -55,7 +55,7 @@ def short(text: str) -> str:
 
 def _short_name(path: str, name: str) -> str:
     """`name`, unless something else is there."""
-    return name if located(name.rstrip(".")) == path.rstrip(".") else path
+    return name if path_from_here(name.rstrip(".")) == path.rstrip(".") else path
 
 
 def pip_install(group: str) -> str:

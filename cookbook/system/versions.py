@@ -13,7 +13,7 @@ LIBRARIES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pe
 def untested_libraries() -> list[str]:
     """The libraries whose installed version is none that was tested, each with both. A set of versions was tested as a
     whole: that of requirements.txt, and that with the group `oldest` of pyproject.toml in it."""
-    here, sets = {name: installed(name) for name in LIBRARIES}, tested()
+    here, sets = {name: installed_version(name) for name in LIBRARIES}, tested_versions()
     if here in sets:
         return []
     pins = sets[0]
@@ -34,7 +34,7 @@ def mistakes() -> list[str]:
     return []
 
 
-def tested() -> list[dict[str, str | None]]:
+def tested_versions() -> list[dict[str, str | None]]:
     """Sets of versions that were tested, the pins first."""
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", "\n".join(requirements())))
     groups = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
@@ -43,7 +43,7 @@ def tested() -> list[dict[str, str | None]]:
 
 
 @functools.cache
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:

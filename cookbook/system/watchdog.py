@@ -38,7 +38,7 @@ from cookbook.system import faults, lock
 from cookbook.system.console import say
 from cookbook.system.hang_guard import DUMP, HangGuard
 from cookbook.system.hang_report import PHASES, Record, hang_report, moment
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 from cookbook.system.record_files import read_json, replace_file
 
 GRACE_SECONDS = 5.0
@@ -206,7 +206,7 @@ class Watch:
 
     def _report(self, stuck: dict[int, Record], beats: dict[int, Record]) -> None:
         """Prints the report, and writes it to the output folder if that is this run's."""
-        text = masked(hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds))
+        text = mask_secrets(hang_report(stuck, beats, num_ranks=self.num_ranks, timeout_seconds=self.timeout_seconds))
         _say(f"\n{text}\n")
         place, what = self.folder, text.splitlines()[1].removesuffix(".")
         is_ours = self._claim(f"hang: {what}")

@@ -9,7 +9,7 @@ import yaml
 from cookbook.config.accelerate_yaml import DEFAULT_STAGE
 from cookbook.config.strategy import Strategy, known_strategies, load_strategy, strategy_path
 from cookbook.system.files import RecipeError, dump_yaml, read_document, show
-from cookbook.system.shipped import located
+from cookbook.system.shipped import path_from_here
 
 TRAITS: dict[str, Any] = {
     "kind": "ddp",
@@ -80,7 +80,7 @@ def compare_sizes(sizes: dict[str, Any], name: str, written: dict[Path, str]) ->
     else:
         ours = read_document(path).values
         if (config := ours.get("deepspeed_config", {}).get("deepspeed_config_file")) is not None:
-            ours = {**ours, **read_document(Path(located(config))).values}
+            ours = {**ours, **read_document(Path(path_from_here(config))).values}
     same, others = [], []
     for place, value in sizes.items():
         here: Any = ours
@@ -139,9 +139,9 @@ def _new_strategy(name: str, wanted: dict[str, Any]) -> dict[Path, str]:
 
 
 def _deepspeed(wanted: dict[str, Any]) -> dict[str, Any]:
-    values = read_document(Path(located(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
+    values = read_document(Path(path_from_here(f"ds_configs/zero{wanted['zero_stage']}.json"))).values
     zero = values["zero_optimization"]
-    disk = read_document(Path(located("ds_configs/zero3_nvme.json"))).values
+    disk = read_document(Path(path_from_here("ds_configs/zero3_nvme.json"))).values
     for key in ("offload_optimizer", "offload_param"):
         if (device := wanted.get(key)) is not None:
             values["zero_force_ds_cpu_optimizer"] = False

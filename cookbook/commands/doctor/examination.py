@@ -35,7 +35,7 @@ from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.labels import read_label, read_needs
 from cookbook.config.recipe import Recipe
 from cookbook.config.strategy import Strategy
-from cookbook.system.console import Row, coloured, page, say, several
+from cookbook.system.console import Row, colour, page, say, several
 from cookbook.system.files import RecipeError
 from cookbook.system.gpus import VARIABLE, Driver, read_driver, unnamed_gpus, visible_gpus
 from cookbook.system.machine import CPU_PROCESSES, fp8_problems, torch_cuda
@@ -194,7 +194,7 @@ def in_words(findings: list[Finding], seconds: float) -> str:
     margin = " " * (len("warning") + 2 + max(len(finding.check) for finding in findings) + 2)
     rows: list[Row] = []
     for finding in findings:
-        rows.append((coloured(finding.status, COLOURS[finding.status]), finding.check, finding.text))
+        rows.append((colour(finding.status, COLOURS[finding.status]), finding.check, finding.text))
         if finding.status != "ok":
             rows.append(f"{margin}-> {finding.remedy}")  # in one line, to be copied
     statuses = [finding.status for finding in findings]

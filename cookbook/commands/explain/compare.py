@@ -16,7 +16,7 @@ from cookbook.forecast.costs.inputs import CostInputs
 from cookbook.start.run_plan import load_pair
 from cookbook.system.console import Row, page, several
 from cookbook.system.files import RecipeError, gather_mistakes, read_document, refuse, show
-from cookbook.system.shipped import is_short, located, short
+from cookbook.system.shipped import is_short, path_from_here, short
 
 DEFAULT_PROCESSES = 8
 """For two strategies without a recipe."""
@@ -56,7 +56,7 @@ def is_strategy(name: str) -> bool:
     """Return whether an argument names a strategy, by its name or its file, and not a recipe."""
     if is_short(name):
         return True
-    values = read_document(Path(located(name))).values
+    values = read_document(Path(path_from_here(name))).values
     return "distributed_type" in values or "compute_environment" in values
 
 
@@ -77,7 +77,8 @@ def compare_strategies(first: Path, second: Path, processes: int | None) -> Comp
     count = processes or next(iter(fixed), None) or DEFAULT_PROCESSES
     counts = [strategy.num_processes or count for strategy in strategies]
     settings = [
-        CostInputs(strategy=s.fitted(count), num_processes=count) for s, count in zip(strategies, counts, strict=True)
+        CostInputs(strategy=s.for_processes(count), num_processes=count)
+        for s, count in zip(strategies, counts, strict=True)
     ]
     return Comparison(
         names=(left.path, right.path),

@@ -25,9 +25,9 @@ from cookbook.system.hardware import GIB, GPUS, Machines, parse_machines, this_m
 from cookbook.system.imports import import_models, import_validators, imports, quiet_deepspeed, rare_collections
 from cookbook.system.kept_results import kept_results
 from cookbook.system.late_compiler import compiled_when_called
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 from cookbook.system.prices import PRICES
-from cookbook.system.shipped import located, short
+from cookbook.system.shipped import path_from_here, short
 
 ANY = "any"
 
@@ -66,7 +66,7 @@ def plan(
             raise RecipeError(f"--submit-row {submit_row} asks nothing else; leave out the other words")
         say(in_csv(row_of(submit_row)), end="")
         return 0
-    path = Path(located(what))
+    path = Path(path_from_here(what))
     of_model = is_model(what, path)
     if not of_model and (method or length):
         instead = "--set data.max_length=8192 or --set adapter.name=qlora"
@@ -200,7 +200,7 @@ def _of_machines(asked: list[tuple[Recipe, Machines]], question: _Question) -> i
 
 
 def _write(path: Path, text: str) -> None:
-    write_named_file(path, masked(text), beginning("plan"), "--html")
+    write_named_file(path, mask_secrets(text), beginning("plan"), "--html")
     say(path)
 
 

@@ -17,7 +17,7 @@ from cookbook.config.recipe import Recipe, load_recipe
 from cookbook.facts.language_part import open_config
 from cookbook.facts.packing import Packing, decide
 from cookbook.start.run_plan import refuse_rounds
-from cookbook.system.console import Row, can_show, coloured, console, page, say, shown
+from cookbook.system.console import Row, can_show, colour, console, page, printable, say
 from cookbook.system.files import refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import num_gpus
@@ -161,7 +161,7 @@ def pieces(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase"
 
 def in_marks(cut: list[Piece], mark: Callable[[str], str]) -> str:
     """The text, each trained piece marked."""
-    return "".join(mark(shown(piece.text)) if piece.is_trained else shown(piece.text) for piece in cut)
+    return "".join(mark(printable(piece.text)) if piece.is_trained else printable(piece.text) for piece in cut)
 
 
 def mark_text(tokens: TokenSet, sequence: int, tokenizer: "PreTrainedTokenizerBase", mark: Callable[[str], str]) -> str:
@@ -237,7 +237,7 @@ def histogram(ranges: list[LengthRange]) -> list[str]:
         cells = (
             f"{part.least:,} to {part.most:,}",
             f"{part.rows:,}",
-            coloured(bar, "red" if part.is_over else "green"),
+            colour(bar, "red" if part.is_over else "green"),
         )
         lines.append((*cells, note))
     return page(*lines, indent=4).split("\n")

@@ -13,7 +13,7 @@ from cookbook.commands.shared.history import read_history
 from cookbook.commands.shared.named_file import write_named_file
 from cookbook.system.console import page, say
 from cookbook.system.files import RecipeError
-from cookbook.system.masking import masked
+from cookbook.system.masking import mask_secrets
 
 OUT = Option(metavar="FILE", help="default: report.html in the run's folder, compare.html beside the first of several")
 
@@ -45,6 +45,6 @@ def report(
         if words := numbers.why_no_best(summaries) if best is None else best.words():
             say(words)
         path, text = out or folders[0].resolve().parent / "compare.html", pages.compare_page(runs, apart)
-    write_named_file(path, masked(text), pages.BEGINNING)
+    write_named_file(path, mask_secrets(text), pages.BEGINNING)
     say(path)
     return answer(numbers.make_report(runs, rows, best and best.run, farthest, str(path))) if as_json else 0

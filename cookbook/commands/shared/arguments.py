@@ -12,7 +12,7 @@ from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.system.console import say
 from cookbook.system.files import RecipeError, closest
 from cookbook.system.record_files import replace_file
-from cookbook.system.shipped import HOME, in_repository, located
+from cookbook.system.shipped import HOME, in_repository, path_from_here
 
 QUICKSTART = RECIPES / "quickstart.yaml"
 MODEL = "the run.output_dir of a recipe, or a model's own folder"
@@ -69,7 +69,7 @@ def locate(path: str | Path) -> Path:
     """Find a recipe: the file here or, if there is none, the shipped one."""
     if not str(path).strip():
         raise BadParameter("is empty; write a path")
-    return Path(located(str(path)))
+    return Path(path_from_here(str(path)))
 
 
 def recipe_argument(what: str | None = None) -> Any:

@@ -23,7 +23,7 @@ from cookbook.facts.model_files import GENERATION, read_generation_config, read_
 from cookbook.facts.score_head import is_scored, with_head
 from cookbook.rows.messages import Chat
 from cookbook.run.publish.model_folder import MODEL_FILES
-from cookbook.system.console import shown
+from cookbook.system.console import printable
 from cookbook.system.files import RecipeError, first_line
 from cookbook.training.adapters.adapter_files import check_fits
 from cookbook.training.adapters.base_model import BASE_RECORD, Base
@@ -42,7 +42,7 @@ class Printer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
-        print(shown(text), end="\n" if stream_end else "", flush=True)
+        print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

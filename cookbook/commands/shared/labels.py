@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cookbook.config.recipe import RECIPES, load_recipe
 from cookbook.system.hardware import parse_machines
-from cookbook.system.shipped import located, starts
+from cookbook.system.shipped import path_from_here, starts
 
 LABEL = ("What", "Run", "Needs", "Fits", "Measured", "Settings")
 
@@ -37,9 +37,9 @@ class Needs:
 
 
 def recipe_files() -> list[Path]:
-    """Every recipe, here and shipped, as `located` reaches it."""
+    """Every recipe, here and shipped, as `path_from_here` reaches it."""
     names = {path.relative_to(start) for start in starts() for path in (start / RECIPES).rglob("*.yaml")}
-    return [Path(located(str(name))) for name in sorted(names)]
+    return [Path(path_from_here(str(name))) for name in sorted(names)]
 
 
 def read_label(path: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from cookbook.system.files import RecipeError, refuse
 from cookbook.system.imports import quiet_deepspeed
 from cookbook.system.machine import fp8_problems, num_gpus
 from cookbook.system.tensor_files import has_weights, weight_files
-from cookbook.system.versions import installed
+from cookbook.system.versions import installed_version
 
 
 def lacks_checkpoint(recipe: Recipe) -> list[str]:
@@ -88,7 +88,7 @@ def _notes_on_structure(recipe: Recipe) -> list[str]:
     adapter = recipe.adapter
     has_names = adapter is not None and (bool(adapter.modules_to_save) or not {*adapter.targets} <= USUAL_LAYERS)
     known = known_config(recipe.model)
-    is_measured = known is None or look_up(known.model_type).transformers in (None, installed("transformers"))
+    is_measured = known is None or look_up(known.model_type).transformers in (None, installed_version("transformers"))
     if is_measured and not has_names:
         return []
     from cookbook.training.adapters import adapter_files

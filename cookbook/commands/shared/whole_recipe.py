@@ -8,7 +8,7 @@ from typing import Any
 
 from cookbook.config.recipe import LOCAL, RECIPES, read_located, read_recipe
 from cookbook.system.files import RecipeError, dump_yaml
-from cookbook.system.shipped import is_short, located, own_folder
+from cookbook.system.shipped import is_short, own_folder, path_from_here
 
 
 def whole_text(path: Path, out: Path) -> str:
@@ -33,7 +33,7 @@ def whole_text(path: Path, out: Path) -> str:
     if isinstance(plugins := values.get("plugins"), list):
         start = draft.file_of("plugins").parent
         values["plugins"] = [os.path.relpath(start / name, out.parent) for name in plugins]
-    schema = os.path.relpath(located(str(RECIPES / "schema.json")), out.parent)
+    schema = os.path.relpath(path_from_here(str(RECIPES / "schema.json")), out.parent)
     head = [f"# yaml-language-server: $schema={schema}", *_comment(path, out)]
     return "\n".join([*head, dump_yaml(values)])
 

@@ -225,7 +225,7 @@ def micro_batch_of(recipe: Recipe) -> int:
 
 def cost_inputs(recipe: Recipe, strategy: Strategy, num_processes: int, *, num_local: int | None = None) -> CostInputs:
     """The cost inputs of a run; `num_local`: see `CostInputs`."""
-    strategy, batch = strategy.fitted(num_processes, num_local), recipe.batch
+    strategy, batch = strategy.for_processes(num_processes, num_local), recipe.batch
     accumulation = math.ceil(
         batch.global_batch_size / ((batch.micro_batch_size or 1) * strategy.data_parallel_size(num_processes))
     )

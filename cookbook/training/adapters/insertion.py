@@ -15,7 +15,7 @@ from transformers import (
 
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
-from cookbook.system.replaced import replaced
+from cookbook.system.replaced import replace_functions
 from cookbook.training.adapters.four_bit_experts import pack
 from cookbook.training.adapters.peft_folder import (
     ADAPTER_NAME,
@@ -87,7 +87,7 @@ def _names_as_written() -> Iterator[None]:
     # Read by that function alone, it would compile a thousand patterns for the names of all models.
     conversion.get_model_conversion_mapping = lambda *_, **__: []
     try:
-        with replaced(conversion, convert_peft_config_for_transformers=lambda *_, **__: None):
+        with replace_functions(conversion, convert_peft_config_for_transformers=lambda *_, **__: None):
             yield
     finally:
         conversion.get_model_conversion_mapping = mapping
@@ -115,7 +115,10 @@ def _sizes_of_modules() -> Iterator[None]:
         # An element expanded to the shape of all experts, by which peft sizes its matrices; nothing is dequantized.
         return parameter.data.new_empty(()).expand(whole_shape(parameter)) if is_packed else parameter
 
-    with replaced(LoraLayer, _get_in_out_features=sizes), replaced(ParamWrapper, get_param=in_whole_shape):
+    with (
+        replace_functions(LoraLayer, _get_in_out_features=sizes),
+        replace_functions(ParamWrapper, get_param=in_whole_shape),
+    ):
         yield
 
 

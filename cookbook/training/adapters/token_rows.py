@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
-from cookbook.system.replaced import replaced
+from cookbook.system.replaced import replace_functions
 
 
 def trained_rows(model: PreTrainedModel, settings: AdapterSection, rows: range) -> dict[str, list[int]]:
@@ -47,7 +47,7 @@ def without_values() -> Iterator[None]:
             self.token_indices[adapter_name] = token_indices
             self.trainable_tokens_delta[adapter_name] = torch.nn.Parameter(torch.zeros(len(token_indices), width))
 
-    with replaced(TrainableTokensLayer, update_layer=rows):
+    with replace_functions(TrainableTokensLayer, update_layer=rows):
         yield
 
 

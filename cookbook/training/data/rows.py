@@ -43,7 +43,7 @@ from cookbook.rows.row_columns import (
 from cookbook.rows.row_kinds import RowKind, TextGenerator, kinds, shapes
 from cookbook.rows.suggestions import find_misspelt, is_prose, suggestions
 from cookbook.system.files import RecipeError, closest, dump_yaml, gather_mistakes, in_flow, kind_in_words, refuse
-from cookbook.system.registry import known
+from cookbook.system.registry import members
 from cookbook.training.data.readers import MAX_ROW_BYTES
 from cookbook.training.data.sources import raw_rows
 
@@ -512,7 +512,7 @@ class Reader:
         return BadRow("another kind of row", words)
 
     def _wrong_objective(self, kind: RowKind) -> str:
-        others = [name for name, other in known("objective").items() if kind.name in other.rows]
+        others = [name for name, other in members("objective").items() if kind.name in other.rows]
         instead = f"; use other rows, or objective.name: {' or '.join(others)}" if others else "; use other rows"
         trained = dict.fromkeys(kinds()[name].keys_in_words for name in self.objective.rows)
         return (
