@@ -648,14 +648,26 @@ def test_buffers_on_a_disk_must_hold_a_process_s_share_of_the_largest_weight(
         "model_name_or_path: m\nfsdp: full_shard\nfsdp_config: {version: 2}\n",
         "base_model: m\nfsdp_version: 2\n",
         "tokenizer: {_component_: torchtune.models.qwen3.qwen3_tokenizer, path: m}\n",
+        "step_scheduler: {global_batch_size: 4}\n",
+        "model: m\ntrain_dataset: d\n",
     ],
-    ids=["transformers", "axolotl", "torchtune"],
+    ids=["transformers", "axolotl", "torchtune", "NeMo Automodel", "LLaMA-Factory v1"],
 )
 def test_a_training_file_of_another_project_is_no_strategy(text: str, tmp_path: Path):
     path = tmp_path / "train.yaml"
     path.write_text(text)
     (mistake,) = mistakes_of(path)
     assert f"is a file of a training, not a strategy; `cookbook convert {path}` makes a recipe of it" in mistake
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["mixed_precision: bf16\nfsdp_config: {}\n", "zero3: true\n", "tuner_type: lora\n", "optimizer: {type: AdamW}\n"],
+)
+def test_a_file_without_a_key_of_a_training_is_not_taken_for_one(text: str, tmp_path: Path):
+    path = tmp_path / "some.yaml"
+    path.write_text(text)
+    assert not any("is a file of a training" in mistake for mistake in mistakes_of(path))
 
 
 def test_the_name_that_accelerate_had_for_prefetching_is_read(tmp_path: Path):

@@ -826,6 +826,16 @@ def owner_of(word: str, *, of_all: bool = True) -> str | None:
     return told.pop() if len(told) == 1 else tables().elsewhere.get(word)
 
 
+def is_of_a_training(keys: Collection[str]) -> bool:
+    """True if a project whose files `convert` reads has one of the keys at the top of a file, and accelerate and
+    DeepSpeed have none of that name.
+    """
+    known: dict[bool, set[str]] = {True: set(), False: set()}
+    for project in (project for project in tables().projects.values() if project.is_read):
+        known[project.is_distribution] |= {path.partition(".")[0] for path in (*project.keys, *project.fields)}
+    return not known[False].isdisjoint({*keys} - known[True])
+
+
 def _owner(key: Key) -> str | None:
     if key.ours is not None and key.ours.startswith("strategy."):
         paths = (path for path, own in tables().projects["deepspeed"].keys.items() if own.ours == key.ours)

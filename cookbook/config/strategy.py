@@ -24,7 +24,7 @@ from cookbook.config.accelerate_yaml import (
     indent_sections,
 )
 from cookbook.config.deepspeed_json import BY_HIDDEN_SIZE, DeepspeedFile, as_deepspeed_reads, check_zero
-from cookbook.config.foreign import meaning_of, owner_of
+from cookbook.config.foreign import is_of_a_training, meaning_of, owner_of
 from cookbook.config.mesh import Mesh
 from cookbook.config.strategy_keys import Claim, Sorting, contradictions
 from cookbook.system.files import (
@@ -329,7 +329,7 @@ def _check_kind(document: Document) -> list[str]:
         ]
     if {"model", "data"} <= {*keys}:
         return [f"{document.name}: is a recipe, not a strategy; name it first: cookbook launch {document.name}"]
-    if "distributed_type" not in keys and OF_TRAININGS & {*keys}:
+    if "distributed_type" not in keys and is_of_a_training(keys):
         return [
             f"{document.name}: is a file of a training, not a strategy; `cookbook convert {document.name}` makes a"
             " recipe of it, and names its strategy"
@@ -342,14 +342,6 @@ def _check_stopping_keys(document: Document) -> list[str]:
     keys = document.values if isinstance(document.values, dict) else {}
     why = "accelerate starts nothing from a file with this key; take it out"
     return [f"{document.place(key)}: {why}" for key in ("gradient_accumulation_steps", "ipex_config") if key in keys]
-
-
-OF_TRAININGS = {
-    *("model_name_or_path", "learning_rate", "per_device_train_batch_size", "output_dir", "fsdp"),
-    "base_model",  # without a default in axolotl
-    *("tokenizer", "checkpointer"),
-}
-"""Keys of which a training file of another project has at least one, and a strategy none."""
 
 
 RESHARD = "fsdp_reshard_after_forward"
