@@ -15,9 +15,11 @@ their layer needs it: then as a forward of its own, at whose end its buffer is f
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import itemgetter
+from typing import NamedTuple
 
 from cookbook.forecast.activations import Phase
 from cookbook.forecast.costs.states import States, Unit
@@ -73,8 +75,7 @@ UNITS = {"first": "the embedding", "layer": "layer {}", "experts": "the experts 
 """Units in the table, by their names for people."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """Memory at one moment, in bytes, beyond the state that a process holds between steps."""
 
     what: str | None
@@ -87,13 +88,40 @@ class Moment:
     """Sharded gradients that exist by then in the first micro-batch of a step."""
 
 
+class _TableMoment(NamedTuple):
+    """A moment as far as no trace changes it."""
+
+    what: str | None
+    when: str
+    """`start` or `during` the phase; another word: at its end."""
+    gathered: int
+    reduced: int
+
+
 def moments(states: States, phases: Sequence[Phase]) -> Iterator[Moment]:
     """All moments that can be the peak."""
-    is_divided = any(phase.name == "experts forward" for phase in phases)
-    units = _Units(states if is_divided else replace(states, units=tuple(_join(states.units))))
-    for phase, following in pairwise((*phases, None)):
+    order = tuple((phase.name, phase.layer) for phase in phases)
+    of_phases = _of_phases(states.units, states.is_flat, order)
+    for (phase, following), of_table in zip(pairwise((*phases, None)), of_phases, strict=True):
         assert phase is not None
-        yield from units.of_phase(phase, 0 if following is None else following.held)
+        ends = {"start": phase.held, "during": phase.peak + phase.making}
+        after = 0 if following is None else following.held
+        for what, when, gathered, reduced in of_table:
+            yield Moment(what, phase, ends.get(when, after), gathered, reduced)
+
+
+@lru_cache(maxsize=256)
+def _of_phases(
+    units: tuple[Unit, ...], is_flat: bool, order: tuple[tuple[str, int | None], ...]
+) -> list[list[_TableMoment]]:
+    """The moments of each phase, which are the same for each size of a micro-batch.
+
+    Args:
+        order: name and layer of the phases.
+    """
+    is_divided = any(name == "experts forward" for name, _ in order)
+    divided = _Units(units if is_divided else tuple(_join(units)), is_flat=is_flat)
+    return [list(divided.of_phase(name, layer)) for name, layer in order]
 
 
 def _join(units: Sequence[Unit]) -> Iterator[Unit]:
@@ -110,45 +138,38 @@ def _join(units: Sequence[Unit]) -> Iterator[Unit]:
 
 
 class _Units:
-    def __init__(self, states: States) -> None:
-        self.is_flat = states.is_flat
-        self.layers = [unit for unit in states.units if unit.layer is not None and not unit.is_experts]
-        self.experts = {unit.layer: unit for unit in states.units if unit.is_experts}
+    def __init__(self, units: Sequence[Unit], *, is_flat: bool) -> None:
+        self.is_flat = is_flat
+        self.layers = [unit for unit in units if unit.layer is not None and not unit.is_experts]
+        self.experts = {unit.layer: unit for unit in units if unit.is_experts}
         self.computed_again: set[int | None] = set()
         """Layers whose experts were computed again for their backward."""
-        ends = [unit for unit in states.units if unit.layer is None]
+        ends = [unit for unit in units if unit.layer is None]
         # A unit of norm and head comes after the layers in the forward, and before them in the backward.
         self.tail = [unit for unit in ends if not {"embedding", "rest"} & set(unit.parts)]
         self.first = [unit for unit in ends if unit not in self.tail]
 
-    def of_phase(self, phase: Phase, held_after: int) -> Iterator[Moment]:
-        name: str = phase.name
+    def of_phase(self, phase: str, layer: int | None) -> Iterator[_TableMoment]:
+        name = phase
         if name == "experts again":
-            self.computed_again.add(phase.layer)
-        if name == "backward" and phase.layer in self.experts:
-            name = "backward once more" if phase.layer in self.computed_again else "backward to experts"
-        units, amounts = self._around(phase)
+            self.computed_again.add(layer)
+        if name == "backward" and layer in self.experts:
+            name = "backward once more" if layer in self.computed_again else "backward to experts"
+        units, amounts = self._around(phase, layer)
         for _, when, gathered, gradients in ROWS[name]:
             what: str | None = None
             made = 0
-            activations = phase.held if when == "start" else phase.peak + phase.making
             if unit := when.partition("reduction of ")[2]:
                 if not units[unit]:
                     continue
-                what = f"the reduction of {UNITS[unit].format(phase.layer)}'s gradients"
-                activations, made = held_after, self._made_by_reduction(units[unit])
-            yield Moment(
-                what=what,
-                phase=phase,
-                activations=activations,
-                gathered=evaluate(gathered, amounts) + made,
-                reduced=evaluate(gradients, amounts),
-            )
+                what = f"the reduction of {UNITS[unit].format(layer)}'s gradients"
+                made = self._made_by_reduction(units[unit])
+            yield _TableMoment(what, when, evaluate(gathered, amounts) + made, evaluate(gradients, amounts))
 
-    def _around(self, phase: Phase) -> tuple[dict[str, list[Unit]], dict[str, int]]:
+    def _around(self, phase: str, layer: int | None) -> tuple[dict[str, list[Unit]], dict[str, int]]:
         """Units that `TABLE` names and its amounts, at a phase."""
         count = len(self.layers)
-        i = {"embed": 0, "head": count, "head backward": count, "end": -1}.get(phase.name, phase.layer or 0)
+        i = {"embed": 0, "head": count, "head backward": count, "end": -1}.get(phase, layer or 0)
         before, after = self.layers[: max(i, 0)], self.layers[i + 1 :]
         units = {
             "first": self.first,
@@ -167,7 +188,7 @@ class _Units:
             "stay": _total([unit for unit in [*self.first, *before] if unit.stays], "weights"),
             "buffer_before": self._buffer([*self.first, *self._with_experts(before[-1:])]),
             "layer_copied": self._buffer([unit for unit in units["layer"] if not unit.stays]),
-            "experts_copied": 0 if phase.layer in self.computed_again else amounts["experts_buffer"],
+            "experts_copied": 0 if layer in self.computed_again else amounts["experts_buffer"],
             "experts_reduced": self._reduction_buffer(units["experts"]),
             "reduced_before": self._reduction_buffer(after[:1] or self.tail),
             "later": _total([*self.tail, *self._with_experts(after)], "gradients_left"),
