@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import NamedTuple
 
 from cookbook.forecast import units
 from cookbook.forecast.activations import ActivationTrace, Phase
@@ -113,24 +113,45 @@ def peak(
         loading: bytes that the start takes, before weights are sharded.
     """
     gpu = states.gpu
-    at = partial(Memory, parameters=gpu.weights, optimizer=gpu.masters + gpu.moments, is_sharded=is_sharded)
     if states.units:
-        moments = [_of_units(at, states, moment, accumulates) for moment in units.moments(states, work.phases)]
+        moments = [_of_units(states, moment, accumulates) for moment in units.moments(states, work.phases)]
     else:
         done = _done_fractions(skeleton)
-        moments = [_at_phase(at, states, phase, *done(phase), accumulates) for phase in work.phases]
+        moments = [_at_phase(states, phase, *done(phase), accumulates) for phase in work.phases]
         gathered = states.gathered_weights + states.gradient_buckets + max(states.reduction, states.gradients_added)
         moments.append(
-            at(
-                moment="the last reduction of gradients",
+            _Moment(
+                "the last reduction of gradients",
                 gradients=states.gradients_before if accumulates else states.gradients_at_first,
                 gathered=gpu.buffers + gathered,
             )
         )
-    update = at(moment="the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
-    start = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
-    largest = max([*moments, update, start], key=lambda moment: moment.allocated)
+    update = _Moment("the update", gradients=gpu.gradients + states.update, gathered=gpu.buffers)
+    most = max([*moments, update], key=lambda moment: sum(moment[1:]))
+    largest = Memory(
+        moment=most.what if isinstance(most.what, str) else _moment_name(most.what),
+        parameters=gpu.weights,
+        gradients=most.gradients,
+        optimizer=gpu.masters + gpu.moments,
+        gathered=most.gathered,
+        activations=most.activations,
+        logits=most.logits,
+        is_sharded=is_sharded,
+    )
+    if loading > largest.allocated:
+        largest = Memory(moment="the start", parameters=loading, is_sharded=is_sharded)
     return replace(largest, holes=max(moment.logits for moment in moments) + (_passing(states) if is_sharded else 0))
+
+
+class _Moment(NamedTuple):
+    """Memory at one moment, in bytes, beside the weights and the optimizer's state; fields as of `Memory`."""
+
+    what: Phase | str
+    """The phase, or a name for people."""
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    logits: int = 0
 
 
 def _passing(states: States) -> int:
@@ -141,9 +162,7 @@ def _passing(states: States) -> int:
     return sum(of_units[-2:]) if states.units else states.sent or states.gathered_weights
 
 
-def _at_phase(
-    at: Callable[..., Memory], states: States, phase: Phase, begun: float, done: float, accumulates: bool
-) -> Memory:
+def _at_phase(states: States, phase: Phase, begun: float, done: float, accumulates: bool) -> _Moment:
     """A phase of a strategy without FSDP units.
 
     Args:
@@ -166,8 +185,8 @@ def _at_phase(
     is_head = phase.name in ("head", "head backward")
     # An existing gradient is accumulated in place.
     activations = phase.peak + (0 if there else making)
-    return at(
-        moment=_moment_name(phase),
+    return _Moment(
+        phase,
         gradients=there + made,
         gathered=gathered,
         activations=phase.held if is_head else activations,
@@ -175,12 +194,12 @@ def _at_phase(
     )
 
 
-def _of_units(at: Callable[..., Memory], states: States, moment: units.Moment, accumulates: bool) -> Memory:
+def _of_units(states: States, moment: units.Moment, accumulates: bool) -> _Moment:
     gpu, phase = states.gpu, moment.phase
     reduced = min(moment.reduced, gpu.gradients)  # 0 if gradients are offloaded
     is_head = moment.what is None and phase.name in ("head", "head backward")
-    return at(
-        moment=moment.what or _moment_name(phase),
+    return _Moment(
+        moment.what or phase,
         gradients=states.gradients_between if accumulates else reduced,
         gathered=gpu.buffers + moment.gathered,
         activations=phase.held if is_head else moment.activations,
