@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 CACHE_BYTES = 64 * 2**20
@@ -45,6 +46,7 @@ class Phase:
 COUNTED = ("kernels", "looped", "moved", "streamed")
 """The fields of a phase that count its operations."""
 SIZES = ("held", "peak", "making", *COUNTED)
+_sizes = attrgetter(*SIZES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,9 @@ class ActivationTrace:
         """Linear extrapolation from this trace (0 times) to another (1 times)."""
 
         def between(first: Phase, second: Phase) -> Phase:
-            pairs = {name: (getattr(first, name), getattr(second, name)) for name in SIZES}
-            return replace(first, **{name: max(0, round(a + times * (b - a))) for name, (a, b) in pairs.items()})
+            pairs = zip(SIZES, _sizes(first), _sizes(second), strict=True)
+            sizes = {name: max(0, round(a + times * (b - a))) for name, a, b in pairs}
+            return Phase(name=first.name, layer=first.layer, **sizes)
 
         return replace(self, phases=tuple(between(*pair) for pair in zip(self.phases, other.phases, strict=True)))
 
