@@ -17,6 +17,7 @@ from cookbook.commands.shared import labels
 from cookbook.config.recipe import Recipe, Section, default_output_dir, load_recipe
 from cookbook.config.sections import BUILTIN_SOURCE
 from cookbook.config.strategy import find_strategy
+from cookbook.facts.offline import known_model
 from cookbook.facts.packing import decide, known_config
 from cookbook.start.run_plan import find_runs_elsewhere, load_pair, make_plan
 from cookbook.system.hardware import GIB
@@ -150,6 +151,21 @@ def test_offline_facts_know_what_the_recipes_name_and_nothing_else():
     asked = {name for name, facts in FACTS["models"].items() if facts.get("of_no_recipe")}  # by users of plan
     assert set(FACTS["models"]) - asked == models and not asked & models
     assert set(FACTS["data"]) == data - {BUILTIN_SOURCE}
+
+
+def test_offline_facts_are_those_of_the_file_as_it_is_and_a_copy_for_each_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "recipes" / "offline_facts.json"
+    file.parent.mkdir()
+    for layers in (2, 3):
+        file.write_text(json.dumps({"models": {"mine": {"config": {"rope": {}, "layers": layers}}}}))
+        for _ in range(2):
+            config = known_model("mine")["config"]
+            assert config == {"rope": {}, "layers": layers}
+            config["rope"]["theta"] = 1
+    assert known_model("another") is None
 
 
 @pytest.mark.parametrize("name", FACTS["models"])

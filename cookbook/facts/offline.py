@@ -1,10 +1,11 @@
 """Facts about models and data sets for use without the Hub, and a check that the Hub answers."""
 
+import copy
 import difflib
 import json
 import re
 import socket
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -18,7 +19,7 @@ FACTS = RECIPES / "offline_facts.json"
 
 def known_model(name: str) -> dict[str, Any] | None:
     """The entry of a model in offline_facts.json: `config`, `bos_token`, `eos_token`, `special_tokens`."""
-    return _facts()["models"].get(name)
+    return copy.deepcopy(_facts()["models"].get(name))  # a configuration changes what it is made of
 
 
 def nearest_models(name: str) -> str:
@@ -58,6 +59,11 @@ def hub_answers() -> bool:
 
 def _facts() -> dict[str, Any]:
     try:
-        return json.loads(Path(path_from_here(str(FACTS))).read_text(encoding="utf-8"))
+        return _parse(Path(path_from_here(str(FACTS))).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{FACTS}: cannot be read ({error})") from None
+
+
+@lru_cache(maxsize=1)
+def _parse(text: str) -> dict[str, Any]:
+    return json.loads(text)
