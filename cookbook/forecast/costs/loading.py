@@ -1,6 +1,6 @@
 """Host memory and disk of a machine, and the peak while a run starts and weights are read and sharded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from cookbook.config.strategy import Strategy
@@ -87,7 +87,7 @@ def _cut_as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
         (weight for weight in skeleton.weights if not weight.is_trained), key=lambda weight: _key(weight.name)
     )
     for weight in frozen:
-        stored, scales = resident([weight], inputs), constants(replace(skeleton, weights=(weight,)))
+        stored, scales = resident([weight], inputs), constants([weight])
         part = 0 if is_offloaded else stored // count
         read, made = inputs.low_bytes * weight.num_elements, 0
         if weight.is_quantized:  # a float32 scale for each 64, before these are quantized too
@@ -110,7 +110,7 @@ def _as_read(skeleton: Skeleton, inputs: CostInputs) -> int:
     """Bytes of the whole model and its adapter as loaded."""
     if inputs.strategy.kind == "fsdp1" or inputs.adapter is None:  # in one dtype; see `Engine.frozen_dtype`
         return FLOAT32 * sum(weight.num_elements for weight in skeleton.weights)
-    return resident(skeleton.weights, inputs) + constants(skeleton)
+    return resident(skeleton.weights, inputs) + constants(skeleton.weights)
 
 
 def checkpoints_on_host(inputs: CostInputs, skeleton: Skeleton, hidden: int, local: int) -> int:

@@ -187,7 +187,7 @@ def _states(key: WeightsKey, rank: int) -> States:
     name, engine = _engine(strategy)
     amounts, step = engine(own, inputs, within // mesh.tensor)
     amounts |= {"low": inputs.low_bytes, "sum": gradient_bytes(inputs)}
-    amounts |= {"constants": constants(own), "model": FLOAT32 * sum(own.buffers)}
+    amounts |= {"constants": constants(own.weights), "model": FLOAT32 * sum(own.buffers)}
     weights = "cpu" if strategy.fsdp is not None and strategy.fsdp.fsdp_offload_params else strategy.offload_param
     options = {f"weights on {weights or 'gpu'}", f"optimizer on {strategy.offload_optimizer or 'gpu'}"}
     keys = {name, *(f"{name}, {option}" for option in options)}
@@ -508,7 +508,7 @@ def _zero12(skeleton: Skeleton, inputs: CostInputs, rank: int) -> tuple[Amounts,
     sums_are_sharded = gradient_bytes(inputs) > low
     amounts = {
         "flats": sum(length for _, length in flats),
-        "frozen": resident(frozen, inputs) + constants(skeleton),
+        "frozen": resident(frozen, inputs) + constants(skeleton.weights),
         "parts": sum(parts),
         "accumulated": sum(parts) if sums_are_sharded else touched + padding,
         "state": inputs.optim.state_bytes(
@@ -762,12 +762,12 @@ def _stored_shape(weight: Weight, inputs: CostInputs) -> tuple[int, ...]:
     return (weight.num_elements // (2 * inputs.low_bytes), 1)
 
 
-def constants(skeleton: Skeleton) -> int:
+def constants(weights: Iterable[Weight]) -> int:
     """Bytes of replicated quantization constants: an 8-bit scale per block of 64 weights, a float32 scale per 256 of
     those, a float32 offset, and two tables of values (bitsandbytes 0.50, functional.py, quantize_4bit).
     """
     total = 0
-    for weight in skeleton.weights:
+    for weight in weights:
         if weight.is_quantized:
             blocks = math.ceil(weight.num_elements / 64)
             total += blocks + FLOAT32 * (math.ceil(blocks / 256) + 1 + 16 + 256)
