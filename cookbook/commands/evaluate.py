@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,8 +115,6 @@ def evaluate_model(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
 
     from transformers.utils import logging
 
-    # peft reads an attribute that transformers 5 renames.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     from cookbook.commands.shared.generation import check_folder, record_of
     from cookbook.run import stages
     from cookbook.run.publish.merged import rebuild_base

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -133,6 +134,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Imported by peft and transformers, it warns in each process without a GPU that a kernel could not be fetched.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # peft reads a property that transformers has renamed.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
 
 def has_torchao() -> bool:

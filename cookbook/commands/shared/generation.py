@@ -1,7 +1,6 @@
 """Opens a trained model and generates answers, which are printed as they come. Imports torch."""
 
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -163,9 +162,6 @@ def open_model(folder: Path) -> Generator:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # else transformers warns of each sampling setting that a greedy answer ignores
     has_adapter = is_adapter(folder)
-    if has_adapter:
-        # peft reads an attribute that transformers 5 renames.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         tokenizer = read_tokenizer(folder)
         base, _ = check_folder(folder, tokenizer)
