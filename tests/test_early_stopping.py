@@ -48,7 +48,21 @@ def test_the_loss_before_the_first_step_is_no_best():
     assert progress == Progress(eval_loss=0.1)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_no_best(loss: float):
+    progress = Progress(step=1, eval_loss=loss)
+    progress.judge(0.0)
+    assert (progress.best_rating, progress.best_step, progress.num_worse) == (None, None, 1)
+    progress.step, progress.eval_loss = 2, 9.0
+    progress.judge(0.0)
+    progress.step = 3
+    progress.judge(0.0)
+    assert (progress.best_rating, progress.best_step, progress.num_worse) == (9.0, 2, 1), (
+        "the first of two that are level"
+    )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 0.5])
 @pytest.mark.parametrize(
     "losses",
     [
@@ -57,8 +71,10 @@ def test_the_loss_before_the_first_step_is_no_best():
         [3.0, 3.1, 2.9, 3.0, 2.99, 2.0, 1.0],
         [3.0, float("nan"), 2.0, float("nan"), float("nan"), 1.0, 0.5],
         [5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.1],
+        [3.0, 3.0, 3.0, 2.0, 1.0, 0.5, 0.1],
+        [4.0, 3.5, 3.0, 2.5, 2.0, 1.0, 0.1],
     ],
-    ids=["bump", "slow", "worse", "nan", "falls"],
+    ids=["bump", "slow", "worse", "nan", "falls", "level", "by halves"],
 )
 def test_the_rule_is_that_of_transformers(losses: list[float], threshold: float):
     progress, ends = Progress(), None

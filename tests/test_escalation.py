@@ -4,7 +4,9 @@ python -m pytest -q tests/test_escalation.py
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -16,6 +18,7 @@ from cookbook.config.recipe import Recipe
 from cookbook.config.sections import BatchSection
 from cookbook.config.strategy import Strategy
 from cookbook.run import forecasts, shortage
+from cookbook.run import next_start as next_starts
 from cookbook.run.next_start import Start, next_start, smaller_batches, suggestion
 from cookbook.start.launchers import NOTE_FILE
 from cookbook.start.run_plan import load_pair, make_plan
@@ -182,8 +185,50 @@ def test_an_advice_names_the_recipe_that_ran_out(tmp_path, monkeypatch):
     path = recipe_with_a_row(tmp_path)
     start = start_of(path, "accelerate_configs/ddp.yaml", [])
     given = start.recipe, start.strategy, start.plan, str(path)
-    monkeypatch.setattr(forecasts, "first_change", lambda recipe, strategy, machines, name: f"for {name} on {machines}")
-    assert suggestion(*given).startswith(f"for {path} on Machines(")
+    monkeypatch.setattr(
+        forecasts, "first_change", lambda *given: f"for {[type(of).__name__ for of in given]} {given[3]}"
+    )
+    assert suggestion(*given) == f"for ['Recipe', 'Strategy', 'Machines', 'str'] {path}"
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_smaller_micro_batch_by_the_forecast_comes_before_another_strategy(tmp_path, monkeypatch, resumes):
+    """It is asked of the run's own machines, and goes on from a checkpoint if there is one."""
+    path, asked = recipe_with_a_row(tmp_path), []
+    start = start_of(path, "accelerate_configs/ddp.yaml", ["run.on_out_of_memory=next_strategy"])
+    monkeypatch.setattr(next_starts, "machines_of", lambda plan: f"machines of {plan.num_processes}")
+    monkeypatch.setattr(forecasts, "smaller_micro_batch", lambda *given: asked.append(given) or given[4][1])
+    new = next_start(start, start, {start.strategy.path}, resumes=resumes)
+    assert new is not None and new.words == "ddp with micro-batch 2"
+    assert new.recipe.run.resume == ("auto" if resumes else start.recipe.run.resume)
+    ((*given, batches),) = asked
+    assert given == [start.recipe, start.strategy, "machines of 2", str(path)]
+    assert [batch.micro_batch_size for batch in batches] == [4, 2, 1]
+
+
+@pytest.mark.parametrize(("key", "gpus"), [("smaller_micro_batch", 2), ("next_strategy", 0)])
+def test_another_strategy_is_tried_on_gpus_and_if_it_is_asked_for(tmp_path, monkeypatch, key, gpus):
+    start = start_of(
+        recipe_with_a_row(tmp_path), "accelerate_configs/ddp.yaml", [f"run.on_out_of_memory={key}"], num_gpus=gpus
+    )
+    monkeypatch.setattr(forecasts, "smaller_micro_batch", lambda *given: None)
+    assert next_start(start, start, {start.strategy.path}, resumes=True) is None
+
+
+def test_strategies_that_name_another_number_of_processes_are_not_tried(tmp_path, monkeypatch):
+    start, asked = (
+        start_of(recipe_with_a_row(tmp_path), "accelerate_configs/ddp.yaml", ["run.on_out_of_memory=next_strategy"]),
+        [],
+    )
+    known = [SimpleNamespace(path=name, num_processes=count) for name, count in (("a", None), ("b", 2), ("c", 4))]
+    monkeypatch.setattr(next_starts, "load_known", lambda: known)
+    monkeypatch.setattr(next_starts, "machines_of", lambda plan: "machines")
+    monkeypatch.setattr(forecasts, "smaller_micro_batch", lambda *given: None)
+    monkeypatch.setattr(forecasts, "next_strategy", lambda *given: asked.append(given))
+    assert next_start(start, start, set(), resumes=True) is None
+    ((*given, others, batches),) = asked
+    assert given == [start.recipe, start.strategy, "machines", start.recipe_name] and batches[0] == start.recipe.batch
+    assert [other.path for other in others] == ["a", "b"]
 
 
 def test_what_is_passed_on_is_the_same_run(tmp_path):
@@ -193,6 +238,18 @@ def test_what_is_passed_on_is_the_same_run(tmp_path):
     same = changed.recipe.model_copy(update={"batch": start.recipe.batch, "run": start.recipe.run})
     assert same == start.recipe
     assert changed.command.count("batch.micro_batch_size=2") == 1 and "batch.micro_batch_size=8" not in changed.command
+    spaced = start_of(
+        Path(start.recipe_name), start.strategy.path, ["batch.micro_batch_size =8", "run.output_dir=mine"]
+    )
+    tokens = BatchSection(global_batch_size=16, micro_batch_tokens=512)
+    others = replace(spaced, logs=tmp_path / "logs").change(spaced.strategy, tokens, resumes=False)
+    assert others.words == "ddp with micro-batch 512 tokens" and str(tmp_path / "logs") in others.command
+    assert sorted(text.partition("=")[0] for text in others.assignments) == [
+        "batch.micro_batch_tokens",
+        "run.output_dir",
+        "run.resume",
+    ]
+    assert others.recipe.run.output_dir == "mine" and others.recipe.run.resume == spaced.recipe.run.resume
 
 
 def test_the_first_process_that_ran_out_leaves_the_answer_to_the_launcher(tmp_path, monkeypatch):

@@ -227,6 +227,36 @@ def test_a_run_that_ends_early_says_why(metric: Any, rating: float | None, said:
     assert why(run) is None and over(run), "nor is that an early end"
 
 
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_what_an_export_needs_is_written_of_the_run(monkeypatch: pytest.MonkeyPatch, adapter: str | None):
+    """Buffers too, unless an adapter is trained; the metric that chooses is the plugin's."""
+    written: list[Any] = []
+    monkeypatch.setattr(
+        stages.model_folder, "write_model_files", lambda *words, **facts: written.append((words, facts))
+    )
+    monkeypatch.setattr(stages, "saved_buffers", lambda model: f"buffers of {model}")
+    monkeypatch.setattr(stages, "metrics", lambda: {"hits": "the metric"})
+    settings = SimpleNamespace(output_dir="out", metric_for_best_model=adapter and "hits", metrics=["hits"])
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(run=settings, model="section", adapter=adapter),
+        inputs=SimpleNamespace(base="base", new_tokens="tokens", head="head", config="config", tokenizer="tokenizer"),
+        made_from={"model": "digest"},
+        engine=SimpleNamespace(transformer=lambda: "the model"),
+    )
+    run.output_dir = Run.output_dir.fget(run)  # type: ignore[attr-defined]
+    Run.write_model_files(run)
+    ((words, facts),) = written
+    assert words == (Path("out"), "base", "section")
+    buffers = None if adapter else "buffers of the model"
+    assert facts == {
+        **{name: name for name in ("head", "config", "tokenizer", "digest")},
+        "new_tokens": "tokens",
+        "buffers": buffers,
+    }
+    best, all_of_them = (getattr(Run, name).fget(run) for name in ("metric_for_best", "metrics"))
+    assert best == (adapter and "the metric") and all_of_them == ["the metric"]
+
+
 def test_a_reference_is_a_number_for_each_target_or_for_each_sequence(monkeypatch: pytest.MonkeyPatch):
     is_label = np.array([0, 1, 1, 0, 0, 1], bool)
     tokens = TokenSet(ids=np.arange(6, dtype=np.int32), is_label=is_label, offsets=np.array([0, 3, 6]))
