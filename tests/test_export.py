@@ -4,6 +4,7 @@ python -m pytest -q tests/test_export.py
 """
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import json
@@ -896,6 +897,32 @@ def test_a_model_folder_says_where_its_model_is_from(tmp_path: Path, monkeypatch
         assert json.loads((run / "model/config.json").read_text())["vocab_size"] == config.vocab_size
         end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
         assert GenerationConfig.from_pretrained(run / "model").eos_token_id == end
+
+
+def test_a_base_is_rebuilt_with_the_rows_and_the_head_of_its_run(tmp_path: Path, monkeypatch):
+    from cookbook.training.models import first_head, grown
+
+    monkeypatch.setattr(merged, "read_tokenizer", lambda folder: f"tokenizer of {folder.name}")
+    monkeypatch.setattr(grown, "grown_folder", lambda *words, cache: f"grown {words} in {cache}")
+    monkeypatch.setattr(first_head, "scored_folder", lambda *words, seed, cache: f"scored {words} by {seed} in {cache}")
+    plain = base_model.Base("org/base", None, "d")
+    assert merged.rebuild_base("base", tmp_path, plain, cache=tmp_path) == "base"
+    rows: Any = dataclasses.replace(plain, new_tokens={"<a>": 7})
+    with_rows = f"grown {('base', f'tokenizer of {tmp_path.name}', {'<a>': 7})} in {tmp_path}"
+    assert merged.rebuild_base("base", tmp_path, rows, cache=tmp_path) == with_rows
+    scored: Any = dataclasses.replace(rows, head="head")
+    with_head = f"scored {(with_rows, 'head')} by 0 in {tmp_path}"
+    assert merged.rebuild_base("base", tmp_path, scored, cache=tmp_path) == with_head
+
+
+@pytest.mark.parametrize(("largest", "limit"), [(100.0, 1e-3), (0.1, 1e-5)])
+def test_logits_are_equal_within_a_share_of_the_largest(largest: float, limit: float):
+    reference = torch.tensor([0.0, -largest], dtype=torch.float64)
+    said = reopen._compare_logits(reference + 0.9 * limit, reference)
+    assert said == "logits equal to those of the checkpoint within 9e-06"
+    for other in (reference - 1.1 * limit, reference * torch.nan):
+        with pytest.raises(reopen.ExportDifference, match=r"its logits are (1.1e-05|nan) from those of the checkpoint"):
+            reopen._compare_logits(other, reference)
 
 
 # Memory.

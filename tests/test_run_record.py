@@ -25,7 +25,7 @@ from cookbook.training import metrics
 from cookbook.training.data.batches import Layout
 from cookbook.training.data.tokens import TokenSet
 
-SETTINGS = ["batch.global_batch_size=4", "batch.micro_batch_size=2", "data.max_length=8"]
+SETTINGS = ["batch.global_batch_size=4", "batch.micro_batch_size=2", "data.max_length=8", "run.monitor=false"]
 HARDWARE = {"gpu": "NVIDIA H100", "simulated": False}
 
 
@@ -426,7 +426,7 @@ def test_the_first_process_of_a_machine_watches_its_hardware(
     monkeypatch.setattr(services, "_tell_of_hang", lambda *words: hangs.append(words))
     monkeypatch.setattr(services.forecasts, "flop_counter", lambda run, notes: f"counter of {len(notes)}")
     monkeypatch.setattr(services.uuid, "uuid4", lambda: SimpleNamespace(hex="0123456789"))
-    run = run_of(tmp_path / "run", num_processes=8, num_local=2)
+    run = run_of(tmp_path / "run", "run.monitor=true", num_processes=8, num_local=2)
     run.engine.is_main, run.engine.world.rank, run.engine.world.local_rank = is_main, 4 + local_rank, local_rank
     run.engine.collectives.broadcast_text = lambda text: f"{text} of rank 0"
     run.engine.transformer = lambda: "the model"
@@ -437,7 +437,7 @@ def test_the_first_process_of_a_machine_watches_its_hardware(
     assert started.saver.attempt == "01234567 of rank 0"
     watch.tell("stuck", 5)
     assert hangs == [(started.log, "stuck", 5)]
-    without = run_of(tmp_path / "other", "run.monitor=false")
+    without = run_of(tmp_path / "other")
     monkeypatch.setattr(services, "Profile", lambda *words: None)
     services.start_services(without, [], [], watch, {})
     assert monitors == expected, "nobody asked"
