@@ -480,6 +480,17 @@ def test_results_by_sequence_add_up_over_ranks(num_ranks, limit, packing):
     assert whole.tolist() == [tokens.ids[a + 1 : b].sum() for a, b in itertools.pairwise(tokens.offsets)]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_sequences_of_one_length_keep_their_order_on_every_processor(num_ranks: int):
+    """Ranks that sorted them otherwise, as numpy's fastest way does by the processor, would leave some out."""
+    lengths = [2 + i * 7 % 3 for i in range(60)]
+    expected = sorted(range(60), key=lambda i: -lengths[i])
+    for rank in range(num_ranks):
+        layout = Layout(num_ranks=num_ranks, rank=rank, pad_id=PAD, micro_batch_size=4)
+        indices = [i for _, index in indexed_batches(token_set(lengths), layout) for i in index.tolist()]
+        assert indices == expected[rank::num_ranks]
+
+
 # Mixtures.
 
 

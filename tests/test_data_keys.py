@@ -14,7 +14,8 @@ from small_data import ROOT, make_tokenizer, marked, run_tokenize, write_lines
 
 from cookbook.config.objectives import Objective
 from cookbook.config.sections import DataSection, Source
-from cookbook.rows.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS
+from cookbook.rows.json_text import BadRow
+from cookbook.rows.messages import LOSS_MARKS, MEANT_KEYS, OTHER_ROLES, REASONING_KEYS, _check_call
 from cookbook.rows.row_columns import MEANT
 from cookbook.rows.row_kinds import kinds
 from cookbook.system.files import RecipeError
@@ -432,6 +433,18 @@ def test_a_key_of_messages_can_be_passed_over(tmp_path):
     row = {"messages": [USER | {"images": ["a"]}, said(weight=0.5)]}
     rows = read(tmp_path, row, ignore=["messages.images", "messages.weight"])
     assert rows.rows == [CHAT] and rows.unread == "passed over by data.ignore: messages.images, messages.weight"
+
+
+@pytest.mark.parametrize("beside", [None, "", "dig", "fill"])
+def test_a_call_that_is_named_beside_its_function_has_that_name_or_none(beside: str | None):
+    """As clients write it that fill each key of a call."""
+    function = {"name": "dig", "arguments": {"deep": 3}}
+    call = {"type": "function", "function": function}
+    if beside == "fill":
+        with pytest.raises(BadRow, match="it needs one name, and its arguments once"):
+            _check_call(call | {"name": beside})
+    else:
+        assert _check_call(call | {"name": beside}) == call
 
 
 @pytest.mark.parametrize("key", REASONING_KEYS)

@@ -332,6 +332,31 @@ def test_a_layer_with_a_state_is_found_by_what_it_does(monkeypatch: pytest.Monke
     assert stateful_layers(with_recurrence(monkeypatch)) == {Recurrent: False}
 
 
+class Told(torch.nn.Module):
+    """A layer whose kernel is told where samples begin."""
+
+    def forward(
+        self, states: Any, mask: Any = None, cu_seq_lens_q: Any = None, seq_idx: Any = None, **kwargs: Any
+    ) -> Any:
+        return states, mask, cu_seq_lens_q, seq_idx, kwargs
+
+
+def test_a_layer_whose_kernel_knows_of_samples_runs_once_and_is_told_where_each_begins():
+    """By the names that transformers has for it, and without keywords that its kernel may not take."""
+    model: Any = torch.nn.Sequential(Told())
+    keep_apart(model, {Told: True})
+    assert is_kept_apart(model) and not is_kept_apart(torch.nn.Sequential(Told()))
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    with mixers.packed_row((2, 3), offsets):
+        states, mask, begins, numbers, others = model[0]("states", mask="mask", unknown=1)
+    assert (states, mask, others) == ("states", "mask", {}) and begins is offsets
+    assert numbers.tolist() == [[0, 0, 1, 1, 1]] and numbers.dtype == torch.int32
+    with mixers.packed_row((5,), offsets[:2]):
+        assert model[0]("states", "mask", unknown=1) == ("states", "mask", None, None, {}), (
+            "one sample is no row of them"
+        )
+
+
 def test_a_type_with_a_state_of_which_no_layer_is_found_does_not_start(monkeypatch: pytest.MonkeyPatch):
     """As under a transformers that keeps the samples apart in a way that we do not know, or hides the layer."""
     config = config_of("lfm2")
