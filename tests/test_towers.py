@@ -24,7 +24,7 @@ from cookbook.run.publish.merged import write_merged
 from cookbook.run.publish.reopen import ExportDifference, reopen
 from cookbook.system.files import RecipeError
 from cookbook.training.checkpoint.tensors import as_weight
-from cookbook.training.checkpoint.tower import Tower
+from cookbook.training.checkpoint.tower import Tower, copy_processors
 from cookbook.training.checkpoint.write_model import write_model
 from cookbook.training.models import structure
 from cookbook.training.models.folder_facts import check_folder
@@ -308,6 +308,20 @@ def test_a_chat_template_that_only_the_processor_has_is_the_tokenizer_s(pair, tm
     assert load_tokenizer(str(tmp_path), None).chat_template is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": text}))
     assert load_tokenizer(str(tmp_path), None).chat_template == text
+
+
+def test_what_prepares_images_and_sound_goes_with_a_model(tmp_path: Path):
+    """Each of its files under its name, and nothing else of the folder."""
+    base, target = tmp_path / "base", tmp_path / "target"
+    base.mkdir()
+    target.mkdir()
+    names = ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+    for name in (*names, "config.json", "tokenizer.json"):
+        (base / name).write_text(json.dumps({"from": name}))
+    copy_processors(base, target)
+    assert sorted(path.name for path in target.iterdir()) == sorted(names)
+    assert all((target / name).read_bytes() == (base / name).read_bytes() for name in names)
+    assert json.loads((base / names[0]).read_text()) == {"from": names[0]}
 
 
 @pytest.mark.slow
