@@ -175,7 +175,7 @@ class Reached:
             places = places.union(*(self.of_file[file] for file in importers.get(site.file, ())))
         by_file: defaultdict[str, list[int]] = defaultdict(list)
         for place in sorted(places - self.long, key=self.cost):
-            by_file[self.tests[place].partition("::")[0]].append(place)
+            by_file[self.file_of(place)].append(place)
 
         def worth(file: str) -> float:
             return max(1 / self.num_blocks[place] / (0.1 + self.cost(place)) for place in by_file[file])
@@ -186,9 +186,15 @@ class Reached:
             [place for file in ordered for place in by_file[file]],
             sorted(places & self.long, key=self.cost),
         ]
-        names = [[self.tests[place] for place in batch] for batch in batches]
+        # With a file that is gone pytest would not start, which passes for a notice.
+        are_there = {file for file in by_file if (ROOT / file).is_file()}
+        are_there |= {file for file in map(self.file_of, places & self.long) if (ROOT / file).is_file()}
+        names = [[self.tests[place] for place in batch if self.file_of(place) in are_there] for batch in batches]
         names[1] = list(dict.fromkeys(name.partition("[")[0] for name in names[1]))
         return [batch for batch in (*names, files_that_name(site.file)) if batch]
+
+    def file_of(self, place: int) -> str:
+        return self.tests[place].partition("::")[0]
 
     def cost(self, place: int) -> float:
         return self.seconds[self.tests[place]]

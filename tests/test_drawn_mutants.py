@@ -166,3 +166,14 @@ def test_what_was_judged_equivalent_was_drawn_and_the_page_has_the_record():
     }
     assert equivalent_changes().keys() <= survivors
     assert page() in Path("CONTRIBUTING.md").read_text(encoding="utf-8"), "python tests/drawn_mutants.py page"
+
+
+def test_a_file_of_tests_that_is_gone_is_left_out_of_each_batch():
+    """With it pytest would not start, and that passes for a notice."""
+    tests = {f"tests/test_{name}.py::test": seconds for name, seconds in (("gone", 1), ("words", 1), ("lost", 99))}
+    file = "cookbook/run/spending.py"
+    site = drawn_mutants.Site(file, 1, "", 0, drawn_mutants.AT_IMPORT, "negate", (0, 1), ())
+    reached = drawn_mutants.Reached({"tests": tests, "files": {}, "blocks": {f"{file}:1": [0, 1, 2]}})
+    batches = reached.batches(site, "", {})
+    assert batches[:2] == [["tests/test_words.py::test"]] * 2 and len(batches) == 3
+    assert "tests/test_spending.py" in batches[2]
