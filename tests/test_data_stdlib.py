@@ -39,3 +39,13 @@ def test_train_and_test_share_no_row_and_are_all_of_them(library: Path):
     assert 0.02 < len(answers["test"]) / COUNT < 0.09  # 13 of 256
     (first,) = [answer for split in answers.values() for answer in split if answer.startswith("def f7(")]
     assert first == "def f7(x):\n    total = x + 7\n    return total * (1 + 0)"
+
+
+def test_a_folder_behind_a_link_is_read(library: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Some systems keep a part of the standard library elsewhere."""
+    stdlib._pairs.cache_clear()
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "few.py").write_text((library / "many.py").read_text().split("\n\n")[7].replace("f7", "behind"))
+    (library / "linked").symlink_to(elsewhere, target_is_directory=True)
+    requests = [row["messages"][0]["content"] for split in ("train", "test") for row in stdlib.load_stdlib(split)]
+    assert len(requests) == COUNT + 1 and "Write `def behind(x)`: Add the number 7 to x." in requests
