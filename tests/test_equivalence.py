@@ -46,10 +46,10 @@ def smaller_for(processes: int, micro_batch: int) -> dict[str, str]:
 
 
 def two_micro_batches(strategy: str) -> dict[str, str]:
-    """Micro-batches of which each sample's processes compute two a step: the fewest that accumulate, and under tensor
-    parallel each takes longer than a start.
+    """The size of which each process computes two in a step: the fewest that accumulate, since a tensor-parallel one of
+    a tiny model takes the same time whatever its size.
     """
-    same = math.prod(size for name, size in sizes_of(strategy).items() if "_dp_" not in name)  # of one sample
+    same = math.prod(size for name, size in sizes_of(strategy).items() if "_dp_" not in name)  # that share a sample
     return {"batch.micro_batch_size": str(16 * same // (2 * processes_of(strategy)))}
 
 
