@@ -121,6 +121,18 @@ def test_the_host_memory_of_an_offloaded_7b_by_hand(recipe: Recipe):
         assert 2 * total(shares(inputs), "host") == here, name
 
 
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    # Until something is trained, no gradient goes further back: of a layer's queries, keys, values, gate and up.
+    [(["q_proj"], 3), (["o_proj"], 3), (["gate_proj"], 5), (["down_proj"], 5), (None, 0)],
+)
+def test_matrices_whose_input_needs_no_gradient_by_hand(recipe: Recipe, targets: list[str] | None, count: int):
+    adapter = None if targets is None else AdapterSection(name="lora", rank=4, targets=targets)
+    config = find_config(recipe.model)[0]
+    sizes = sizes_of(config, skeleton(config, recipe.model_copy(update={"adapter": adapter})))
+    assert (sizes.first_matrices, sizes.column_matrices) == (count, 28 * 5)
+
+
 def test_the_first_update_under_ddp_has_its_gradients_twice(recipe: Recipe):
     """In float32 each of all parameters, in the old buckets and the new ones; without DDP there are no buckets."""
     model = skeleton(find_config(recipe.model)[0], recipe)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +33,7 @@ from cookbook.training.checkpoint import resume
 from cookbook.training.checkpoint.saver import Saver
 from cookbook.training.data.batches import collate
 from cookbook.training.data.tokens import TokenSet, join
-from cookbook.training.engine import Engine, engine_class
+from cookbook.training.engine import Engine, engine_class, fsdp2
 from cookbook.training.engine.fsdp import Fsdp
 from cookbook.training.engine.fsdp2 import Fsdp2
 from cookbook.training.engine.state import Piece
@@ -293,3 +295,12 @@ def test_fsdp2_gathers_as_bytes_just_the_weights_that_are_in_4_bits(is_quantized
     engine._wrap(model, torch.optim.SGD(model.parameters()))
     *_, dtype = collectives._get_all_gather_input_metadatas([[model.weight], [model.bias]])
     assert dtype == (torch.uint8 if is_quantized else torch.bfloat16)
+
+
+@pytest.mark.parametrize("asked", [torch.bfloat16, None])
+def test_gradients_are_reduced_as_the_key_asks_where_transformers_has_sharded_a_model(asked, monkeypatch):
+    engine, layer = Fsdp2.__new__(Fsdp2), SimpleNamespace(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    monkeypatch.setattr(fsdp2, "_groups", lambda model: [layer] if model == "model" else [])
+    monkeypatch.setattr(Fsdp2, "gradient_dtype", asked)
+    engine._reduce_in_gradient_dtype("model")
+    assert layer.mp_policy == MixedPrecisionPolicy(reduce_dtype=asked or torch.float32)
