@@ -6,13 +6,15 @@ pytest -m "slow or not slow" tests/test_equivalence.py      (make matrix also wr
 
 import json
 import math
+import os
 import sys
 from datetime import date
 
 import numpy as np
 import pytest
 
-from tests.curves import ADAMW, ROOT, SGD, Curve, Distance, Lab, distance, processes_of, sizes_of
+from tests import curves
+from tests.curves import ROOT, Curve, Distance, Lab, distance, processes_of, sizes_of
 from tests.experts import needs_experts
 from tests.turns import others_by_turn
 
@@ -22,6 +24,10 @@ DISTRIBUTED = [name for name in STRATEGIES if name != "single" and not needs_exp
 LONG = ("zero3_nvme", "fsdp2_tp", "hsdp_tp", "pp_tp_fsdp2")
 ALL = [pytest.param(name, marks=pytest.mark.slow if name in LONG else pytest.mark.core) for name in DISTRIBUTED]
 ADAMW_OFTEN = ("ddp", "fsdp1", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload")
+
+# An epoch with its short last window, and three steps of the next; `make matrix` computes 20.
+STEPS = {} if "CURVES" in os.environ else {"run.max_steps": "10"}
+SGD, ADAMW = curves.SGD | STEPS, curves.ADAMW | STEPS
 
 # Measured differences are below 6e-7 and 2e-7 with SGD; the limits are those of the project's promise.
 SGD_LOSS, SGD_NORM = 2e-6, 1e-6
@@ -73,12 +79,12 @@ def test_every_strategy_file_is_in_the_matrix():
 @pytest.mark.parametrize("strategy", ALL)
 def test_sgd_with_clipping_and_tied_embeddings_gives_the_curve_of_one_process(lab: Lab, strategy: str):
     processes = processes_of(strategy)
-    settings = settings_for(strategy, two_micro_batches(strategy))
+    settings = settings_for(strategy, SGD | two_micro_batches(strategy))
     curve = lab.run(strategy, settings, processes=processes, launched=True)
     apart = record_matrix(lab, strategy, "sgd", curve, lab.run("single", settings_for(strategy, SGD)))
     assert curve.record["strategy"]["processes"] == processes
     clipped = [line for line in curve.steps if line["grad_norm"] > 1.0]
-    assert len(clipped) >= 5, "this case is meant to clip"
+    assert len(clipped) >= len(curve.steps) / 4, "this case is meant to clip"
     assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
 
 
@@ -134,7 +140,7 @@ def test_zero3_gives_the_same_curve_when_every_parameter_is_released_after_use(l
 
 def test_a_second_copy_of_the_weights_that_outlives_the_update_leaves_the_curve(lab: Lab):
     """Two machines of two processes, each with a copy that all gathers but the first of a step read."""
-    settings, mistake = smaller_for(4, 2), "second_copy_outlives_the_update"
+    settings, mistake = SGD | smaller_for(4, 2), "second_copy_outlives_the_update"
     wrong = lab.run("zero3_hpz", settings, processes=4, sabotage=mistake)
     assert wrong.record["strategy"]["processes that share a second copy of the weights"] == 2
     assert distance(wrong, lab.run("single", SGD)).loss > 100 * SGD_LOSS
@@ -143,7 +149,7 @@ def test_a_second_copy_of_the_weights_that_outlives_the_update_leaves_the_curve(
 @pytest.mark.slow
 def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_whole_parameters(lab: Lab):
     """Qwen3's norms of queries and keys: summed again with each micro-batch, they were off by 9e-3."""
-    settings = {"model.from_scratch.model_type": "qwen3"}
+    settings = SGD | {"model.from_scratch.model_type": "qwen3"}
     apart = distance(lab.run("tp", settings, processes=2), lab.run("single", settings))
     assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
@@ -151,7 +157,7 @@ def test_tensor_parallel_accumulates_right_where_transformers_sums_gradients_of_
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", ["8", "1"])
 def test_the_micro_batch_size_does_not_change_the_curve(lab: Lab, micro_batch_size: str):
-    curve = lab.run("single", {"batch.micro_batch_size": micro_batch_size})
+    curve = lab.run("single", SGD | {"batch.micro_batch_size": micro_batch_size})
     apart = distance(curve, lab.run("single", SGD))
     assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM, apart
 
@@ -172,7 +178,7 @@ def test_gradient_checkpointing_does_not_change_the_curve(lab: Lab, strategy: st
 @pytest.mark.parametrize("strategy", ["single", *others_by_turn(DISTRIBUTED, ["fsdp2", "zero3"])])
 def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
     processes = processes_of(strategy)
-    model = settings_for(strategy, {"model.from_scratch.num_hidden_layers": "3"})
+    model = settings_for(strategy, SGD | {"model.from_scratch.num_hidden_layers": "3"})
     settings = model | smaller_for(processes, 2) | {"mixed_precision": "bf16"}
     apart = distance(curve := lab.run(strategy, settings, processes=processes), lab.run("single", model))
     assert 1e-5 < apart.loss < 5e-3 and apart.norm < 2e-2, apart
@@ -180,7 +186,7 @@ def test_bf16_stays_in_a_band_around_the_float32_curve(lab: Lab, strategy: str):
 
 
 def test_a_longer_run_in_float32_really_learns(lab: Lab):
-    steps = lab.run("single", SGD).steps
+    steps = lab.run("single", curves.SGD).steps
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
 
 
@@ -203,14 +209,14 @@ def test_a_schedule_that_advances_per_process_leaves_the_curve(lab: Lab):
 
 
 def test_a_clip_value_that_does_not_reach_the_engine_is_refused(lab: Lab):
-    settings = {"optim.max_grad_norm": "0.5"}
+    settings = SGD | {"optim.max_grad_norm": "0.5"}
     folder, output = lab.attempt("zero2", settings, processes=2, sabotage="clip_not_handed_over")
     assert (folder / "exit_code").read_text() != "0"
     assert "clipping: asked for 0.5, found 1.0" in output
 
 
 def test_a_clip_value_that_does_not_reach_the_engine_would_leave_the_curve(lab: Lab):
-    settings = {"optim.max_grad_norm": "0.5"}
+    settings = SGD | {"optim.max_grad_norm": "0.5"}
     wrong = lab.run("zero2", settings, processes=2, sabotage="clip_not_handed_over_and_unchecked")
     assert distance(wrong, lab.run("single", settings)).loss > 100 * SGD_LOSS
 
@@ -261,7 +267,7 @@ def test_the_saved_model_has_the_held_out_loss_of_the_run(lab: Lab, strategy: st
     if strategy == "single":
         curve = lab.run(strategy, SGD)
     else:
-        curve = lab.run(strategy, two_micro_batches(strategy), processes=processes_of(strategy), launched=True)
+        curve = lab.run(strategy, SGD | two_micro_batches(strategy), processes=processes_of(strategy), launched=True)
     model = AutoModelForCausalLM.from_pretrained(curve.folder / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(curve.folder / "export")
     found_loss, count = lab.held_out_loss(model, tokenizer)

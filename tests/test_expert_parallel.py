@@ -24,7 +24,7 @@ from cookbook.system.hardware import parse_machines
 from cookbook.training.models.structure import not_served
 from tests.curves import ROOT, Curve, Lab, distance
 from tests.experts import experts
-from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, SGD_LOSS, SGD_NORM
+from tests.test_equivalence import ADAMW_LOSS, ADAMW_NORM, SGD_LOSS, SGD_NORM, STEPS
 from tests.test_equivalence_features import preferences
 from tests.test_forecast_speed import messages_of_step_3
 
@@ -36,11 +36,12 @@ SLOW, THOROUGH = pytest.mark.slow, [pytest.mark.slow, pytest.mark.thorough]
 
 @pytest.mark.core
 def test_with_clipping_and_a_tied_embedding_the_curve_is_that_of_one_process(lab: Lab):
-    model = experts(lab)
+    model = experts(lab) | STEPS
     curve = lab.run("fsdp2_ep", model | FOUR, processes=4, launched=True)
     apart = distance(curve, lab.run("single", model))
     assert curve.record["strategy"]["experts of this process"] == [True, 3]
-    assert len([line for line in curve.steps if line["grad_norm"] > 1.0]) >= 5, "this case is meant to clip"
+    clipped = [line for line in curve.steps if line["grad_norm"] > 1.0]
+    assert len(clipped) >= len(curve.steps) / 4, "this case is meant to clip"
     assert apart.loss < SGD_LOSS and apart.norm < SGD_NORM and apart.weight < 1e-6, apart
 
 
@@ -131,7 +132,7 @@ def test_two_processes_may_have_half_of_the_experts_each(lab: Lab):
     ],
 )
 def test_a_mistake_leaves_the_curve(lab: Lab, mistake: str):
-    model = experts(lab)
+    model = experts(lab) | STEPS
     apart = distance(lab.run("fsdp2_ep", model | FOUR, sabotage=mistake), lab.run("single", model))
     assert apart.loss > 100 * SGD_LOSS or apart.norm > 100 * SGD_NORM, apart
 

@@ -42,15 +42,23 @@ LIBRARIES = (
     "torch.distributed.tensor",
     "transformers.models.llama.modeling_llama",
     "transformers.trainer_utils",
-    "accelerate",
+    "torch.distributed.run",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "accelerate.commands.launch",
     "datasets",
-    "deepspeed",
+    "deepspeed.launcher.runner",
+    "deepspeed.module_inject.auto_ep_layer",  # which each of its engines imports, with experts or without
+    "deepspeed.runtime.superoffload.superoffload_stage3",  # as each ZeRO-3 does
     "setuptools",  # DeepSpeed compiles a line with it at each start
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports at its start, and which imports torch's compiler
     "peft",
+    "rich.console",
+    "rich.table",
 )
 OURS = (
     "train",
+    "cookbook.run.measures",
+    "cookbook.run.services",
     "cookbook.run.stages",
     "cookbook.forecast.ranking",
     "cookbook.run.publish.export_folder",
