@@ -63,7 +63,7 @@ class Setup:
     decay_steps: int = 0
     least: float = 0.0
     """The rate at which a decay ends."""
-    steps: int = 20
+    steps: int = 12
     adapter: Path | None = None
     """peft's folder with the first weights of a LoRA."""
     dropout: float = 0.0

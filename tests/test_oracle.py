@@ -256,7 +256,9 @@ def settings_of(setup: Setup, case: dict[str, Any]) -> dict[str, str]:
         "objective": objective,
         "optim": optim | {"max_grad_norm": setup.clip},
         "schedule": schedule,
-        "batch": {"global_batch_size": NUM_ROWS * (GROUP if setup.objective == "grpo" else 1), "micro_batch_size": 2},
+        "batch": {"global_batch_size": NUM_ROWS * GROUP, "micro_batch_size": 4}  # of groups, some cut by a micro-batch
+        if setup.objective == "grpo"
+        else {"global_batch_size": NUM_ROWS, "micro_batch_size": 2},
     }
     if "adapter" in case:
         sections["adapter"] = {"name": "lora", "rank": 4, "alpha": 8, "dropout": setup.dropout}
