@@ -150,8 +150,13 @@ def _of_file(nodes: list[ast.AST], own: set[str], called: set[str]) -> Iterator[
 
 def _path(node: ast.Attribute, imported: dict[str, str]) -> str:
     """The whole name of what is read from a module of a library; nothing for what is read from an object."""
-    root, _, rest = ast.unparse(node).partition(".")
-    module = imported.get(root, root if root in LIBRARIES else "")
+    value: ast.AST = node
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    if not isinstance(value, ast.Name):
+        return ""
+    rest = ast.unparse(node).partition(".")[2]
+    module = imported.get(value.id, value.id if value.id in LIBRARIES else "")
     is_known = bool(module) and rest.replace(".", "").isidentifier()
     return f"{module}.{rest}" if is_known and (is_module(module) or isinstance(node.ctx, ast.Store)) else ""
 
@@ -169,16 +174,21 @@ def _place_of_code(path: str) -> str:
 
 def _is_theirs(node: ast.Attribute, own: set[str]) -> bool:
     """False for names of this project, and for `os._exit` and `_asdict` of a named tuple, which Python documents."""
-    is_of_python = ast.unparse(node.value) in sys.stdlib_module_names or hasattr(Place, node.attr)
-    return _is_private(node.attr) and node.attr not in own and not is_of_python
+    if not _is_private(node.attr) or node.attr in own:
+        return False
+    return not hasattr(Place, node.attr) and ast.unparse(node.value) not in sys.stdlib_module_names
 
 
 def _called(nodes: list[ast.AST]) -> Iterator[str]:
     """Names that are read from objects, and those that torch promises to call."""
     yield from ("forward", "backward")
     for node in nodes:
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "super()":
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Call) and _is_super(node.value.func)):
             yield node.attr
+
+
+def _is_super(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "super"
 
 
 def _sides(node: ast.Compare) -> list[ast.expr]:

@@ -40,13 +40,17 @@ def words_of(code: str, *, is_check: bool = False) -> list[str]:
     return words
 
 
+def is_participle(name: str) -> bool:
+    return PARTICIPLE.fullmatch(name.strip("_").lower()) is not None
+
+
 def participles_in(code: str) -> list[str]:
     """The functions and types whose whole name is a participle. Properties may be, as `sent` bytes."""
     return [
         node.name
         for node in ast.walk(ast.parse(code))
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and PARTICIPLE.fullmatch(node.name.strip("_").lower())
+        and is_participle(node.name)
         and not any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list)
     ]
 
@@ -68,7 +72,10 @@ def test_no_word_says_nothing():
 def test_no_function_or_type_is_a_participle():
     paths = sorted((ROOT / "cookbook").rglob("*.py"))
     assert len(paths) > 250
-    names = {str(path.relative_to(ROOT)): kept for path in paths if (kept := participles_in(path.read_text("utf-8")))}
+    codes = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
+    defined = re.compile(r"(?:def|class) _*(\w+)", re.ASCII)
+    may_be = {name: code for name, code in codes.items() if any(map(is_participle, defined.findall(code)))}
+    names = {name: words for name, code in may_be.items() if (words := participles_in(code))}
     assert not names, f"functions that are no verbs, and types that are no nouns: {names}"
 
 
