@@ -40,7 +40,7 @@ def settings_for(strategy: str, precision: str, packing: bool) -> dict[str, str]
     return settings | (NVME_MODEL if strategy == "zero3_nvme" else {})
 
 
-OFTEN = ("ddp", "fsdp2", "pp", "zero2", "zero3")
+OFTEN = ("fsdp2", "pp", "zero3")
 
 
 def cases() -> list:

@@ -46,16 +46,16 @@ def test_fragments_are_worth_a_word_where_they_are_a_large_share():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(("unallocated", "is_told"), [("17.00", True), ("1.00", False)])
-def test_the_report_of_a_shortage_names_a_large_share_of_fragments(unallocated, is_told, tmp_path, monkeypatch, capsys):
+def test_the_report_of_a_shortage_names_a_large_share_of_fragments(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shortage, "REPORT_SECONDS", 0)
     monkeypatch.setattr(shortage.signals, "stop_deferring", lambda **_: None)  # of this process
     write_chats(tmp_path / "rows.jsonl", 2)
     start = start_of(write_recipe(tmp_path, tmp_path / "rows.jsonl"), "accelerate_configs/fsdp2.yaml", [])
-    error = torch.OutOfMemoryError(FULL.format("60.00", unallocated))
-    assert shortage.end_run(error, start.recipe, start.strategy, start.plan, start.recipe_name, []) == 1
-    told = capsys.readouterr().err
-    assert ("17.0 GiB lie in fragments: PYTORCH_ALLOC_CONF=" in told) is is_told and "Next: " in told
+    for unallocated, is_told in (("17.00", True), ("1.00", False)):
+        error = torch.OutOfMemoryError(FULL.format("60.00", unallocated))
+        assert shortage.end_run(error, start.recipe, start.strategy, start.plan, start.recipe_name, []) == 1
+        told = capsys.readouterr().err
+        assert ("17.0 GiB lie in fragments: PYTORCH_ALLOC_CONF=" in told) is is_told and "Next: " in told
 
 
 def test_expandable_segments_are_advice_only_where_a_run_has_none():
