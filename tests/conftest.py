@@ -333,7 +333,7 @@ def book(shared_book, tmp_path, monkeypatch) -> Book:
     Strategies are without their comments: then a line number in a test does not depend on them.
     """
     for name in ("accelerate_configs", "ds_configs"):
-        shutil.copytree(shared_book / name, tmp_path / name)
+        (tmp_path / name).symlink_to(shared_book / name)
     (tmp_path / "recipes").mkdir()
     for path in (shared_book / "recipes").iterdir():
         if path.is_dir():
