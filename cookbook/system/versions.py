@@ -34,6 +34,7 @@ def mistakes() -> list[str]:
     return []
 
 
+@functools.cache
 def tested_versions() -> list[dict[str, str | None]]:
     """Sets of versions that were tested, the pins first."""
     pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", "\n".join(requirements())))
