@@ -57,11 +57,8 @@ def need_package(name: str) -> None:
 @cache
 def lacked_types() -> dict[str, str]:
     """Model types that the installed transformers lacks, each with the version that it was measured with."""
-    others = {
-        name: facts.transformers
-        for name, facts in TYPES.items()
-        if facts.transformers not in (None, metadata.version("transformers"))
-    }
+    here = metadata.version("transformers")
+    others = {name: facts.transformers for name, facts in TYPES.items() if facts.transformers not in (None, here)}
     if not others:
         return {}
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
