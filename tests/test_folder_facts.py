@@ -336,6 +336,23 @@ def test_nor_does_one_whose_configuration_has_other_keys(name: str, key: str):
     assert "99 experts for each token, of " in _check_router(config, "model")[0]
 
 
+def test_key_heads_divide_the_query_heads(tmp_path: Path):
+    """transformers builds the model, and fails in its attention."""
+    config = LlamaConfig(**SIZES | {"num_attention_heads": 4}, vocab_size=384, num_key_value_heads=3)
+    with pytest.raises(RuntimeError, match="size"):
+        LlamaForCausalLM(config)(torch.zeros(1, 5, dtype=torch.long))
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="has 4 query heads, and 3 key heads do not divide them"):
+        load_config(str(tmp_path), 64)
+
+
+def test_a_weight_without_elements_is_named_before_anything_is_divided_by_it(tmp_path: Path, capsys):
+    LlamaConfig(**SIZES, vocab_size=0).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--gpus", "1xH100", "--length", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "model.embed_tokens.weight is 0 x " in said and "correct its sizes" in said
+
+
 def mixtral(folder: Path, **keys: int) -> MixtralConfig:
     config = MixtralConfig(**SIZES, vocab_size=384, num_local_experts=4, **keys)
     MixtralForCausalLM(config).save_pretrained(folder)

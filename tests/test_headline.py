@@ -11,7 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+from transformers import LlamaForCausalLM
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
@@ -76,6 +78,38 @@ def test_weights_that_no_run_can_train_are_named_beside_the_answer(capsys, tmp_p
             said = " ".join(" ".join(answer(capsys, str(tmp_path / name), "--length", "64", *words)).split())
             assert ("its weights are quantized (fp8), which cannot be trained; name" in said) == (name == "fp8")
             assert "YES" in said or "--json" in words
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization", {"group_size": 64, "bits": 4}),  # of mlx-lm
+        ("compression_config", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+        ("quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),  # of early transformers
+    ],
+)
+def test_nor_is_it_passed_over_by_a_name_that_transformers_does_not_read(key: str, value: dict, capsys, tmp_path):
+    values = tiny_config("llama").to_dict() | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    said = " ".join(" ".join(answer(capsys, str(tmp_path), "--length", "64", "--gpus", "1xH100")).split())
+    assert f"its weights are quantized ({key}" in said and "which cannot be trained; name" in said
+
+
+def test_a_dynamic_rotary_embedding_is_forecast_as_the_default_one_whose_frequencies_it_has(capsys, tmp_path):
+    """Up to the length for which it was made; a longer one is refused."""
+    said = {}
+    for kind in ("default", "dynamic"):
+        rope = {"rope_type": kind, "rope_theta": 1e4} | ({"factor": 2.0} if kind == "dynamic" else {})
+        config = tiny_config("llama")
+        config.rope_parameters = rope
+        config.save_pretrained(tmp_path / kind)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            said[kind] = LlamaForCausalLM(config)(torch.arange(64)[None] % 7).logits
+    assert torch.equal(said["default"], said["dynamic"])
+    words = ("--length", "64", "--gpus", "1xH100", "--strategy", "single")
+    plain, dynamic = (answer(capsys, str(tmp_path / kind), *words) for kind in ("default", "dynamic"))
+    assert dynamic[:3] == plain[:3] and "YES" in plain[0]
 
 
 def test_the_answer_is_four_lines_and_fits_a_terminal(capsys, monkeypatch):

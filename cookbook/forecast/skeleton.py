@@ -52,6 +52,9 @@ def skeleton(config: PreTrainedConfig, recipe: Recipe) -> Skeleton:
     parts = _parts(model, first, last)
     weights, kind_of = [], kinds(model)
     for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            shape = " x ".join(map(str, parameter.shape))
+            raise RecipeError(f"model {config.model_type}: by its configuration {name} is {shape}; correct its sizes")
         owner = name.rpartition(".")[0]
         layer = next((number for number, prefix in enumerate(layers) if name.startswith(prefix)), None)
         weights.append(

@@ -199,6 +199,8 @@ def _fake_model(
         with _set_to(torch.set_default_dtype, dtype, before=torch.get_default_dtype()):
             # from_config would be collective in a run under ZeRO-3.
             model = empty_model(config)
+        for module in model.modules():
+            _keep_frequencies(module)
         add_loss(model)
         if adapter is not None:
             inject(model, adapter, new_rows(config, recipe))
@@ -212,6 +214,17 @@ def _fake_model(
     if recipe.model.gradient_checkpointing:
         save_activations(model, selective=recipe.model.recompute == "selective")
     return model.train()
+
+
+def _keep_frequencies(module: Any) -> None:
+    """Leave out the comparison by which a dynamic rotary embedding asks the values of positions, which a trace lacks:
+    up to the length for which it was made, and a longer one is refused, its frequencies stay.
+    """
+    of_layers = getattr(module, "rope_type", None)
+    if isinstance(of_layers, dict):
+        module.rope_type = {layer: "default" if "dynamic" in kind else kind for layer, kind in of_layers.items()}
+    elif isinstance(of_layers, str) and "dynamic" in of_layers:
+        module.rope_type = "default"
 
 
 def _flash_makes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,10 +166,13 @@ def comparison_notes(config: PreTrainedConfig) -> list[str]:
 
 def quantized_weights(config: PreTrainedConfig) -> str | None:
     """The reason why weights that a configuration calls quantized cannot be trained; None of others."""
-    if (quantized := getattr(config, "quantization_config", None)) is None:
-        return None
-    how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
-    return f"its weights are quantized ({how}), which cannot be trained; {NOT_QUANTIZED}"
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        return f"its weights are quantized ({how or 'quantization_config'}), which cannot be trained; {NOT_QUANTIZED}"
+    for key, value in vars(config).items():  # `quantization` of MLX, and others that transformers keeps unread
+        if isinstance(value, dict) and ("quant" in key or "quant_method" in value):
+            return f"its weights are quantized ({key} of config.json), which cannot be trained; {NOT_QUANTIZED}"
+    return None
 
 
 def why_not_trained(config: PreTrainedConfig, max_length: int, place: str) -> list[str]:
@@ -180,7 +183,7 @@ def why_not_trained(config: PreTrainedConfig, max_length: int, place: str) -> li
     """
     if (problem := not_served(config)) is not None:
         return [f"{place}: {problem}"]
-    return [*_check_positions(config, max_length), *_check_router(config, place)]
+    return [*_check_positions(config, max_length), *_check_router(config, place), *_check_heads(config, place)]
 
 
 def _check_positions(config: PreTrainedConfig, max_length: int) -> list[str]:
@@ -214,6 +217,13 @@ def _check_router(config: PreTrainedConfig, place: str) -> list[str]:
     count, taken = num_experts(config), size_of_experts(config, EXPERTS_OF_A_TOKEN) or 0
     if count > 1 and taken > count:
         return [f"{place}: config.json has {taken} experts for each token, of {count} in a layer; correct it"]
+    return []
+
+
+def _check_heads(config: PreTrainedConfig, place: str) -> list[str]:
+    heads, keys = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):  # lists differ by the layer
+        return [f"{place}: config.json has {heads} query heads, and {keys} key heads do not divide them; correct it"]
     return []
 
 
