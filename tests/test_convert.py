@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -2041,6 +2042,64 @@ def test_words_that_set_a_key_behind_a_file_come_before_it(folder, capsys, comma
     assert recipe["optim"]["learning_rate"] == 3e-5 and recipe["batch"]["global_batch_size"] == batch
     assert convert(f"{command.replace('3e-5', 'fast')}\n", name="bad.sh") == 0
     assert re.search(r"bad\.sh:1: (optimizer\.lr|learning_rate) is 'fast'", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--nnodes 3 --nproc_per_node 4", "--nnodes=2:2 --nproc-per-node=4", "--nproc_per_node 4", "--nnodes 3"]
+)
+def test_processes_of_torchrun_are_those_of_all_machines(folder, capsys, flags):
+    """By torchrun's own reading of its flags; two numbers of machines, or none of processes, leave the number open."""
+    from torch.distributed.run import config_from_args, parse_args
+
+    launched, _, _ = config_from_args(parse_args([*flags.split(), "sft.py"]))
+    recipe = recipe_of_script(f"torchrun {flags} sft.py --model_name_or_path m --dataset_name d --max_steps 3\n")
+    is_open = ":" in flags or "nproc" not in flags
+    count = 1 if is_open else launched.nproc_per_node * launched.max_nodes
+    assert recipe["batch"]["global_batch_size"] == count * recipe["batch"]["micro_batch_size"]
+    said = capsys.readouterr().out
+    assert ("the file has no number of GPUs" in said) == is_open
+    assert ("--nnodes of the launcher: not read" in said) == (is_open and "nnodes" in flags)
+
+
+@pytest.mark.parametrize("include", ["h:0,1,2", "a:1,0@b:0,3", "a@b:0,3", "a:2"])
+def test_so_are_those_that_deepspeed_includes(folder, capsys, include):
+    """By DeepSpeed's own reading; a machine without places has as many as a file elsewhere says."""
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    pool = dict.fromkeys("hab", 5)
+    count = sum(map(len, parse_inclusion_exclusion(pool, include, "").values()))
+    flags = "--model_name_or_path m --dataset_name d --max_steps 3"
+    recipe = recipe_of_script(f"deepspeed --include {include} sft.py {flags}\n")
+    is_open = include == "a@b:0,3"
+    assert recipe["batch"]["global_batch_size"] == (1 if is_open else count) * recipe["batch"]["micro_batch_size"]
+    assert ("--include of the launcher: not read" in capsys.readouterr().out) == is_open
+
+
+@pytest.mark.parametrize("word", ["a #1 b", "key: value", "- a", "2026-01-31", "1:30", "010", "&a", "!x", "[a", "0x1f"])
+def test_a_word_of_a_command_is_the_text_that_argparse_reads(folder, word):
+    """YAML reads a comment, an object, a list, a day, 90, 8, an anchor and a tag."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=str)
+    flags = (
+        f"--model_name_or_path m --dataset_name d --max_steps 3 --learning_rate 2e-5 --output_dir {shlex.quote(word)}"
+    )
+    recipe = recipe_of_script(f"python sft.py {flags}\n")
+    assert recipe["run"]["output_dir"] == parser.parse_args(["--run", word]).run
+    assert recipe["optim"]["learning_rate"] == 2e-5 and recipe["run"]["max_steps"] == 3
+
+
+def test_saving_by_steps_without_their_number_is_as_often_as_transformers_does(folder, capsys):
+    """`save_steps` is 500 there; an evaluation's number follows from that of the log, so it is left to the user."""
+    from transformers import TrainingArguments
+
+    theirs = TrainingArguments.__dataclass_fields__["save_steps"].default
+    assert recipe_of(TRL + "save_strategy: steps\n")["run"]["save_every_steps"] == theirs
+    assert recipe_of(TRL + "save_strategy: steps\nsave_steps: 70\n")["run"]["save_every_steps"] == 70
+    capsys.readouterr()
+    assert "eval_every_steps" not in recipe_of(TRL.replace("eval_steps: 100\n", ""))["run"]
+    assert "eval_strategy is 'steps': write " in capsys.readouterr().out
 
 
 def test_a_command_with_a_file_alone_is_that_file(folder, capsys):

@@ -221,6 +221,19 @@ for _kind_of_scalar, _pattern, _first in (
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^([yYnN]|0o[0-7]+)$"), list("yYnN0"))
 
 
+def value_of_word(text: str) -> Any:
+    """The number, truth or null that a word of a command is; a list or an object in brackets; else the text as it is,
+    a `#` and a `: ` in it too.
+    """
+    loader = _StrictLoader(text if text.startswith(("[", "{")) else "")
+    try:
+        if (node := loader.get_single_node()) is None:
+            node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError, ValueError):  # int() reads 4,300 digits
+        return text
+
+
 def dump_yaml(values: dict[str, Any]) -> str:
     """YAML text that `read_document` reads back to equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,6 +1,7 @@
 """Input in the place of a file of settings: a command, a program, pickled arguments, a folder."""
 
 import ast
+import math
 import operator
 import re
 import shlex
@@ -10,9 +11,7 @@ from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from cookbook.system.files import Document, KeyPath, RecipeError, read_document
+from cookbook.system.files import Document, KeyPath, RecipeError, read_document, value_of_word
 
 SETTINGS = (".yaml", ".yml", ".json")
 SHELL = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".pbs", ".lsf")
@@ -20,8 +19,8 @@ ARGUMENTS = (
     "a program is not run, and a pickle never opened: put `print(args.to_json_string())` before `trainer.train()`, run"
     " it, and convert what it prints, as a .json file"
 )
-PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
-"""Flags of accelerate's, torchrun's and DeepSpeed's launchers."""
+OF_MACHINE, MACHINES = ("nproc_per_node", "num_gpus"), ("nnodes", "num_nodes")
+"""Flags of torchrun's and DeepSpeed's launchers; accelerate's `num_processes` are those of all machines."""
 CONFIGS = ("config", "config_file")
 MAX_FILES = 8
 """Files of a folder that are named."""
@@ -84,15 +83,32 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
             documents.append(read_document(beside, takes_last=True))
         else:
             notes.append(f"--config_file {config} of the launcher: no such file; give it to `convert` beside this one")
-    counts = (command.launcher[flag] for flag in PROCESSES if type(command.launcher.get(flag)) is int)
-    if unread := [f"--{flag}" for flag in command.launcher if flag not in (*PROCESSES, "config_file")]:
+    processes, read = _count_processes(command.launcher)
+    if unread := [f"--{flag}" for flag in command.launcher if flag not in (*read, "config_file")]:
         notes.append(
             f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
             " of docs/several_machines.md has machines and addresses"
         )
     notes += [f"{path}: {word}: what it has is not in the script" for word in command.open]
     notes += [f"{path}:{line}: {other}: another command, not read" for line, other in command.others]
-    return Settings(documents, next(counts, None), notes, command.program)
+    return Settings(documents, processes, notes, command.program)
+
+
+def _count_processes(launcher: dict[str, Any]) -> tuple[int | None, list[str]]:
+    """The processes on all machines that a launcher's flags start, and the flags that tell; None if they leave it open,
+    as a variable does."""
+    if type(total := launcher.get("num_processes")) is int:
+        return total, ["num_processes"]
+    of_machine = next((flag for flag in OF_MACHINE if flag in launcher), None)
+    if of_machine is None and "include" in launcher:
+        slots = [host.partition(":")[2] for host in str(launcher["include"]).split("@")]  # `host:0,1@other:0,1`
+        known = all(re.fullmatch(r"\d+(,\d+)*", places) for places in slots)
+        return (sum(len(places.split(",")) for places in slots), ["include"]) if known else (None, [])
+    machines = next((flag for flag in MACHINES if flag in launcher), None)
+    counts = [launcher[flag] for flag in (of_machine, machines) if flag is not None]
+    if of_machine is None or any(type(count) is not int for count in counts):
+        return None, [flag for flag in (of_machine,) if flag is not None]
+    return math.prod(counts), [flag for flag in (of_machine, machines) if flag is not None]
 
 
 def read_command(name: str, text: str) -> Command | None:
@@ -179,7 +195,7 @@ def _assignments(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _paths(assigned: dict[str, str]) -> Iterator[tuple[KeyPath, Any]]:
-    return ((tuple(dotted.split(".")), _value(text)) for dotted, text in assigned.items())
+    return ((tuple(dotted.split(".")), value_of_word(text)) for dotted, text in assigned.items())
 
 
 def _set(document: Document, path: KeyPath, value: Any) -> None:
@@ -356,20 +372,15 @@ def _flags(words: list[str]) -> dict[str, Any]:
         if word.startswith("--"):
             key, has_value, text = word[2:].partition("=")
             key = key.replace("-", "_")
-            values[key] = _value(text) if has_value else True
+            values[key] = value_of_word(text) if has_value else True
         elif key is not None:
             known = values[key]
             values[key] = (
-                _value(word) if known is True else [*(known if isinstance(known, list) else [known]), _value(word)]
+                value_of_word(word)
+                if known is True
+                else [*(known if isinstance(known, list) else [known]), value_of_word(word)]
             )
     return values
-
-
-def _value(text: str) -> Any:
-    try:
-        return float(text) if re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", text) else yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _beside(path: Path, name: str) -> Path:

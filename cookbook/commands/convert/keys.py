@@ -718,6 +718,9 @@ class Conversion(CollectedKeys):
                     self.idle.append(f"{what}_steps")
                 elif steps:
                     self.note(f"~{what}_steps", f"{what}_strategy is epoch; left out")
+            elif strategy == "steps" and what == "save":
+                self.recipe[key] = tables().projects["trainer"].own_defaults("sft", ())[key]
+                self.note("~save_strategy", f"every {self.recipe[key]} steps, as transformers does where nothing says")
             elif strategy not in (None, "no"):
                 self.note(f"~{what}_strategy", advice)
             elif strategy == "no" and steps:
