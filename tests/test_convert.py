@@ -2102,6 +2102,25 @@ def test_saving_by_steps_without_their_number_is_as_often_as_transformers_does(f
     assert "eval_strategy is 'steps': write " in capsys.readouterr().out
 
 
+def test_the_precision_of_accelerates_launcher_holds_where_the_flags_are_silent(folder, capsys):
+    """As `--mixed_precision` sets the variable that an Accelerator without one reads, before its configuration file."""
+    flags = "--model_name_or_path m --train_file d.json --learning_rate 1e-5 --max_steps 3"
+    Path("a.yaml").write_text(FP16)
+    for options, own, precision in (
+        ("--mixed_precision bf16 --num_processes 2", "", "bf16"),
+        ("--mixed_precision=bf16 --config_file a.yaml", "", "bf16"),
+        ("--config_file a.yaml", "", "fp16"),
+        ("--mixed_precision fp16", "--bf16", "bf16"),
+    ):
+        recipe = recipe_of_script(f"accelerate launch {options} own.py {flags} {own}\n")
+        Path("recipes/run.yaml").unlink()
+        assert recipe["mixed_precision"] == precision, options
+        said = capsys.readouterr().out
+        assert "--mixed_precision" not in said and "mixed_precision 'no'" not in said
+        if own:
+            assert "run.sh (launcher):1: mixed_precision is 'fp16': mixed_precision is 'bf16' already" in said
+
+
 def test_a_command_with_a_file_alone_is_that_file(folder, capsys):
     Path("lf.yaml").write_text(LF)
     assert convert("cp lf.yaml old.yaml\nllamafactory-cli train lf.yaml\n", name="go.sh") == 0

@@ -52,6 +52,8 @@ class Settings(NamedTuple):
     """Parts of a script that are not carried over."""
     program: str = ""
     """The program that a command runs."""
+    launched_with: Document | None = None
+    """Flags of accelerate's launcher that mean what a key of its configuration file does."""
 
 
 def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
@@ -84,6 +86,11 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
         else:
             notes.append(f"--config_file {config} of the launcher: no such file; give it to `convert` beside this one")
     processes, read = _count_processes(command.launcher)
+    launched_with = None
+    if (precision := command.launcher.get("mixed_precision")) is not None:
+        line = command.document.lines[()]
+        launched_with = Document(f"{path} (launcher)", {"mixed_precision": precision}, {("mixed_precision",): line})
+        read.append("mixed_precision")
     if unread := [f"--{flag}" for flag in command.launcher if flag not in (*read, "config_file")]:
         notes.append(
             f"{', '.join(unread)} of the launcher: not read; what is a strategy's belongs into its file, and a command"
@@ -91,7 +98,7 @@ def read_settings(path: Path, is_known: Callable[[Path], bool]) -> Settings:
         )
     notes += [f"{path}: {word}: what it has is not in the script" for word in command.open]
     notes += [f"{path}:{line}: {other}: another command, not read" for line, other in command.others]
-    return Settings(documents, processes, notes, command.program)
+    return Settings(documents, processes, notes, command.program, launched_with)
 
 
 def _count_processes(launcher: dict[str, Any]) -> tuple[int | None, list[str]]:

@@ -141,6 +141,9 @@ def _read(
     documents = [document for read in settings for document in read.documents]
     program = next((read.program for read in settings if read.program), "")
     sources = [(document, recognize(document, project, program)) for document in documents]
+    # A flag of the launcher comes before a key of its file.
+    launched_with = [read.launched_with for read in settings if read.launched_with is not None]
+    sources[1:1] = [(document, tables().projects["accelerate"]) for document in launched_with]
     if sum(not described.is_distribution for _, described in sources) > 1:
         raise RecipeError(f"{files[0]} and another file each have the settings of a training; give one of them")
     conversion = Conversion(processes or next((read.processes for read in settings if read.processes), None))
