@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from benchmarks.tiny_models import tiny_config
 from cookbook.commands.cli import main
 from cookbook.commands.plan import planning
 from cookbook.commands.plan.model_recipe import recipe_of_model
 from cookbook.config.recipe import load_recipe
+from cookbook.config.sections import ModelSection
 from cookbook.config.strategy import known_strategies, load_strategy
 from cookbook.facts.pipeline_stages import StagePass, pipeline_order, stage_passes
 from cookbook.forecast import card_table, headline
@@ -37,7 +38,7 @@ from cookbook.system import console
 from cookbook.system.files import RecipeError
 from cookbook.system.hardware import find_gpu, parse_machines
 from cookbook.training.models.language_model import load_config
-from cookbook.training.models.structure import config_of
+from cookbook.training.models.structure import SIZES, config_of, doubts_about, find_config
 
 SMALL = "recipes/sums/sft.yaml"
 
@@ -93,6 +94,38 @@ def test_nor_is_it_passed_over_by_a_name_that_transformers_does_not_read(key: st
     (tmp_path / "config.json").write_text(json.dumps(values))
     said = " ".join(" ".join(answer(capsys, str(tmp_path), "--length", "64", "--gpus", "1xH100")).split())
     assert f"its weights are quantized ({key}" in said and "which cannot be trained; name" in said
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size"),
+    [("llama", "hidden_size"), ("gpt2", "n_layer"), ("longcat_flash", "num_layers"), ("qwen3_vl", "vocab_size")],
+)
+def test_sizes_that_a_configuration_lacks_are_named_with_those_of_transformers(model_type: str, size: str, tmp_path):
+    """A file that transformers wrote lacks none, under whatever name and in whatever part it has them."""
+    whole = tiny_config(model_type).to_diff_dict()
+    part = whole.get("text_config", whole)
+    lacking = {key: value for key, value in part.items() if key != size}
+    for values in (whole, whole | {"text_config": lacking} if "text_config" in whole else lacking):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        model = ModelSection(name_or_path=str(tmp_path))
+        doubts = doubts_about(config := find_config(model)[0], model)
+        if values is whole or size == "num_layers":  # of which transformers makes num_hidden_layers, and writes none
+            assert doubts == ()
+        else:
+            number = f"{getattr(config, size):,}"
+            assert len(doubts) == 1 and re.search(rf"lacks (\w+ \({number}\)): the forecast", doubts[0]), doubts
+
+
+def test_they_are_the_sizes_that_transformers_promises_of_all_configurations():
+    promised = PreTrainedConfig.__doc__.partition("Common attributes")[2].partition("<Tip")[0]
+    assert set(SIZES) == set(re.findall(r"- \*\*(\w+)\*\* \(`int`\)", promised))
+
+
+def test_a_plan_says_that_a_configuration_lacks_a_size(capsys, tmp_path):
+    values = {key: value for key, value in tiny_config("llama").to_dict().items() if key != "vocab_size"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    said = " ".join(" ".join(answer(capsys, str(tmp_path), "--length", "64", "--gpus", "1xH100")).split())
+    assert "config.json lacks vocab_size (32,000): the forecast is of transformers' own; write" in said
 
 
 def test_a_dynamic_rotary_embedding_is_forecast_as_the_default_one_whose_frequencies_it_has(capsys, tmp_path):

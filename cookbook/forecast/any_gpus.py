@@ -21,7 +21,7 @@ from cookbook.start.run_plan import even
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Gpu, Machines, parse_machines
 from cookbook.system.prices import PRICES
-from cookbook.training.models.structure import config_of, quantized_weights, why_not_trained
+from cookbook.training.models.structure import config_of, doubts_about, why_not_trained
 
 KINDS: tuple[Checkpointing, ...] = (False, True)
 """Kinds of checkpointing; without the selective one, which takes as many traces again for a few percent."""
@@ -84,7 +84,7 @@ class CardReport:
     no_time: list[str]
     """Why there is no forecast of time, where there is none."""
     notes: tuple[str, ...]
-    quantized: str | None
+    doubts: tuple[str, ...]
     """As of a `PlanReport`, and the next two."""
     scores: str | None
     time_caveat: str | None
@@ -114,7 +114,7 @@ def for_each_card(
     """
     config, origin = config_of(recipe)
     refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
-    quantized, traces = quantized_weights(config), TraceCache(config, recipe, recipe_name)
+    doubts, traces = doubts_about(config, recipe.model), TraceCache(config, recipe, recipe_name)
     scores = scores_in_words(config, recipe, traces.skeleton.code)
     # By precision, which alone differs between kinds of GPUs: the model is traced.
     measured: dict[str, SamplerMemory] = {}
@@ -144,8 +144,8 @@ def for_each_card(
         no_time=list(
             dict.fromkeys(filter(None, (why_no_time(TraceCache(config, card.recipe), card.machines) for card in cards)))
         ),
-        notes=(*traces.skeleton.notes, *filter(None, [quantized, scores])),
-        quantized=quantized,
+        notes=(*traces.skeleton.notes, *doubts, *filter(None, [scores])),
+        doubts=doubts,
         scores=scores,
         time_caveat=caveat(traces.sizes),
     )

@@ -47,7 +47,7 @@ def in_words(
         notes.append("micro-batch and checkpointing by auto; samples of full length")
         notes.append(SOURCE if _is_listed(report) else "price: as --price")
     has_time = any(card.time for card in report.cards)
-    notes += [*filter(None, [report.quantized, report.scores, report.time_caveat if has_time else None])]
+    notes += [*filter(None, [*report.doubts, report.scores, report.time_caveat if has_time else None])]
     notes += report.no_time
     if report.cards and (sampler := report.cards[0].sampler) is not None:
         notes.append(f"sampler on {report.cards[0].machines.text}: {sampler.words}")

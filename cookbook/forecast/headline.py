@@ -98,7 +98,7 @@ def in_words(
         for note in (
             *report.machines.notes,
             *overridden(report.recipe, num_samples),
-            *filter(None, [of_batch, report.quantized, report.scores, report.time_caveat if run.time else None]),
+            *filter(None, [of_batch, *report.doubts, report.scores, report.time_caveat if run.time else None]),
         )
     ]
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:

@@ -21,7 +21,7 @@ from cookbook.forecast.step_time import caveat, share_of_peak
 from cookbook.forecast.verdict import MAY_RUN, Forecast, TraceCache, forecast, skeleton_of, why_no_time
 from cookbook.system.files import RecipeError, refuse
 from cookbook.system.hardware import Machines, in_gib
-from cookbook.training.models.structure import config_of, find_config, quantized_weights, why_not_trained
+from cookbook.training.models.structure import config_of, doubts_about, find_config, why_not_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class PlanReport:
     num_trained: int
     notes: tuple[str, ...] = ()
     """On the recipe."""
-    quantized: str | None = None
-    """Why the weights that are named cannot be trained, though the model can."""
+    doubts: tuple[str, ...] = ()
+    """Reasons why they may be of another model than the one that is meant."""
     scores: str | None = None
     """Memory of attention without a kernel, if the model has such."""
     sampler: SamplerForecast | None = None
@@ -104,13 +104,14 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
-        quantized=(quantized := quantized_weights(config)),
+        doubts=(doubts := doubts_about(config, recipe.model)),
         scores=(scores := scores_in_words(config, traces.recipe, traces.skeleton.code)),
         sampler=sampler,
         left_out=() if first is None else tuple(other for other in strategies if other.kind != "single"),
         notes=(
             *traces.skeleton.notes,
-            *filter(None, [quantized, scores]),
+            *doubts,
+            *filter(None, [scores]),
             *_teacher_notes(recipe, machines),
             *([] if sampler is None else [f"sampler: {sampler.words}"]),
             *filter(None, [small_batch(recipe, machines)]),

@@ -33,6 +33,8 @@ OFFLINE_FACTS = "recipes/offline_facts.json"
 NOT_QUANTIZED = "name the model in 16 or 32 bits from which they were made (adapter.name: qlora quantizes it by itself)"
 
 
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+"""Sizes that every configuration has, by what transformers writes about its PreTrainedConfig."""
 COUNTED: dict[tuple[str, str], str] = {}
 """Words about the trained part of a model with a tower, whose parameters take seconds to count, by configuration."""
 
@@ -173,6 +175,36 @@ def quantized_weights(config: PreTrainedConfig) -> str | None:
         if isinstance(value, dict) and ("quant" in key or "quant_method" in value):
             return f"its weights are quantized ({key} of config.json), which cannot be trained; {NOT_QUANTIZED}"
     return None
+
+
+def doubts_about(config: PreTrainedConfig, model: ModelSection) -> tuple[str, ...]:
+    """Reasons why a forecast may be of another model than the one that is meant.
+
+    Args:
+        model: whose configuration it is.
+    """
+    return tuple(filter(None, [quantized_weights(config), _sizes_left_out(config, model)]))
+
+
+def _sizes_left_out(config: PreTrainedConfig, model: ModelSection) -> str | None:
+    """A note on the sizes that transformers would write into a `config.json` and the model's has nowhere."""
+    if model.name_or_path is None:
+        return None
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(model.name_or_path, **hub_options(model))
+    except OSError:  # it is known from `OFFLINE_FACTS`, which are whole
+        return None
+    written, inner = set[str](), [values]
+    for section in inner:  # which grows meanwhile
+        written |= section.keys()
+        inner += [value for value in section.values() if isinstance(value, dict)]
+    names = {size: {size, config.attribute_map.get(size)} for size in SIZES}
+    whole = config.to_diff_dict().keys()
+    left_out = [size for size, known in names.items() if known & whole and not known & written]
+    if not left_out:
+        return None
+    own = ", ".join(f"{size} ({getattr(config, size):,})" for size in left_out)
+    return f"config.json lacks {own}: the forecast is of transformers' own; write them there"
 
 
 def why_not_trained(config: PreTrainedConfig, max_length: int, place: str) -> list[str]:
