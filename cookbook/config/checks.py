@@ -41,12 +41,12 @@ KINDS: dict[str, type[BaseModel]] = {
 }
 
 
-def check_across_keys(document: Document, sections: Mapping[str, Any], known: set[str]) -> Iterator[str]:
+def check_across_keys(document: Document, sections: Mapping[str, Any], known: Callable[[], set[str]]) -> Iterator[str]:
     """Mistakes that involve several keys or the disk.
 
     Args:
         sections: the section of each name in KINDS; None: it has mistakes of its own, and is left out.
-        known: the dotted keys of a recipe.
+        known: the dotted keys of a recipe; called only where one is looked up.
     """
     place = document.place
     model, data, run = (sections[name] for name in ("model", "data", "run"))
@@ -193,7 +193,7 @@ ONLY_EVALUATED = "only a checkpoint that is evaluated when it is saved can be th
 
 
 def _check_saving(
-    run: RunSection, data: DataSection | None, place: Callable[..., str], known: set[str]
+    run: RunSection, data: DataSection | None, place: Callable[..., str], known: Callable[[], set[str]]
 ) -> Iterator[str]:
     if run.keep_best:
         best = f"{place('run', 'keep_best')} is {run.keep_best}"
@@ -213,8 +213,9 @@ def _check_saving(
         given = f"{place('run', 'early_stopping_patience')} is {run.early_stopping_patience}"
         yield f"{given}, but nothing is evaluated on the way; write run.eval_every_steps or run.evals_per_epoch"
     for key in run.allow_changes:
-        if not any(leaf == key or leaf.startswith(key + ".") for leaf in known):
-            near = difflib.get_close_matches(key, known, 1)
+        keys = known()
+        if not any(leaf == key or leaf.startswith(key + ".") for leaf in keys):
+            near = difflib.get_close_matches(key, keys, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield f"{place('run', 'allow_changes')} names {key!r}, which no recipe has{hint}"
 

@@ -235,7 +235,7 @@ def _take_out_nulls(draft: Draft) -> Draft:
     """Take out what an assignment gives null, as if it had never been written; a name that no recipe has is a mistake
     all the same.
     """
-    known = {*leaves(Recipe)}
+    known = {*leaves(Recipe)} if draft.overrides else set()
     for path in draft.overrides:
         if path in draft.lines or ".".join(map(str, path)) in known:
             _take_out_null(draft.values, path, (), draft.lines.keys())
@@ -385,7 +385,7 @@ def _validate(draft: Draft) -> Draft:
 
 def _check_across_keys(draft: Draft) -> Draft:
     if draft.is_whole:
-        draft.mistakes += check_across_keys(draft, draft.valid, {*leaves(Recipe)})
+        draft.mistakes += check_across_keys(draft, draft.valid, lambda: {*leaves(Recipe)})
     return draft
 
 
