@@ -1,6 +1,7 @@
 """Models of pydantic whose JSON Schema has the text below each field."""
 
 import ast
+import functools
 import inspect
 import itertools
 import textwrap
@@ -25,6 +26,7 @@ class DescribedModel(BaseModel):
         return schema
 
 
+@functools.cache
 def texts_below_fields(model: type) -> dict[str, str]:
     """The string below each annotated name of a class; none of a class that no file has."""
     try:
