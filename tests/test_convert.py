@@ -296,13 +296,22 @@ LISTED = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, shared_book: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The shipped strategies, and room for what is written."""
     for name in ("accelerate_configs", "ds_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+        (tmp_path / name).symlink_to(shared_book / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
+
+
+@pytest.fixture
+def own_folder(folder: Path, shared_book: Path) -> Path:
+    """A folder whose strategies may be changed."""
+    for name in ("accelerate_configs", "ds_configs"):
+        (folder / name).unlink()
+        shutil.copytree(shared_book / name, folder / name)
+    return folder
 
 
 def convert(text: str, *arguments: str, name: str = "file.yaml") -> int:
@@ -818,7 +827,7 @@ NEW = {
 
 
 @pytest.mark.parametrize(("values", "wanted"), NEW.values(), ids=NEW)
-def test_what_no_shipped_strategy_has_becomes_a_valid_one(folder, capsys, values, wanted):
+def test_what_no_shipped_strategy_has_becomes_a_valid_one(own_folder, capsys, values, wanted):
     assert convert(json.dumps(values), "--out", "recipes/mine.yaml", name="dist.json") == 0
     assert "to correct" not in capsys.readouterr().out
     loaded = load_strategy(Path("accelerate_configs/mine.yaml"))

@@ -6,7 +6,6 @@ python -m pytest -q tests/test_convert_rounds.py -m "slow or not slow"
 import ast
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,9 +153,9 @@ OF_AXOLOTL = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, shared_book: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("accelerate_configs", "ds_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+        (tmp_path / name).symlink_to(shared_book / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return tmp_path
