@@ -155,13 +155,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     num_long = sum(item.nodeid in known for item in items)
     long, short = items[:num_long], items[num_long:]  # short ones stay together by module, for their fixtures
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    worker_of = deal_files(long, known, workers)
     ends = [len(items) * (i + 1) // workers for i in range(workers)]
     items.clear()
     for i, end in enumerate(ends):
-        items += long[i::workers]
+        items += [item for item in long if worker_of[item.path] == i]
         count = max(0, end - len(items)) if i + 1 < workers else len(short)
         items += short[:count]
         del short[:count]
+
+
+def deal_files(items: list[pytest.Item], seconds: dict[str, float], num_workers: int) -> dict[Path, int]:
+    """The worker for all long tests of a file, which share what the first of them has made: parents of runs, fixtures,
+    syntax trees.
+
+    Args:
+        seconds: of each test, by its node id.
+    """
+    of_file: Counter[Path] = Counter()
+    for item in items:
+        of_file[item.path] += seconds[item.nodeid]
+    loads, worker_of = [0.0] * num_workers, {}
+    for path, taken in of_file.most_common():
+        worker_of[path] = loads.index(min(loads))
+        loads[worker_of[path]] += taken
+    return worker_of
 
 
 @pytest.hookimpl(wrapper=True)
@@ -328,7 +346,7 @@ def shared_book(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def book(shared_book, tmp_path, monkeypatch) -> Book:
-    """A fresh copy of recipes and strategies, and RECIPE; its folder is the working directory.
+    """A fresh copy of strategies, of the recipes without a folder of their own, and RECIPE; the working directory.
 
     Strategies are without their comments: then a line number in a test does not depend on them.
     """
