@@ -354,9 +354,7 @@ def book(shared_book, tmp_path, monkeypatch) -> Book:
         (tmp_path / name).symlink_to(shared_book / name)
     (tmp_path / "recipes").mkdir()
     for path in (shared_book / "recipes").iterdir():
-        if path.is_dir():
-            (tmp_path / "recipes" / path.name).symlink_to(path)
-        else:
+        if not path.is_dir():
             shutil.copy(path, tmp_path / "recipes" / path.name)
     (tmp_path / RECIPE).write_text(RECIPE_TEXT)
     for name in ("cookbook", "simulated_gpus", "train.py", "requirements.txt", "pyproject.toml"):
@@ -366,3 +364,12 @@ def book(shared_book, tmp_path, monkeypatch) -> Book:
         if name.startswith(LAUNCHER_VARIABLES) or name in TORCHRUN_VARIABLES:
             monkeypatch.delenv(name)
     return Book(tmp_path)
+
+
+@pytest.fixture
+def library(book: Book, shared_book: Path) -> Book:
+    """A book with all recipes."""
+    for path in (shared_book / "recipes").iterdir():
+        if path.is_dir():
+            (book.root / "recipes" / path.name).symlink_to(path)
+    return book

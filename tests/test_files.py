@@ -139,8 +139,8 @@ def recipe_for(book, name):
 
 
 @pytest.mark.parametrize("name", others_by_turn(SHIPPED, SHIPPED[::6]))
-def test_every_key_of_a_shipped_file_is_refused_when_misspelt(book, name):
-    recipe = Path(recipe_for(book, name))
+def test_every_key_of_a_shipped_file_is_refused_when_misspelt(library, name):
+    recipe = Path(recipe_for(library, name))
     load_pair(recipe)  # the file itself is accepted
     text, keys = (ROOT / name).read_text(), keys_of(name)
     lines = text.splitlines(keepends=True)
@@ -149,7 +149,7 @@ def test_every_key_of_a_shipped_file_is_refused_when_misspelt(book, name):
         wrong = misspelt(path[-1])
         line = lines[mark.line]
         mutated = line[: mark.column] + line[mark.column :].replace(path[-1], wrong, 1)
-        book.write(name, "".join([*lines[: mark.line], mutated, *lines[mark.line + 1 :]]))
+        library.write(name, "".join([*lines[: mark.line], mutated, *lines[mark.line + 1 :]]))
         with pytest.raises(RecipeError) as caught:
             load_pair(recipe)
         place = f"{name}:{mark.line + 1}: {'.'.join((*path[:-1], wrong))}: "

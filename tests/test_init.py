@@ -150,13 +150,13 @@ def test_rows_that_are_mostly_bad_are_an_error(model, capsys):
     assert "another kind of row" in capsys.readouterr().err and not Path(OUT).exists()
 
 
-def test_a_template_that_can_be_trained_with_is_found(model):
+def test_a_template_that_can_be_trained_with_is_found(library, model):
     recipe = made(model(template="{{ messages[0]['content'] }}"), write(CHATS[:9]), "--gpus", "1x8GB")
     assert recipe.data.chat_template == "recipes/chat_templates/chatml.jinja"
     assert "the first that serves;" in Path(OUT).read_text()
 
 
-def test_a_model_with_a_template_of_its_own_keeps_its_format(model):
+def test_a_model_with_a_template_of_its_own_keeps_its_format(library, model):
     """As Qwen3's, it drops earlier reasoning, so that without markers its turns cannot be found."""
     template = re.sub(r"\{%- (end)?generation -%\}", "", Path("recipes/chat_templates/qwen3.jinja").read_text())
     thoughts = [{"role": "assistant", "content": f"{n}", "reasoning_content": "So."} for n in range(2)]
@@ -170,7 +170,7 @@ def test_a_model_with_a_template_of_its_own_keeps_its_format(model):
     assert "  chat_template: qwen3\n" in Path(OUT).read_text()
 
 
-def test_chats_with_tools_and_reasoning_get_a_template_that_writes_them(model):
+def test_chats_with_tools_and_reasoning_get_a_template_that_writes_them(library, model):
     answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     rows = [{"messages": [{"role": "user", "content": f"{i}?"}, answer], "tools": [{"name": "add"}]} for i in range(9)]
     recipe = made(model(), write(rows), "--gpus", "cpu")

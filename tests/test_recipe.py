@@ -65,9 +65,9 @@ def test_a_resolved_recipe_reloads_to_an_equal_one(book, assignments):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_shipped_recipe_resolves_and_reloads(book, name):
+def test_every_shipped_recipe_resolves_and_reloads(library, name):
     recipe = load_recipe(Path(name))
-    book.write("resolved.yaml", dump_recipe(recipe))
+    library.write("resolved.yaml", dump_recipe(recipe))
     assert load_recipe(Path("resolved.yaml")) == recipe
 
 
@@ -213,17 +213,17 @@ def test_what_a_resumed_run_may_change_is_what_leaves_its_curve_as_it_is():
     assert free == {"strategy", "data.eval", "data.packing"} | batch | model | between_runs
 
 
-def test_a_chat_template_is_given_by_name_or_path(book):
+def test_a_chat_template_is_given_by_name_or_path(library):
     """A bare name is a shipped one, whatever lies beside the recipe; a path is where the recipe says."""
     template = Path("recipes/chat_templates/qwen3.jinja")
 
     def located_of(name, *assignments):
         recipe = RECIPE_TEXT.replace("max_length", f"chat_template: {name}\n  max_length", 1)
-        book.write("other/mine.yaml", recipe)
+        library.write("other/mine.yaml", recipe)
         return Path(load_recipe(Path("other/mine.yaml"), list(assignments)).data.chat_template)
 
-    book.write("other/qwen3", "a folder or a file of that name")
-    book.write("other/own.jinja", "{{ messages }}")
+    library.write("other/qwen3", "a folder or a file of that name")
+    library.write("other/own.jinja", "{{ messages }}")
     assert located_of("qwen3") == template
     assert located_of("./qwen3").read_text() == "a folder or a file of that name"
     assert located_of("own.jinja").read_text() == "{{ messages }}"

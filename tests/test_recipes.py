@@ -304,18 +304,18 @@ def sources(keys: set[str]) -> set[str]:
         ("elsewhere/mine.yaml", None, "outputs/elsewhere-mine-zero3"),
     ],
 )
-def test_the_default_folder_has_the_names_of_recipe_and_strategy(book, path, strategy, folder):
+def test_the_default_folder_has_the_names_of_recipe_and_strategy(library, path, strategy, folder):
     if not Path(path).is_file():
-        book.write(path, Path("recipes/qwen25_7b/sft.yaml").read_text())
-    book.own("recipes/qwen25_7b/sft.yaml")
+        library.write(path, Path("recipes/qwen25_7b/sft.yaml").read_text())
+    library.own("recipes/qwen25_7b/sft.yaml")
     assert load_pair(Path(path), [], strategy and Path(strategy))[0].run.output_dir == folder
     assert load_pair(Path(path), ["run.output_dir=outputs/own"])[0].run.output_dir == "outputs/own"
     assert load_pair(Path(path), ["run.output_dir=null"])[0].run.output_dir.startswith("outputs/")
 
 
-def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(book):
+def test_a_run_under_another_strategy_names_the_folder_that_it_could_resume(library):
     path = Path("recipes/qwen25_7b/sft.yaml")
-    book.own(str(path))
+    library.own(str(path))
     recipe, _ = load_pair(path, [], find_strategy("fsdp2"))
     folder = default_output_dir(path, "fsdp2")
     Path("outputs/qwen25_7b-sft_lora-zero3/checkpoints/step-00000003").mkdir(parents=True)
