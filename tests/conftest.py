@@ -30,6 +30,7 @@ from cookbook.system import versions
 from cookbook.system.imports import quiet_libraries
 from tests.gpu_runs import REAL, GpuLab
 from tests.needs import lacked_types
+from tests.turns import ALONE, LONG
 
 # It reads the signatures of all commands at each call of `main`, of which the tests make hundreds in one process.
 typer.main.get_command = functools.cache(typer.main.get_command)
@@ -95,10 +96,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds of each test that takes more than `SHORT`, as `--write-durations` measured them."""
-SHORT = 0.5
-LONG = 1.0
-"""Where a test takes more, it is slow, unless it is marked as core."""
+"""Seconds of each test that takes more than `LONG`, as `--write-durations` measured them."""
 PARTS, THOROUGH_PARTS = 48, 192
 """With TURN=2 `make test-long` runs the third of so many parts of the slow and of the thorough tests: they are `due`.
 With no TURN all slow tests are due and no thorough one.
@@ -123,7 +121,7 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
         durations = {name: seconds for name, seconds in known.items() if name not in self.seconds}
-        durations |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > SHORT}
+        durations |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > LONG}
         DURATIONS.write_text(json.dumps(dict(sorted(durations.items())), indent=0) + "\n")
 
 
@@ -144,7 +142,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if REAL and item.get_closest_marker("simulated"):
             item.add_marker(pytest.mark.skip(reason="real GPUs do not count what this reads"))
-        if known.get(item.nodeid, 0.0) > LONG and not item.get_closest_marker("core"):
+        is_kept = item.get_closest_marker("core") or item.nodeid in ALONE
+        if known.get(item.nodeid, 0.0) > LONG and not is_kept:
             item.add_marker("slow")
         if is_due(item):
             item.add_marker("due")

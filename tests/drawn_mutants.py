@@ -1,6 +1,7 @@
 """Changes the code by a rule, one place at a time, in a copy of the tree, and asks whether a quick test notices.
 
     python tests/drawn_mutants.py reach                      notes which quick tests reach which code
+    python tests/drawn_mutants.py alone                      writes tests/alone.json, after `reach --cases 1000`
     python tests/drawn_mutants.py draw --seed 1 --count 30   draws places, and writes what became of each change
     python tests/drawn_mutants.py again --seed 1 FILE ...    tries what was not noticed with the tests of FILE
     python tests/drawn_mutants.py page                       prints the tables of CONTRIBUTING.md
@@ -44,6 +45,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 from tests.code_sites import AT_IMPORT, OPERATORS, Site, blocks_of, files_of, sites_of  # noqa: E402
 from tests.mutants import LIBRARIES, OTHER_RUNS, copy_of_tree, part  # noqa: E402
+from tests.turns import LONG  # noqa: E402
 
 ROOMS = ("training", "config", "run", "rows", "forecast/costs")
 REACHED = ROOT / ".cache" / "reached.json"
@@ -111,16 +113,18 @@ def read_reached(tree: Path) -> dict[str, Any]:
     """Read which blocks a copy's tests reached.
 
     Returns:
-        blocks: numbers of the tests by file and line of a block; tests: names and seconds of those that passed; files:
-        the digest of each file, whose lines hold no longer when it has changed.
+        blocks: numbers of the tests by file and line of a block; tests: names and seconds of those that passed; core:
+        names of those with that marker; files: the digest of each file, whose lines hold no longer when it has changed.
     """
     seconds: Counter[str] = Counter()
-    failed = set()
+    failed, core = set(), set()
     for line in (tree / ".reached" / "results.jsonl").read_text(encoding="utf-8").splitlines():
         report = json.loads(line)
         seconds[report["nodeid"]] += report["duration"]
         if report["outcome"] != "passed":
             failed.add(report["nodeid"])
+        if report["is_core"]:
+            core.add(report["nodeid"])
     tests = {name: place for place, name in enumerate(sorted(set(seconds) - failed))}
     of_file = defaultdict(list)
     for name, place in tests.items():
@@ -140,12 +144,36 @@ def read_reached(tree: Path) -> dict[str, Any]:
     return {
         "blocks": {block: sorted(places) for block, places in blocks.items() if places},
         "tests": {name: round(seconds[name], 2) for name in tests},
+        "core": sorted(core),
         "files": {name: digest_of((tree / name).read_text(encoding="utf-8")) for name in files_of(tree, ["."])},
     }
 
 
 def digest_of(code: str) -> int:
     return crc32(code.encode())
+
+
+def alone(facts: dict[str, Any], seconds: dict[str, float]) -> list[str]:
+    """The long tests without which the others would not reach all blocks: chosen one by one, each time the one that
+    reaches most that is left for its seconds.
+
+    Args:
+        facts: of `read_reached`, for all cases of the tests.
+        seconds: of long tests.
+    """
+    tests = list(facts["tests"])
+    kept = {place for place, name in enumerate(tests) if seconds.get(name, 0.0) <= LONG or name in facts["core"]}
+    blocks_of: defaultdict[int, set[str]] = defaultdict(set)
+    for block, places in facts["blocks"].items():
+        if kept.isdisjoint(places):
+            for place in places:
+                blocks_of[place].add(block)
+    left, chosen = set().union(*blocks_of.values()), []
+    while left:
+        best = max(blocks_of, key=lambda place: len(blocks_of[place] & left) / seconds[tests[place]])
+        left -= blocks_of[best]
+        chosen.append(tests[best])
+    return sorted(chosen)
 
 
 class Reached:
@@ -522,6 +550,7 @@ def main() -> None:
     reaching.add_argument("--cases", type=int, default=1, help="of each test that has several")
     reaching.add_argument("--longest", type=float, default=1000, help="seconds of a test, by tests/durations.json")
     reaching.add_argument("--jobs", type=int, default=os.cpu_count())
+    verbs.add_parser("alone")
     verbs.add_parser("page")
     for verb in (drawing := verbs.add_parser("draw"), again := verbs.add_parser("again")):
         verb.add_argument("--seed", type=int, required=True)
@@ -540,6 +569,10 @@ def main() -> None:
     sys.dont_write_bytecode = True
     if given.verb == "reach":
         reach(given)
+    elif given.verb == "alone":
+        durations = json.loads(Path(__file__).with_name("durations.json").read_text(encoding="utf-8"))
+        names = alone(json.loads(REACHED.read_text(encoding="utf-8")), durations)
+        Path(__file__).with_name("alone.json").write_text(json.dumps(names, indent=0) + "\n", encoding="utf-8")
     elif given.verb == "page":
         print(page())
     elif given.verb == "again":

@@ -53,9 +53,9 @@ def pytest_runtest_call() -> None:
 def pytest_runtest_logreport(report: object) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         os.makedirs(FOLDER, exist_ok=True)
-        names = ("nodeid", "when", "outcome", "duration")
+        facts = {name: getattr(report, name) for name in ("nodeid", "when", "outcome", "duration")}
         with open(os.path.join(FOLDER, RESULTS), "a", encoding="utf-8") as file:
-            file.write(json.dumps({name: getattr(report, name) for name in names}) + "\n")
+            file.write(json.dumps(facts | {"is_core": "core" in report.keywords}) + "\n")
 
 
 def pytest_collection_modifyitems(items: list) -> None:

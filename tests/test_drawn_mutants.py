@@ -177,3 +177,14 @@ def test_a_file_of_tests_that_is_gone_is_left_out_of_each_batch():
     batches = reached.batches(site, "", {})
     assert batches[:2] == [["tests/test_words.py::test"]] * 2 and len(batches) == 3
     assert "tests/test_spending.py" in batches[2]
+
+
+def test_of_long_tests_those_stay_without_which_less_is_reached():
+    """By hand: `c` is reached by a short test and `d` by one that stays anyway; `a` takes y or z, and z has `b` too."""
+    tests = dict.fromkeys(("short", "core", "y", "z", "twice"), 9.0)  # as measured under a load
+    blocks = {"a": [2, 3], "b": [3], "c": [0, 4], "d": [1, 4]}
+    facts = {"tests": tests, "core": ["core"], "blocks": blocks}
+    seconds = {"core": 5.0, "y": 0.6, "z": 1.0, "twice": 0.7}
+    assert drawn_mutants.alone(facts, seconds) == ["z"]
+    assert drawn_mutants.alone(facts | {"blocks": blocks | {"e": [2]}}, seconds) == ["y", "z"]
+    assert drawn_mutants.alone(facts, {"core": 5.0, "y": 0.6, "twice": 0.7}) == []  # now z is short

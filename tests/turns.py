@@ -7,6 +7,14 @@ from typing import Any
 
 import pytest
 
+LONG = 0.5
+"""Where a test takes more seconds by tests/durations.json it is slow, unless it is marked as core or among `ALONE`."""
+
+ALONE = frozenset(json.loads(Path(__file__).with_name("alone.json").read_text(encoding="utf-8")))
+"""Long tests of `make test`: without them its other tests would not reach all that it reaches with every long one
+(`python tests/drawn_mutants.py alone`).
+"""
+
 FAMILIES = (
     "deepseek_v3",
     "gemma2",
