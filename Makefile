@@ -12,9 +12,9 @@ STRATEGY_FLAG = $(if $(STRATEGY),--strategy $(STRATEGY))
 OUTPUT_DIRS = $(filter run.output_dir=%,$(patsubst --set=%,%,$(ARGS)))
 QUICKSTART_RUN = $(or $(patsubst run.output_dir=%,%,$(lastword $(OUTPUT_DIRS))),outputs/quickstart)
 
-# One more worker than the cores of CI: a test that waits leaves its core to another. Without compiled files beside the
-# sources each of hundreds of processes would compile all that it imports.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist worksteal
+# As many workers as the cores of CI: each costs 20 s of a core before its first test, and the runs of a test have
+# processes of their own. Without compiled files beside the sources each of hundreds would compile all that it imports.
+PYTEST = env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -m pytest -q -n $(or $(WORKERS),2) --dist worksteal
 
 # Of pyproject.toml, for the tests.
 GROUPS := --group dev --group fp8 --group trackers --group peers --group site
@@ -52,15 +52,15 @@ endif
 finetune-7b: $(STAMP)  ## [STRATEGY=fsdp2] [ARGS=...] train Qwen2.5-7B, or what it needs
 	@$(COOKBOOK) launch recipes/qwen25_7b/sft.yaml $(STRATEGY_FLAG) $(ARGS)
 
-test: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=3] the quick tests; no GPU, no network needed
+test: $(DEV_STAMP)  ## [TESTS=...] [WORKERS=2] the quick tests; no GPU, no network needed
 	@$(BUILD_NEEDS)
 	@$(PYTEST) $(TESTS)
 
-test-long: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] the slow tests, all rehearsals too
+test-long: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=2] the slow tests, all rehearsals too
 	@$(BUILD_NEEDS)
 	@$(PYTEST) -m due $(TESTS)
 
-test-all: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=3] all: every column under every strategy
+test-all: $(DEV_STAMP)  ##- [TESTS=...] [WORKERS=2] all: every column under every strategy
 	@$(BUILD_NEEDS)
 	@$(PYTEST) -m "slow or not slow" $(TESTS)
 
@@ -72,14 +72,14 @@ test-newest:  ##- [ARGS="--turn 3"] the tests with the newest libraries
 soak: $(DEV_STAMP)  ##- [ARGS="--kills 30"] kill runs at random; curves must not change
 	@.venv/bin/python tests/soak.py $(ARGS)
 
-matrix: $(DEV_STAMP)  ##- [WORKERS=3] equivalence tests; write their table and picture
+matrix: $(DEV_STAMP)  ##- [WORKERS=2] equivalence tests; write their table and picture
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/curves
 	@SKIP_NOTHING=1 CURVES=outputs/curves $(PYTEST) -m "slow or not slow" -k "not recorded" \
 	  tests/test_equivalence.py tests/test_equivalence_features.py
 	@.venv/bin/python benchmarks/equivalence_table.py outputs/curves
 
-simulated-gpus: $(DEV_STAMP)  ##- [WORKERS=3] GPU tests on simulated GPUs; write their record
+simulated-gpus: $(DEV_STAMP)  ##- [WORKERS=2] GPU tests on simulated GPUs; write their record
 	@$(BUILD_NEEDS)
 	@rm -rf outputs/simulated_gpus
 	@SKIP_NOTHING=1 GPU_RUNS=outputs/simulated_gpus $(PYTEST) -m "not thorough" tests/test_gpu_*.py
