@@ -1169,10 +1169,10 @@ def test_no_mutation_of_the_characters_ever_gives_anything_but_a_clear_refusal(b
             text = (
                 text[:at] + draw.choice(list("{}[]:,#&*!|>'\"%@`-? \n\t0x\x01é~<=")) + text[at + draw.randint(0, 2) :]
             )
-        Path(name).write_text(text)
+        book.write(name, text)
         with contextlib.suppress(RecipeError):
             load_pair(Path(RECIPE))
-        Path(name).write_text(original)
+        book.write(name, original)
 
 
 def test_a_run_that_the_command_line_makes_short_runs_and_says_so(book):
