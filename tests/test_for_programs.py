@@ -318,6 +318,13 @@ def test_next_sends_no_run_into_the_folder_of_something_else(tmp_path, capsys):
     assert f"{tmp_path / 'model'}: no run's folder (it has config.json); name the" in capsys.readouterr().err
 
 
+def test_the_folder_of_something_else_is_not_watched_as_a_run_that_has_not_begun(tmp_path, capsys):
+    """As that of another program's checkpoints, of which no state would ever come."""
+    (tmp_path / "checkpoint-4").mkdir()
+    assert main(["watch", str(tmp_path), "--json"]) == 2
+    assert f"{tmp_path}: no run's folder (it has checkpoint-4); name the" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("verdict", STATES)
 def test_next_has_one_verdict_for_each_state_with_a_command_that_is_taken(verdict, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -12,16 +12,15 @@ from typing import Annotated, Any
 import psutil
 
 from cookbook.commands.shared.answer_forms import NextStep, Verdict
-from cookbook.commands.shared.arguments import AsJson, run_folder, which_run
+from cookbook.commands.shared.arguments import AsJson, holds_no_run, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import state_of
 from cookbook.commands.shared.labels import recipe_files
-from cookbook.config.checks import names_of_no_run
 from cookbook.config.recipe import load_recipe, read_recipe
 from cookbook.config.strategy import known_strategies, strategy_path
 from cookbook.system import lock, status
 from cookbook.system.console import page, say
-from cookbook.system.files import RecipeError, flatten
+from cookbook.system.files import RecipeError, flatten, refuse
 from cookbook.system.record_files import METRICS, ROUNDS, RUN, read_lines
 from cookbook.system.record_forms import Record, damage, read_form
 from cookbook.system.shipped import short
@@ -48,8 +47,8 @@ def next_step(folder: Path) -> NextStep:
         RecipeError: it is neither a run's folder nor one that a run may begin in.
     """
     verdict, why = _verdict(folder)
-    if verdict == "never started" and folder.is_dir() and (others := names_of_no_run(folder)):
-        raise RecipeError(f"{folder}: no run's folder (it has {', '.join(others)}); {which_run(folder)}")
+    if verdict == "never started" and folder.is_dir():
+        refuse(holds_no_run(folder))
     record = _record(folder)
     checkpoint, _ = newest(folder / "checkpoints")
     command, advice = WAYS[verdict](folder, record)

@@ -14,12 +14,12 @@ from typer import Option
 from cookbook.commands.rounds.rounds_folder import Round, read_answers, summary_of
 from cookbook.commands.rounds.shown import answer_words, prompt_words, three_answers
 from cookbook.commands.shared.answer_forms import ShownAnswer, WatchAnswer, WatchedRound, WatchedRun
-from cookbook.commands.shared.arguments import positive, run_folder, runs_in, which_run
+from cookbook.commands.shared.arguments import holds_no_run, positive, run_folder, which_run
 from cookbook.commands.shared.for_programs import answer
 from cookbook.commands.shared.history import RunState, state_of
 from cookbook.system import status
 from cookbook.system.console import console, page, printable, say
-from cookbook.system.files import RecipeError
+from cookbook.system.files import RecipeError, refuse
 from cookbook.system.record_files import EVENTS, METRICS, ROUNDS, RUN, parse_lines, read_json, read_lines
 from cookbook.system.record_forms import Event, Line, Record, damage, read_form
 from cookbook.system.screen import step_words
@@ -42,8 +42,8 @@ def watch(
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise RecipeError([f"{folder}: no such folder; {which_run(folder)}" for folder in missing])
     # Else it would be waited for, as a run that has not begun.
-    if of_others := [folder for folder in folders if state_of(folder).name == "starting" and runs_in(folder)]:
-        raise RecipeError([f"{folder}: no run's folder; {which_run(folder)}" for folder in of_others])
+    waiting = [folder for folder in folders if state_of(folder).name == "starting"]
+    refuse([mistake for folder in waiting for mistake in holds_no_run(folder)])
     if as_json:
         answer(WatchAnswer(runs=[look(folder) for folder in folders]))
         return 0

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from typer import Argument, BadParameter, CallbackParam, Option
 
 from cookbook.commands.shared.labels import recipe_files
+from cookbook.config.checks import names_of_no_run
 from cookbook.config.recipe import RECIPES
 from cookbook.config.strategy import find_strategy, known_strategies
 from cookbook.system.console import say
@@ -42,6 +43,12 @@ def which_run(folder: Path) -> str:
         return f"did you mean {names[name]}?"
     here = f"; here are {', '.join(names.values())}" if names else ", for example outputs/quickstart"
     return f"name the run.output_dir of a run{here}"
+
+
+def holds_no_run(folder: Path) -> list[str]:
+    """Mistakes of a folder that no run has made, nor may begin in."""
+    names = names_of_no_run(folder)
+    return [f"{folder}: no run's folder (it has {', '.join(names)}); {which_run(folder)}"] if names else []
 
 
 def positive(param: CallbackParam, value: float | None) -> float | None:
