@@ -359,6 +359,16 @@ def test_check_knows_the_layers_of_a_model_of_which_only_the_structure_is_here(c
     assert "has 'gate_up_proj'" not in said
 
 
+def test_check_compares_a_saved_adapter_with_a_model_of_which_only_the_structure_is_here(tmp_path, capsys):
+    """As a start does, which fetches the model first."""
+    peft = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"])
+    get_peft_model(new_model(), peft).save_pretrained(tmp_path)
+    recipe = ["check", str(ROOT / "recipes/sums/sft.yaml"), "--set", f"adapter.path={tmp_path}"]
+    settings = ["adapter.name=lora", "adapter.rank=8", "adapter.alpha=12", "adapter.targets=[q_proj, v_proj]"]
+    assert main([*recipe, *(word for setting in settings for word in ("--set", setting))]) == 2
+    assert "whose r is 4, and adapter.rank is 8; write adapter.rank: 4" in capsys.readouterr().err
+
+
 def test_an_adapter_from_before_rslora_does_not_go_on_with_its_scale(tmp_path: Path):
     """A key that its file lacks has peft's default."""
     older = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])

@@ -81,12 +81,15 @@ USUAL_LAYERS = {ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 
 def _notes_on_structure(recipe: Recipe) -> list[str]:
     """Check what takes a model's code without the weights, where files here tell the structure: the names of an adapter
-    on unusual layers, and packed samples under a transformers that the facts were not measured with."""
+    on unusual layers or of a saved one, and packed samples under a transformers that the facts were not measured with.
+    """
     scratch, facts = recipe.model.from_scratch, known_model(recipe.model.name_or_path or "")
     if not (scratch or facts):
         return []
     adapter = recipe.adapter
-    has_names = adapter is not None and (bool(adapter.modules_to_save) or not {*adapter.targets} <= USUAL_LAYERS)
+    has_names = adapter is not None and (
+        bool(adapter.modules_to_save or adapter.path) or not {*adapter.targets} <= USUAL_LAYERS
+    )
     known = known_config(recipe.model)
     is_measured = known is None or look_up(known.model_type).transformers in (None, installed_version("transformers"))
     if is_measured and not has_names:
