@@ -210,7 +210,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
             renamed("adapter_model.safetensors")(folder),
             (folder / "adapter_config.json").write_text("{}"),
         ],
-        "an adapter without its base",
+        "with `cookbook export --merged`, or with peft's `merge_and_unload` if no run here made it",
     ),
     "weights pickled": (renamed("pytorch_model.bin"), "from_pretrained(OLD).save_pretrained(NEW) writes it so"),
     "weights of llama.cpp": (renamed("model-Q4_K_M.gguf"), "from_pretrained(OLD, gguf_file=NAME).save_pretrained(NEW)"),

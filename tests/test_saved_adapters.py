@@ -26,9 +26,11 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from cookbook.commands.shared.find_model import name_of_base
 from cookbook.config.sections import AdapterSection
 from cookbook.system.files import RecipeError
 from cookbook.training.adapters import adapter_files, insertion
+from cookbook.training.adapters.base_model import Base
 from cookbook.training.adapters.saved_settings import WRITTEN
 from cookbook.training.models.tokenizer_files import train_tokenizer
 from tests.conftest import ROOT
@@ -214,6 +216,34 @@ def test_an_adapter_with_the_names_of_a_whole_model_is_that_of_its_language_part
     save_file(whole, path)
     insertion.open_adapter(ours := base(), tmp_path)
     assert torch.equal(logits(ours), wanted)
+
+
+def test_an_adapter_in_a_pickle_is_refused_with_a_way_that_peft_takes(tmp_path: Path):
+    """As older versions of peft wrote it."""
+    save_trained(tmp_path)
+    base().save_pretrained(tmp_path / "base")
+    weights, pickle = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_model.bin"
+    torch.save(load_file(weights), pickle)
+    weights.unlink()
+    with pytest.raises(RecipeError, match=r"adapter_model.bin is not read; open the adapter with peft, whose save_pre"):
+        adapter_files.check_fits(tmp_path, config())
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path)
+    theirs.save_pretrained(tmp_path)
+    adapter_files.check_fits(tmp_path, config())
+    saved = torch.load(pickle)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in load_file(weights).items())
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_an_adapter_that_names_no_base_is_told_to_or_has_it_from_its_record(tmp_path: Path, name: str | None):
+    """peft writes no name, or an empty one, if it was given a model that was built in memory."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    with pytest.raises(RecipeError, match=r"adapter_config.json: names no base model; write the name or the folder"):
+        name_of_base(tmp_path)
+    Base("org/base", None, "0").write(tmp_path)
+    assert name_of_base(tmp_path) == "org/base"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/other"}))
+    assert name_of_base(tmp_path) == "org/other"
 
 
 def test_the_keys_that_say_nothing_are_taken(tmp_path: Path):

@@ -55,6 +55,24 @@ def recipe_of_run(run: Path, assignments: Sequence[str] = ()) -> Recipe:
     return load_recipe(path, [*([] if steps is None else [f"run.max_steps={steps}"]), *assignments])
 
 
+def name_of_base(adapter: Path) -> str:
+    """The base model by the settings of an adapter's folder, or else by the record of its run.
+
+    Raises:
+        RecipeError: neither names one, as after peft was given a model that was built in memory.
+    """
+    from cookbook.training.adapters.base_model import Base
+
+    path = adapter / ADAPTER
+    if name := values_of(path).get("base_model_name_or_path"):
+        return str(name)
+    try:
+        return Base.read(adapter).name_or_path
+    except FileNotFoundError:
+        what = "names no base model; write the name or the folder of the one that it was trained on"
+        raise RecipeError(f"{path}: {what}, as base_model_name_or_path") from None
+
+
 def check_base(trained: Path) -> None:
     """Check that the base model in a folder is still the one that was trained from. An adapter's is where its
     `adapter_config.json` has it, which may have been edited since.
@@ -75,8 +93,7 @@ def check_base(trained: Path) -> None:
         base = Base.read(trained)
     except FileNotFoundError:
         return
-    settings = values_of(trained / ADAPTER) if is_adapter(trained) else {}
-    folder = Path(settings.get("base_model_name_or_path") or base.name_or_path)
+    folder = Path(name_of_base(trained) if is_adapter(trained) else base.name_or_path)
     try:
         digest = weights_digest(folder, cache=CACHE) if (folder / "config.json").is_file() else None
     except OSError as error:

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run, is_adapter
+from cookbook.commands.shared.find_model import ADAPTER, check_base, find_run, is_adapter, name_of_base
 from cookbook.facts.language_part import open_config, whole_config
 from cookbook.facts.model_files import GENERATION, read_generation_config, read_tokenizer, values_of
 from cookbook.facts.score_head import is_scored, with_head
@@ -128,8 +128,7 @@ def check_folder(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str,
     has_adapter = is_adapter(folder)
     if has_adapter:
         check_base(folder)
-        settings = values_of(folder / ADAPTER)
-        base = fetch_model(str(settings.get("base_model_name_or_path")), settings.get("revision"))
+        base = fetch_model(name_of_base(folder), values_of(folder / ADAPTER).get("revision"))
     try:
         config = open_config(base)
     except RecipeError:

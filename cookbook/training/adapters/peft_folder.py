@@ -34,7 +34,10 @@ def shapes_in(folder: Path, place: str) -> dict[str, list[int]]:
         with safe_open(path, framework="pt") as file:
             odd = [name for name, entry in sorted(tensors.items()) if not _is_weight(file, name, entry["dtype"])]
     except FileNotFoundError:
-        raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; name a peft folder, as the export of a run") from None
+        advice = "name a peft folder, as the export of a run"
+        if others := sorted(file.name for file in folder.glob(f"{path.stem}.*")):
+            advice = f"{others[0]} is not read; open the adapter with peft, whose save_pretrained writes the other"
+        raise RecipeError(f"{place}: no {ADAPTER_WEIGHTS} in it; {advice}") from None
     except OSError as error:
         raise RecipeError(f"{place}: {ADAPTER_WEIGHTS} cannot be read ({error.strerror}); fetch it again") from None
     except BadHeader as error:

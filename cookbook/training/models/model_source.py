@@ -69,7 +69,8 @@ def refuse_adapter(name: str, key: str = "model.name_or_path") -> None:
     """Refuse an adapter's own folder, as a run exports it, in the place of a model. It may have a config.json."""
     folder = Path(name)
     if (folder / ADAPTER_FILE).is_file() and not ((folder / "config.json").is_file() and weight_files(folder)[0]):
-        problem = "an adapter without its base; write both as one with `cookbook export --merged`, and name that"
+        how = "`cookbook export --merged`, or with peft's `merge_and_unload` if no run here made it"
+        problem = f"an adapter without its base; write both as one with {how}, and name that"
         raise RecipeError(f"{key} is {name!r}: {problem}")
 
 
