@@ -68,6 +68,18 @@ def test_an_option_and_a_set_that_say_otherwise_are_refused_together(capsys, tmp
     assert main([*words, "--set", "data.max_length=64"]) == 0
 
 
+def test_gpus_that_are_paid_for_and_not_used_are_named_with_the_batch_that_uses_them(capsys):
+    def said(batch: int, *strategies: str) -> str:
+        words = [word for name in strategies for word in ("--strategy", name)]
+        of_batch = ["--set", f"batch.global_batch_size={batch}", "--set", "batch.micro_batch_size=1"]
+        return " ".join(" ".join(answer(capsys, SMALL, "--gpus", "3xA100", *words, *of_batch)).split())
+
+    idle = "note single runs on 1 of the 3 GPUs, and a price is of all"
+    assert f"{idle}; with batch.global_batch_size: 18 all can share the samples of a step" in said(16, "single", "ddp")
+    assert f"{idle} next" in said(18, "single")
+    assert "runs on" not in said(18, "ddp")
+
+
 def test_weights_that_no_run_can_train_are_named_beside_the_answer(capsys, tmp_path):
     """The model's size is all that the answer is of, and 16 bits of it may be had; in JSON too."""
     values = tiny_config("llama").to_dict() | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}

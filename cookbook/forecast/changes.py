@@ -17,7 +17,7 @@ from cookbook.forecast.order import best_that_fits
 from cookbook.forecast.other_machines import fewer_gpus, larger_gpus, more_and_larger_gpus, more_gpus
 from cookbook.forecast.verdict import MAY_RUN, UNKNOWN, Forecast, TraceCache, Verdict, forecast
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import Machines, in_gib
+from cookbook.system.hardware import Machines, enough_gib
 from cookbook.training.models.structure import config_of
 
 NOTHING_HELPS = "no other strategy, smaller micro-batch, checkpointing or adapter helps: take more"
@@ -46,8 +46,8 @@ class Helpful:
         """The room in a machine under which it fits, where that is not known."""
         if self.forecast.verdict not in UNKNOWN:
             return ""
-        disk = f" and {in_gib(self.forecast.disk)} GiB of NVMe" if self.forecast.disk else ""
-        return f" if a machine has {in_gib(self.forecast.host)} GiB of memory{disk}"
+        disk = f" and {enough_gib(self.forecast.disk)} GiB of NVMe" if self.forecast.disk else ""
+        return f" if a machine has {enough_gib(self.forecast.host)} GiB of memory{disk}"
 
 
 def cheapest(traces: TraceCache, changes: Iterable[Change], verdicts: Sequence[Verdict]) -> Helpful | None:
@@ -162,8 +162,7 @@ class Changes:
 
     def _with_larger_batch(self, recipe: Recipe) -> Recipe:
         """A global batch that has samples for each GPU."""
-        each = self.machines.num_gpus * micro_batch_of(recipe)
-        size = -(-recipe.batch.global_batch_size // each) * each
+        size = batch_for_all(recipe, self.machines)
         return recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_batch_size": size})})
 
     def _cheapest(self, changes: Iterable[Change]) -> Helpful | None:
@@ -210,6 +209,12 @@ def _with(recipe: Recipe, separator: str, settings: dict[str, dict[str, Any]]) -
 def _other_sizes(strategies: Sequence[Strategy], machines: Machines) -> list[Strategy]:
     pairs = [(written, other) for written in strategies for _, other in resize(written, machines)]
     return [other for written, other in pairs if other != written]
+
+
+def batch_for_all(recipe: Recipe, machines: Machines) -> int:
+    """The global batch, rounded up so that all GPUs can share its samples."""
+    each = machines.num_gpus * micro_batch_of(recipe)
+    return -(-recipe.batch.global_batch_size // each) * each
 
 
 def small_batch(recipe: Recipe, machines: Machines) -> str | None:

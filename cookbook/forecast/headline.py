@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cookbook.config.outside_words import TRANSFORMERS, is_address
 from cookbook.config.sections import RoundsSection
 from cookbook.config.strategy import Strategy, strategy_path
-from cookbook.forecast.changes import small_batch
+from cookbook.forecast.changes import batch_for_all, small_batch
 from cookbook.forecast.fitting import ByAuto
 from cookbook.forecast.memory import GIB, Memory
 from cookbook.forecast.order import rank
@@ -25,7 +25,7 @@ from cookbook.forecast.step_time import Range
 from cookbook.forecast.verdict import MAY_RUN, PRICED_TOKENS, UNKNOWN, Forecast, Verdict, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos
 from cookbook.system.console import page, width
-from cookbook.system.hardware import in_gib
+from cookbook.system.hardware import enough_gib, in_gib
 
 
 def best_by_auto(report: PlanReport, settings: Sequence[ByAuto]) -> ByAuto | None:
@@ -98,7 +98,8 @@ def in_words(
         for note in (
             *report.machines.notes,
             *overridden(report.recipe, num_samples),
-            *filter(None, [of_batch, *report.doubts, report.scores, report.time_caveat if run.time else None]),
+            *filter(None, [of_batch or _idle(report, run), *report.doubts, report.scores]),
+            *filter(None, [report.time_caveat if run.time else None]),
         )
     ]
     if run.forecast.verdict in UNKNOWN and report.suggestion is not None:
@@ -119,8 +120,8 @@ ANSWERS: dict[Verdict, str] = {"fits": "YES,", "tight": "MAYBE,", "not judged": 
 
 
 def _answer(forecast: Forecast) -> str:
-    disk = f" and {in_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
-    needed = f"YES, if a machine has {in_gib(forecast.host)} GiB of memory{disk},"
+    disk = f" and {enough_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
+    needed = f"YES, if a machine has {enough_gib(forecast.host)} GiB of memory{disk},"
     return ANSWERS.get(forecast.verdict, needed)
 
 
@@ -159,9 +160,21 @@ def _memory(report: PlanReport, memory: Memory) -> str:
     return f"{in_gib(*memory.needed)} of {in_gib(usable * GIB)} GiB of each GPU"
 
 
+def _idle(report: PlanReport, run: _Run) -> str | None:
+    """Say that GPUs are paid for and not used, and which batch all of them can share."""
+    used, count = run.forecast.num_processes, report.machines.num_gpus
+    if used >= count:
+        return None
+    words = f"{run.forecast.strategy.name} runs on {used:,} of the {count:,} GPUs, and a price is of all"
+    size = batch_for_all(report.recipe, report.machines)
+    if size == report.recipe.batch.global_batch_size:
+        return words
+    return f"{words}; with batch.global_batch_size: {size} all can share the samples of a step"
+
+
 def _elsewhere(forecast: Forecast) -> str:
-    disk = f", {in_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
-    return f"; {in_gib(forecast.host)} GiB of each machine's memory{disk}" if forecast.strategy.offloads else ""
+    disk = f", {enough_gib(forecast.disk)} GiB of NVMe" if forecast.disk else ""
+    return f"; {enough_gib(forecast.host)} GiB of each machine's memory{disk}" if forecast.strategy.offloads else ""
 
 
 def _time(report: PlanReport, run: _Run, num_samples: int | None, price: float | None) -> str:

@@ -21,7 +21,7 @@ from cookbook.forecast.step_time import IF_FUSED, link_names, tokens_if_fused
 from cookbook.forecast.verdict import UNKNOWN, Forecast, tokens_of_step
 from cookbook.start.run_plan import CHECKPOINTING, MICRO_BATCH, autos, describe_batch
 from cookbook.system.console import Row, colour, page, width
-from cookbook.system.hardware import in_gib
+from cookbook.system.hardware import enough_gib, in_gib
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -148,8 +148,8 @@ def _table(report: PlanReport, reference: Reference | None) -> str:
                 time,
                 _efficiency(forecast, reference),
                 forecast.time.bottleneck if forecast.time else "-",
-                in_gib(forecast.host) if forecast.host else "-",
-                in_gib(forecast.disk) if forecast.disk else "-",
+                enough_gib(forecast.host) if forecast.host else "-",
+                enough_gib(forecast.disk) if forecast.disk else "-",
             )
         )
     if report.time_caveat and any(forecast.time for forecast in report.forecasts):

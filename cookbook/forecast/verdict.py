@@ -37,7 +37,7 @@ from cookbook.forecast.step_time import Range, no_forecast, step_seconds
 from cookbook.start.run_plan import Plan, default_num_processes, make_plan
 from cookbook.system import kept_results
 from cookbook.system.files import RecipeError
-from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, in_gib
+from cookbook.system.hardware import HOST_AT_LEAST, Gpu, Machines, enough_gib, in_gib
 from cookbook.system.late_compiler import compiled_when_called
 from cookbook.training.models.chunks import LOGITS_BUDGET, OF_BACKWARD
 
@@ -676,9 +676,9 @@ def _verdict(
     for what, unknown, needed, there, taken in asked:
         if there is None and needed > taken:
             verdict = unknown if verdict == "fits" else verdict
-            why.append(f"{unknown}, needs {in_gib(needed)} GiB a machine")
+            why.append(f"{unknown}, needs {enough_gib(needed)} GiB a machine")
         elif there is not None and needed > there * GIB:
             verdict = "does not fit"
-            why.append(f"needs {in_gib(needed)} GiB of {what} in a machine that has {in_gib(there * GIB)}")
+            why.append(f"needs {enough_gib(needed)} GiB of {what} in a machine that has {in_gib(there * GIB)}")
             shortage = max(shortage, needed / GIB / there)
     return verdict, why, shortage

@@ -1,6 +1,7 @@
 """Abilities of GPUs, links and machines, from data sheets. Plain values, no torch."""
 
 import difflib
+import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -41,6 +42,12 @@ def in_gib(num_bytes: float, most: float | None = None) -> str:
     value = num_bytes / GIB
     least = f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.1 else "<0.1"
     return least if most is None or least == in_gib(most) else f"{least} to {in_gib(most)}"
+
+
+def enough_gib(num_bytes: float) -> str:
+    """Room that a machine must have, as `in_gib` but rounded up: whoever adds what this says has no less."""
+    tenths = math.ceil(10 * num_bytes / GIB)
+    return f"{math.ceil(tenths / 10):,}" if tenths >= 100 else f"{tenths / 10:.1f}"
 
 
 @dataclass(frozen=True, kw_only=True)
