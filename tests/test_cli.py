@@ -103,7 +103,8 @@ def test_every_command_explains_itself_in_80_columns(verb, monkeypatch, capsys):
     [
         (["lanch"], "No such command 'lanch'. Did you mean 'launch'"),
         (["launch", "--fast"], "No such option: --fast"),
-        (["launch", "--processes", "two"], "--processes: write a valid integer"),
+        (["launch", "--processes", "two"], "--processes is 'two': write a valid integer"),
+        (["plan", "a.yaml", "--host-gib", "1TB"], "--host-gib is '1TB': write a valid number"),
         (["rehearse"], "RECIPE is missing; write cookbook rehearse RECIPE"),
         (["launch"], "RECIPE is missing; write cookbook launch RECIPE (recipes/quickstart.yaml trains a small model"),
         (["launch", "--strategy", "zero3"], "RECIPE is missing"),

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import yaml
+from pydantic import ValidationError
 from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
@@ -161,6 +162,9 @@ def _in_lines(error: Any) -> list[str]:
     place = param.opts[0] if is_option else param.metavar
     if error.message:
         what = re.sub("^Value error, |, unable to parse .*", "", error.message).replace("Input should be", "write")
+        if isinstance(error.__cause__, ValidationError):  # whose message has the value for some types alone
+            value = repr(error.__cause__.errors()[0]["input"])
+            place += f" is {value}" if value not in what else ""
         return [f"{place}{' ' if what.startswith('is ') else ': '}{what.rstrip('.')}"]
     arguments = [param for param in context.command.params if param.param_type_name == "argument" and param.required]
     words = (
