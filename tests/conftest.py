@@ -121,7 +121,7 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
         durations = {name: seconds for name, seconds in known.items() if name not in self.seconds}
-        durations |= {name: round(seconds, 1) for name, seconds in self.seconds.items() if seconds > LONG}
+        durations |= {name: round(seconds, 2) for name, seconds in self.seconds.items() if seconds > LONG}
         DURATIONS.write_text(json.dumps(dict(sorted(durations.items())), indent=0) + "\n")
 
 

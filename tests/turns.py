@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-LONG = 0.5
+LONG = 0.3
 """Where a test takes more seconds by tests/durations.json it is slow, unless it is marked as core or among `ALONE`."""
 
 ALONE = frozenset(json.loads(Path(__file__).with_name("alone.json").read_text(encoding="utf-8")))
