@@ -68,6 +68,17 @@ def test_an_option_and_a_set_that_say_otherwise_are_refused_together(capsys, tmp
     assert main([*words, "--set", "data.max_length=64"]) == 0
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_words_for_a_recipe_that_a_message_names_are_taken_and_say_what_was_asked(capsys, method):
+    words = [SMALL, "--gpus", "1xH100", "--strategy", "single"]
+    assert main(["plan", *words, "--method", method, "--length", "48"]) == 2
+    instead = capsys.readouterr().err.partition("; write ")[2].split()
+    assert main(["plan", *words, *instead, "--json"]) == 0
+    taken = json.loads(capsys.readouterr().out)
+    assert taken["a_step"]["tokens_at_most"] == 48 * taken["a_step"]["sequences"]
+    assert (taken["model"]["trained"] == taken["model"]["parameters"]) == (method == "full")
+
+
 def test_gpus_that_are_paid_for_and_not_used_are_named_with_the_batch_that_uses_them(capsys):
     def said(batch: int, *strategies: str) -> str:
         words = [word for name in strategies for word in ("--strategy", name)]

@@ -204,8 +204,8 @@ def test_every_price_is_of_a_gpu_of_the_table():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("recipes/quickstart.yaml", "--method", "lora"), "is a recipe; write --set"),
-        (("recipes/quickstart.yaml", "--length", "64"), "is a recipe; write --set"),
+        (("recipes/quickstart.yaml", "--method", "lora"), "is a recipe; write --set adapter.name=lora"),
+        (("recipes/quickstart.yaml", "--length", "64"), "is a recipe; write --set data.max_length=64"),
         (("Qwen/Qwen3-8Bx",), "Qwen/Qwen3-8B"),
         (("nothing/config.json",), "no such file"),
         (("nothing.yaml",), "nothing.yaml"),

@@ -69,7 +69,9 @@ def plan(
     path = Path(path_from_here(what))
     of_model = is_model(what, path)
     if not of_model and (method or length):
-        instead = "--set data.max_length=8192 or --set adapter.name=qlora"
+        adapter = "adapter=null" if method == "full" else f"adapter.name={method}"
+        keys = [adapter] * (method is not None) + [f"data.max_length={length}"] * (length is not None)
+        instead = " ".join(f"--set {key}" for key in keys)
         raise RecipeError(f"--method and --length are of a model, and {what} is a recipe; write {instead}")
     if html is not None:
         refuse(problem_of_name(html, beginning("plan"), "--html"))
