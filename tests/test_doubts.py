@@ -70,6 +70,15 @@ def test_a_rank_above_the_width_of_a_layer_is_warned_of(book, capsys, adapter, n
     )
 
 
+@pytest.mark.parametrize(("rank", "narrow"), [(64, ""), (65, "k_proj, v_proj have fewer")])
+def test_plan_names_such_a_rank_too(capsys, rank, narrow):
+    """In the quickstart's model, too, keys and values have two heads of 32."""
+    adapter = f"adapter={{name: lora, rank: {rank}}}"
+    assert main(["plan", "recipes/quickstart.yaml", "--gpus", "1xA100", "--strategy", "single", "--set", adapter]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (f"note adapter.rank is {rank}, and {narrow}" in said) == bool(narrow)
+
+
 def test_the_quickstarts_evaluation_on_own_rows_is_warned_of(book, capsys):
     write_rows(book, "mine.jsonl", CHATS)
     (warned,) = warnings(capsys, "data.train=mine.jsonl")

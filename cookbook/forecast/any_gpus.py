@@ -114,7 +114,7 @@ def for_each_card(
     """
     config, origin = config_of(recipe)
     refuse(why_not_trained(config, recipe.data.max_length, f"model.name_or_path is {recipe.model.name_or_path!r}"))
-    doubts, traces = doubts_about(config, recipe.model), TraceCache(config, recipe, recipe_name)
+    doubts, traces = doubts_about(config, recipe.model, recipe.adapter), TraceCache(config, recipe, recipe_name)
     scores = scores_in_words(config, recipe, traces.skeleton.code)
     # By precision, which alone differs between kinds of GPUs: the model is traced.
     measured: dict[str, SamplerMemory] = {}

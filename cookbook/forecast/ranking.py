@@ -104,7 +104,7 @@ def forecast_all(
         model=config.model_type,
         num_parameters=traces.sizes.num_parameters,
         num_trained=traces.sizes.num_trained,
-        doubts=(doubts := doubts_about(config, recipe.model)),
+        doubts=(doubts := doubts_about(config, recipe.model, recipe.adapter)),
         scores=(scores := scores_in_words(config, traces.recipe, traces.skeleton.code)),
         sampler=sampler,
         left_out=() if first is None else tuple(other for other in strategies if other.kind != "single"),

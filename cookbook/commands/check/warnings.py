@@ -11,7 +11,8 @@ from cookbook.commands.shared.answer_forms import ReadRows
 from cookbook.config.optim import number
 from cookbook.config.recipe import Recipe
 from cookbook.config.schedule import peak_learning_rate, short_run
-from cookbook.config.sections import ALL_LINEAR, BUILTIN_SOURCE, Source
+from cookbook.config.sections import BUILTIN_SOURCE, Source
+from cookbook.facts.adapted_widths import rank_above_width
 from cookbook.facts.packing import known_config
 from cookbook.rows.row_columns import drop_columns, kinds_of, rename
 from cookbook.rows.row_kinds import kinds
@@ -35,7 +36,7 @@ def doubts(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.run.max_steps is not None:
         yield from short_run(recipe.schedule, recipe.in_schedule(0, recipe.run.max_steps)[1])
-    yield from _rank_above_width(recipe)
+    yield from rank_above_width(recipe.adapter, known_config(recipe.model))
     folder = Path(recipe.run.output_dir).absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -49,27 +50,6 @@ def doubts(recipe: Recipe) -> Iterator[str]:
         if trained and held and not trained & held:
             what, other = (" or ".join(kinds()[kind].words for kind in sorted(names)) for names in (held, trained))
             yield f"{key} has rows of {what}, and data.train of {other}: its loss is that of another task"
-
-
-def _rank_above_width(recipe: Recipe) -> Iterator[str]:
-    """A rank that the narrowest layer cannot use, by the names and sizes that most models have."""
-    adapter, config = recipe.adapter, known_config(recipe.model)
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if adapter is None or not hidden or not heads:
-        return
-    head = getattr(config, "head_dim", None) or hidden // heads
-    keys = head * (getattr(config, "num_key_value_heads", None) or heads)
-    inner = getattr(config, "intermediate_size", None) or hidden
-    sizes = {"q_proj": head * heads, "k_proj": keys, "v_proj": keys, "o_proj": head * heads}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), inner)
-    targets = sizes if ALL_LINEAR in adapter.targets else sizes.keys() & adapter.targets
-    widths = {name: min(hidden, sizes[name]) for name in sorted(targets)}
-    if narrow := [name for name, width in widths.items() if width < adapter.rank]:
-        least = min(widths.values())
-        yield (
-            f"adapter.rank is {adapter.rank}, and {', '.join(narrow)} have fewer rows or columns: no change to a matrix"
-            f" has a rank above its width; write at most {least}"
-        )
 
 
 def _kinds_here(source: Source) -> set[str]:

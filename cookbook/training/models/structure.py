@@ -16,8 +16,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cookbook.config.recipe import Recipe
-from cookbook.config.sections import ModelSection, ScratchModel
+from cookbook.config.sections import AdapterSection, ModelSection, ScratchModel
 from cookbook.config.strategy_keys import Claim
+from cookbook.facts.adapted_widths import rank_above_width
 from cookbook.facts.language_part import changes_of_logits, has_tower, language_config, why_whole
 from cookbook.facts.meshes import EXPERTS_OF_A_TOKEN, num_experts, size_of_experts
 from cookbook.facts.model_files import read_config, read_tokenizer
@@ -177,13 +178,16 @@ def quantized_weights(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def doubts_about(config: PreTrainedConfig, model: ModelSection) -> tuple[str, ...]:
-    """Reasons why a forecast may be of another model than the one that is meant.
+def doubts_about(
+    config: PreTrainedConfig, model: ModelSection, adapter: AdapterSection | None = None
+) -> tuple[str, ...]:
+    """Reasons why a forecast may be of another run than the one that is meant.
 
     Args:
         model: whose configuration it is.
     """
-    return tuple(filter(None, [quantized_weights(config), _sizes_left_out(config, model)]))
+    doubts = [quantized_weights(config), _sizes_left_out(config, model)]
+    return (*filter(None, doubts), *rank_above_width(adapter, config))
 
 
 def _sizes_left_out(config: PreTrainedConfig, model: ModelSection) -> str | None:
