@@ -160,8 +160,8 @@ def page(record: dict[str, Any]) -> str:
         dash=DASH if any("-" in words for words in cells.values()) else "",
         footnote=FOOTNOTE if any(" *" in word for words in cells.values() for word in words) else "",
         reasons="\n".join(f"{number}. {reason}" for reason, number in reasons.items()),
-        notes="\n".join(f"| `{name}` | {words} |" for name, facts in TYPES.items() if (words := notes(facts))),
-        towers="\n".join(f"| `{name}` | {words} |" for name, facts in TYPES.items() if (words := part(facts))),
+        notes="\n".join(f"| `{name}` | {words} |" for name, facts in sorted(TYPES.items()) if (words := notes(facts))),
+        towers="\n".join(f"| `{name}` | {words} |" for name, facts in sorted(TYPES.items()) if (words := part(facts))),
         refused="\n".join(f"| {why} | {len(names)} | {', '.join(sorted(names))} |" for why, names in refused),
     )
 
@@ -218,7 +218,7 @@ def counts(record: dict[str, Any], served: dict[str, Any]) -> str:
     words.append(f"\n\n[By their language part](recipes.md#a-model-with-an-image-or-audio-tower): {listed}.")
     others = [
         f"`{name}` ({facts.transformers}: {', '.join(way for way in WAYS if getattr(facts, way) is True) or 'refused'})"
-        for name, facts in TYPES.items()
+        for name, facts in sorted(TYPES.items())
         if facts.transformers != record["versions"]["transformers"]
     ]
     words += [f"\n\nMeasured with another version of transformers: {', '.join(others)}."] if others else []
