@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from cookbook.commands.cli import main
 from cookbook.config.objectives import Objective, Question
 from cookbook.config.objectives.forward import Batch, Logits, OfTargets
 from cookbook.config.recipe import load_recipe
+from cookbook.run import teacher
 from cookbook.run.teacher import LikeliestTokens, find_teacher, with_answers
 from cookbook.start.launchers import World
 from cookbook.start.run_plan import load_pair, make_plan
@@ -462,3 +464,19 @@ def test_plan_tells_what_is_kept_of_a_teacher_and_what_it_takes(shelf, tmp_path)
     _, takes = _teacher_notes(in_bf16, parse_machines("8xA100-80GB"))
     fastest = 2 * matrices * 1e6 / (8 * 312e12)  # of a data sheet's dense rate 40 to 70% are reached
     assert f", {fastest / 0.7:.2g} to {fastest / 0.4:.2g} s for a million tokens" in takes
+
+
+def test_the_answers_of_each_rank_are_taken_without_what_fills_them_up(monkeypatch: pytest.MonkeyPatch):
+    """This rank has one target, and the other two."""
+    monkeypatch.setattr(teacher.dist, "is_initialized", lambda: True)
+    others = {1: [[7], [8]], 2: [[70, 71], [80, 81]]}
+
+    def gather(buffer: torch.Tensor, own: torch.Tensor) -> None:
+        buffer.copy_(torch.cat([own, torch.tensor(others[own.shape[1]], dtype=own.dtype)]))
+
+    monkeypatch.setattr(teacher.dist, "all_gather_into_tensor", gather)
+    counts = SimpleNamespace(all_gather=lambda count: np.array([[float(count)], [2.0]]))
+    tensors = torch.tensor([5]), torch.tensor([[50, 51]]), torch.tensor([[-1.0, -2.0]])
+    answers = teacher._of_all_ranks(*tensors, SimpleNamespace(collectives=counts))
+    numbers = [[array.tolist() for array in of_rank] for of_rank in answers]
+    assert numbers == [[[5], [[50, 51]], [[-1.0, -2.0]]], [[7, 8], others[2], [[70.0, 71.0], [80.0, 81.0]]]]

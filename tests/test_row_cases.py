@@ -606,6 +606,14 @@ CASES = {
         template=CALLS_ONLY_TEXT,
         shows=['[[<call>{"name": "add", "a": {"a": 1, "b": null}}</call><|im_end|>]]'],
     ),
+    "a template that wants text, and identifiers of nine letters": Case(
+        rows=[{"messages": calls(call(arguments={"a": 1}, id="abcdefghi"))}],
+        template=tags(
+            call="{%- if c.id | length != 9 -%}{{ raise_exception('not nine') }}{%- endif -%}"
+            "{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}"
+        ),
+        shows=['[[<call>add {"a": 1}</call><|im_end|>]]'],
+    ),
     "a template that prints arguments": Case(
         rows=[{"messages": calls(call(arguments='{"a": "x", "b": true}'))}],
         template=PRINTS_CALLS,

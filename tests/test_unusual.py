@@ -101,6 +101,8 @@ def test_layers_are_distinguished_and_modules_outside_of_them():
     )
     everywhere = UnusualGradient(norm=math.nan, usual=2.0, squares=dict.fromkeys(squares, math.nan))
     assert everywhere.in_words() == "the gradient is not finite in 7 of 7 trained parameters"
+    somewhere = UnusualGradient(norm=math.inf, usual=2.0, squares={"a": 1.0, "b": math.inf, "c": math.nan})
+    assert somewhere.details() == {"norm": None, "not_finite": ["b", "c"], "parameters": "2 of 3"}
 
 
 def test_what_is_recorded_of_a_gradient_by_hand():

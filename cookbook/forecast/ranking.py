@@ -46,7 +46,7 @@ class PlanReport:
     notes: tuple[str, ...] = ()
     """On the recipe."""
     doubts: tuple[str, ...] = ()
-    """Reasons why they may be of another model than the one that is meant."""
+    """Reasons why they may be of another run than the one that is meant, see `doubts_about`."""
     scores: str | None = None
     """Memory of attention without a kernel, if the model has such."""
     sampler: SamplerForecast | None = None
